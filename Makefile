@@ -1,6 +1,7 @@
 # make demo    sets itself up and runs the main job, about a minute and a half after set-up
-# make test    sets itself up and runs every test that needs no root
-# make check   what every commit passes: ruff, mypy strict, the fast tests
+# make test    sets itself up and runs the tests, in ten minutes: all that need no root, and that tests/slow.txt does not call long
+# make long    the tests that it calls long, most of which start whole programs
+# make check   what every commit passes, in two minutes: ruff, mypy strict, the tests that tests/slow.txt does not list
 # make bench   measures what saving costs, beside its peers, an hour and a half on two cores; leaves benchmarks/results/overhead.*
 # make loaders installs the data loaders and training loops of others, kills loops over each, and compares
 # make gpu     the tests that need a GPU, then what saving costs on it; says so where there is none
@@ -18,7 +19,7 @@ READY := $(VENV)/.ready
 # Hundreds of processes load tierd, and each would compile it anew where no bytecode is written.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint check bench gpu loaders docs lowest system faults gate format lock dist clean
+.PHONY: demo test long lint check bench gpu loaders loaders/ready docs lowest system faults gate format lock dist clean
 .DELETE_ON_ERROR:
 
 # pip checks the hashes of all that one call installs, or of nothing, and a checkout has none: so what is locked comes first,
@@ -36,7 +37,10 @@ demo: $(READY)
 
 # Three processes on two cores, because much of the tests' time is waiting.
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not system and not loaders'
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'not system and not loaders and not long'
+
+long: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -44,8 +48,9 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python -m tools.prose
 
+# Two processes, because these tests compute, and each process spends ten CPU seconds on importing and collecting.
 check: lint
-	$(BIN)/python -m pytest -n 3 --dist worksteal -q -m 'not system and not loaders and not slow'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m 'not system and not loaders and not slow'
 
 bench: $(READY)
 	$(BIN)/tierd bench overhead --rounds 15,15,5 --dir . --out benchmarks/results
@@ -56,8 +61,10 @@ gpu: $(READY)
 	  tests/client/restoring/test_device_uploads.py tests/client/saving/test_numa.py
 	$(BIN)/tierd bench overhead --device cuda --sizes 1,4 --rounds 5 --dir . --out benchmarks/gpu
 
-loaders: $(READY)
+loaders/ready: $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints-loaders.txt
+
+loaders: loaders/ready
 	TIERD_LOADERS=all $(BIN)/python -m pytest -n 2 --dist worksteal -m loaders tests/loaders tests/formats tests/watching
 
 docs: $(READY)
@@ -73,26 +80,26 @@ lowest: $(READY)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > $$(echo $(VENV)/lowest/lib/python3*/site-packages)/rest.pth
 	$(VENV)/lowest/bin/python -m tools.locked
-	$(VENV)/lowest/bin/python -m pytest -n 2 -q -m 'not system and not slow' tests/core/test_ids.py tests/core/test_manifest.py \
+	$(VENV)/lowest/bin/python -m pytest -n 2 -q -m 'not system' tests/core/test_ids.py tests/core/test_manifest.py \
 	  tests/core/test_config.py tests/wire tests/stores/s3/test_s3_store.py tests/stores/test_file.py tests/cli/test_cli.py tests/codec/test_codec.py \
 	  tests/daemon/http
 
+# A file's tests share what it starts, such as a container, so they stay in one process.
 system: $(READY)
-	$(BIN)/python -m pytest -m system
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m system
 
-faults: $(READY)
-	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints-loaders.txt
+faults: loaders/ready
 	PYTHONPATH=tests:. $(BIN)/python -m faults short
 
-gate: $(READY)
-	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints-loaders.txt
+gate: loaders/ready
 	PYTHONPATH=tests:. $(BIN)/python -m faults gate
 	TIERD_HISTORIES=1000 $(BIN)/python -m pytest -n 2 tests/reading/test_beside_writers.py
 	TIERD_STATES=20000 $(BIN)/python -m pytest -n 2 tests/state/test_any_state.py
-	TIERD_SEEDS=100 $(BIN)/python -m pytest -n 2 tests/daemon/tiers/test_intents.py tests/daemon/test_nodes.py \
+	TIERD_SEEDS=100 $(BIN)/python -m pytest -n 2 tests/daemon/tiers/test_intents.py tests/daemon/test_nodes_histories.py \
 	  tests/daemon/test_restart.py tests/client/saving/test_torn.py
 	TIERD_KILLS=24 $(BIN)/python -m pytest -n 2 tests/end_to_end/test_acceptance.py
 	TIERD_CORRUPTIONS=400 $(BIN)/python -m pytest tests/end_to_end/test_corruption.py
+	TIERD_KILLS=50 $(BIN)/python -m pytest -m system tests/system/test_ranks_s3.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

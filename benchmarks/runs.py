@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from growth import on_tier, part  # type: ignore[import-not-found]  # beside this file
+from tierd.bench.growth.checkpoints import on_tier, part
 
 SAMPLES = 5
 
@@ -64,6 +64,7 @@ def main() -> None:
         },
         "samples": samples,
     }
+    given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "runs.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["median"]))
 

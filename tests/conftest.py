@@ -1,6 +1,20 @@
-"""What holds for every test: no example of Hypothesis fails for taking long, since machines are shared."""
+"""Which tests are slow or long, and that no example of Hypothesis fails for taking long, since machines are shared."""
 
+import pytest
 from hypothesis import settings
+
+from tools import slow
 
 settings.register_profile("tierd", deadline=None)
 settings.load_profile("tierd")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what tests/slow.txt lists, before pytest selects by marks."""
+    listed = slow.listed(slow.LIST.read_text())
+    for item in items:
+        if cost := listed.get(slow.function(item.nodeid)):
+            item.add_marker(pytest.mark.slow)
+            if cost.is_long:
+                item.add_marker(pytest.mark.long)

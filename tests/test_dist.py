@@ -25,8 +25,6 @@ import tierd
 from tools import locked
 from tools.locked import ROOT, Pin
 
-pytestmark = pytest.mark.slow
-
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".demo", ".*_cache", ".hypothesis", "__pycache__", "build", "dist")
 STEM = f"tierd-{tierd.__version__}"
 WHEEL = f"{STEM}-py3-none-any.whl"

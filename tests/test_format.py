@@ -24,6 +24,7 @@ from tierd.core.manifest import Chunk, File, Manifest, Origin, Stored, Wrapped, 
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.timeline.head import Known, successor
 from tierd.core.timeline.head import encode as encode_head
+from tierd.daemon.transfer.fetch import fetch
 from tierd.spool import file_io
 from tierd.spool.spool import Spool
 from tierd.stores.encrypted import EncryptedStore
@@ -33,6 +34,7 @@ from tierd.stores.keys import Key
 HERE = Path(__file__).parent / "format"
 V1 = HERE / "v1"
 PLANES = HERE / "v1-planes"  # a tier whose one checkpoint shows the codec `planes`; see make_v1_planes.py
+PATCHES = HERE / "v3-patches"  # a tier whose one checkpoint is stored as patches; see make_v3_patches.py
 TIER = V1 / "tier"
 FORMAT = (Path(__file__).parent.parent / "tierd" / "FORMAT.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", FORMAT, re.DOTALL)
@@ -133,6 +135,21 @@ def test_the_objects_of_the_codec_planes_are_read_and_verified():
         (chunk,) = file.chunks
         data = (PLANES / "demo" / chunk.stored.key).read_bytes()
         assert codec.decode(chunk, data, "v1") == expected[file.path], file.path
+
+
+def test_patches_are_read_and_verified_and_a_patch_of_patches_too(tmp_path):
+    maker = _maker("make_v3_patches")
+    part, spool = maker.PARTS[-1], Spool(tmp_path / "spool")
+    manifest = decode((PATCHES / part.manifest_key).read_bytes(), part)
+    assert sorted(len(list(chunk.objects())) for chunk in manifest.chunks()) == [1, 3, 3, 3]
+
+    async def fetched() -> None:
+        store = FileStore(PATCHES)
+        await fetch(spool, part, {"tier": store})
+        await store.aclose()
+
+    asyncio.run(fetched())
+    assert {name: bytes(data) for name, data in spool.read(part, spool.manifest(part)).items()} == maker.contents(300)
 
 
 def test_packed_runs_are_read():
@@ -262,10 +279,21 @@ def test_the_documented_program_reads_the_codec_planes(by_hand):
     assert wrote == {f"00000-of-00001/{name}": data for name, data in _maker("make_v1_planes").contents().items()}
 
 
-@pytest.mark.parametrize("name", sorted(name for name in tree(PLANES) if name.endswith(".planes")))
-def test_the_documented_program_notices_a_flip_in_planes(by_hand, tmp_path, name):
+def test_the_documented_program_reads_patches(by_hand):
+    maker = _maker("make_v3_patches")
+    status, output, wrote = by_hand(PATCHES)
+    assert (status, output) == (0, f"restored {maker.PARTS[-1].checkpoint.name}\n")
+    assert wrote == {f"00000-of-00001/{name}": data for name, data in maker.contents(300).items()}
+
+
+@pytest.mark.parametrize(
+    ("root", "name"),
+    [(PLANES, name) for name in sorted(tree(PLANES)) if name.endswith(".planes")]
+    + [(PATCHES, name) for name in sorted(tree(PATCHES)) if "/chunks/" in name],
+)
+def test_the_documented_program_notices_a_flip_in_planes_a_patch_or_its_base(by_hand, tmp_path, root, name):
     tier = tmp_path / "tier"
-    shutil.copytree(PLANES, tier)
+    shutil.copytree(root, tier)
     data = bytearray((tier / name).read_bytes())
     data[len(data) // 2] ^= 1
     (tier / name).write_bytes(data)
@@ -465,8 +493,8 @@ def test_every_bound_of_the_seal_is_written_down(bound):
 
 
 def test_every_tag_of_the_state_tree_is_in_the_table_and_no_other():
-    tags = pytest.importorskip("tierd.state.json_tree")
+    tree, tags = (pytest.importorskip(f"tierd.state.{name}") for name in ("json_tree", "tree_tags"))
     table = FORMAT.split("an object with one key, a tag:")[1].split("A *mapping*")[0]
     named = set(re.findall(r"`(\$\w+)`", "".join(re.findall(r"^\|([^|]*)\|", table, re.M))))
-    assert named == set(tags._TAGS) | set(tags.NAMING) | {"$dtensor"}
-    assert named == set(re.findall(r"\$[a-z]+", tags.__doc__)) - {"$"}
+    assert named == set(tags.TAGS) | set(tree.NAMING) | {"$dtensor"}
+    assert named == set(re.findall(r"\$[a-z]+", tree.__doc__)) - {"$"}

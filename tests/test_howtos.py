@@ -14,11 +14,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.s3stub import Bucket, serving
 from support.world import Daemon, commit, part, wait_until
 
 import tierd
 from tierd.cli import run
-from tierd.cli.reading.status import EXIT_WARNING
+from tierd.cli.exit_codes import EXIT_WARNING
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
@@ -136,7 +137,9 @@ def test_the_commands_of_the_page_about_watching_do_what_they_say(tmp_path: Path
     assert (tmp_path / "back" / "checkpoint-500" / "optimizer.pt").read_bytes() == right
 
 
-def test_the_commands_of_the_pages_about_copies_and_imports_do_what_they_say(tmp_path: Path, node) -> None:  # type: ignore[no-untyped-def]
+def test_the_commands_of_the_pages_about_copies_and_imports_do_what_they_say(  # type: ignore[no-untyped-def]
+    tmp_path: Path, node, monkeypatch
+) -> None:
     """A checkpoint of another program is imported, copied, and put back; a run is copied in each way."""
     layouts = pytest.importorskip("support.layouts")
     for name in ("out", "tier", "second"):
@@ -149,9 +152,16 @@ def test_the_commands_of_the_pages_about_copies_and_imports_do_what_they_say(tmp
             command = re.sub(rf"(?<![\w/]){word}(?![\w/])", value, command)
         return run(shlex.split(command)[1:])
 
-    for number, command in enumerate(one for one in typed("import") if " URL" in one):
-        words["DIR"] = f"{tmp_path}/{number}"
-        assert typed_in(command) == 0, command
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    with serving(Bucket()) as bucket:
+        for path in (tmp_path / "out").rglob("*.*"):
+            bucket.objects[f"training/{path.relative_to(tmp_path)}"] = path.read_bytes()
+        words["s3://bucket/training/out"] = f"'{bucket.url('training/out')}'"
+        for number, command in enumerate(one for one in typed("import") if " URL" in one):
+            words |= {"DIR": f"{tmp_path}/{number}", "RUN": "fetched" if "s3:" in command else "imported"}
+            assert typed_in(command) == 0, command
+        assert bucket.asked["GetObject"], "the page shows how to import from a bucket"
     assert right in [path.read_bytes() for path in tmp_path.glob("[0-9]/checkpoint-500/optimizer.pt")]
     home, _ = node
     words |= {"FROM": f"{home}/tier", "TO": f"{tmp_path}/second", "RUN": "r", "STEP": "20", "NEWRUN": "new"}
@@ -211,7 +221,7 @@ def test_the_key_that_the_how_to_makes_is_taken(tmp_path: Path, capsys: pytest.C
 
 
 def test_the_key_is_changed_as_the_how_to_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only the new key reads the copy, and the second copy sends nothing."""
+    """Only the new key reads the copy, the second copy sends nothing, and the old tier can be deleted."""
     (tmp_path / "old").mkdir()
     (tmp_path / "new").mkdir()
     lines = [line.strip() for line in (HOWTO / "encryption.md").read_text().splitlines()]
@@ -247,3 +257,7 @@ def test_the_key_is_changed_as_the_how_to_says(tmp_path: Path, capsys: pytest.Ca
         run(["restore", f"{tmp_path}/new", "--run", "run", "--to", str(out), "--key-file", f"{tmp_path}/new-key"]) == 0
     )
     assert [path.name for path in out.iterdir()] == ["00000-of-00001"]
+    (rm,) = (one for one in typed("encryption") if one.startswith("tierd rm"))
+    assert typed_in(rm) == 3 and "--yes" in capsys.readouterr().err, "it asks a person, and none is here"
+    assert typed_in(f"{rm} --yes") == 0 and not (tmp_path / "old" / "run" / "manifests").exists()
+    assert typed_in(verify) == 0

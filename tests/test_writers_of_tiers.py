@@ -14,6 +14,7 @@ from support.doubles import Double, flipped
 from support.ranks import Group
 from support.s3stub import Bucket, serving
 from support.saved import put
+from support.timed import timed
 from support.world import RUN, Daemon, attempt, commit, content, hurry, part
 from support.writers import (
     daemon_until,
@@ -38,8 +39,8 @@ from tierd.core.manifest import decode, seal
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.retention.stored import StoredRetention, encode
 from tierd.core.urls import parse_url
-from tierd.daemon.tiers import intents
 from tierd.daemon.tiers.prune import verify
+from tierd.daemon.timings import USUAL
 from tierd.spool import leases
 from tierd.spool.spool import Spool
 from tierd.stores.encrypted import EncryptedStore
@@ -205,7 +206,7 @@ def test_no_key_head(tier, bucket, spool, caplog):
     asyncio.run(bucket.put(head_key(RUN, "deadbeef"), head(attempt(5))))
     assert restored(tier) == (3, 3.0, [])
     assert "not a head of this run, and passed over" in caplog.text
-    daemon_until(tier, spool, lambda daemon: daemon.tiers.places["tier"])
+    daemon_until(tier, spool, lambda daemon: daemon.tiers.observed.places["tier"])
     (kept,) = (spool.control / "timeline").glob("*.json")
     assert attempt(5) not in kept.read_text()
 
@@ -224,7 +225,7 @@ def test_no_key_retention_an_old_mark_has_nothing_deleted_that_has_a_manifest(ti
     mark = f"{pruning_prefix(RUN)}{part(2).checkpoint.name}.{int(time.time() - 2 * 86400) * 1000:012x}-deadbeef"
     asyncio.run(bucket.put(mark, b""))
     for name in ("one", "two"):  # a daemon looks for marks when it starts
-        daemon_until(tier, spool, lambda daemon: steps_seen(daemon) and mark not in bucket._objects)
+        daemon_until(tier, spool, lambda daemon: steps_seen(daemon) and mark not in bucket.objects)
         assert steps(bucket) == [1, 2, 3] and restored(tier, step=2)[:2] == (2, 2.0), name
 
 
@@ -241,7 +242,7 @@ def test_no_key_policy(tier, bucket, spool):
     key = retention_key(RUN, rich.by, rich.given)
     whole = raw(bucket)[key]
     asyncio.run(bucket.put(key, whole[:-9]))  # one that cannot be read stops all deleting,
-    daemon_until(tier, spool, lambda daemon: daemon.tiers.places["tier"], keep=1)
+    daemon_until(tier, spool, lambda daemon: daemon.tiers.observed.places["tier"], keep=1)
     assert steps(bucket) == [1, 2, 3, 4, 5, 6]
     asyncio.run(bucket.delete([key for key in raw(bucket) if "/retention/" in key]))
     daemon_until(tier, spool, lambda daemon: steps_seen(daemon) == {4, 5, 6}, keep=None)  # and none leaves the default
@@ -249,20 +250,20 @@ def test_no_key_policy(tier, bucket, spool):
 
 
 def steps_seen(daemon) -> set[int]:
-    place = daemon.tiers.places["tier"]
+    place = daemon.tiers.observed.places["tier"]
     return {one.step for one in place.checkpoints} if place else set()
 
 
 def test_no_key_held_up(tier, bucket, spool, monkeypatch, caplog):
-    monkeypatch.setattr("tierd.daemon.tiers.intents._LOOKS", 2)
+    timed(monkeypatch, mark_looks=2)
     asyncio.run(bucket.put(pin_key(part(1).checkpoint), b""))
-    asyncio.run(bucket.put(f"{pruning_prefix(RUN)}{part(4).checkpoint.name}.{intents._stamp('deadbeef')}", b""))
+    asyncio.run(bucket.put(f"{pruning_prefix(RUN)}{part(4).checkpoint.name}.{USUAL.now_ms():012x}-deadbeef", b""))
     commit(spool, part(4))
     daemon = daemon_until(tier, spool, failing)
     assert "are being deleted" in failing(daemon) and "failing" in kinds(daemon)
     assert steps(bucket) == [1, 2, 3]
     asyncio.run(bucket.delete([key for key in raw(bucket) if "/pruning/" in key]))
-    intent = f"{flushing_prefix(RUN)}{part(9).checkpoint.name}/{part(9).name}.{intents._stamp('deadbeef')}"
+    intent = f"{flushing_prefix(RUN)}{part(9).checkpoint.name}/{part(9).name}.{USUAL.now_ms():012x}-deadbeef"
     asyncio.run(bucket.put(intent, b""))
     daemon_until(tier, spool, lambda daemon: 4 in steps_seen(daemon) and "not pruned yet" in caplog.text, keep=1)
     assert steps(bucket) == [1, 2, 3, 4]
@@ -282,7 +283,7 @@ def test_no_key_flood(tier, bucket, spool):
     asked = {key for operation, key in double.calls[:first] if operation == "get" and "/manifests/" in key}
     assert len(asked) == 23
     double.calls.clear()
-    daemon_until(double, spool, lambda daemon: daemon.tiers.places["tier"])
+    daemon_until(double, spool, lambda daemon: daemon.tiers.observed.places["tier"])
     assert len([key for operation, key in double.calls if operation == "get" and "/manifests/" in key]) == 3
 
 

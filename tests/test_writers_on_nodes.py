@@ -101,7 +101,7 @@ def test_rank_bytes_on_another_node_the_first_that_is_flushed_stands_until_the_o
     forge(store, liar, part(1))
     for step in (1, 2, 3):
         lie(honest, part(step), step)
-    daemon_until(store, honest, lambda daemon: daemon.tiers.has(part(3), "tier"), keep=100)
+    daemon_until(store, honest, lambda daemon: daemon.tiers.observed.has(part(3), "tier"), keep=100)
     assert restored(store, step=1)[:2] == (1, 666.0)
     for step in (4, 5):
         lie(honest, part(step), step)

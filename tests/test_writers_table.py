@@ -56,8 +56,8 @@ ELSEWHERE = {
     "tenant/retention": ("cli/test_space.py::test_rm_deletes_a_run_and_no_other",),
     "rank/silent": (
         "client/ranks/test_ranks.py::test_a_checkpoint_is_complete_when_both_ranks_have_saved",
-        "client/ranks/test_ranks.py::test_a_rank_that_dies_while_others_restore_is_noticed_at_once_and_holds_up_no_save",
-        "daemon/test_nodes.py::test_a_rank_that_never_saves_again_does_not_fill_the_other_nodes_spool",
+        "client/ranks/test_rank_processes.py::test_a_rank_that_dies_while_others_restore_is_noticed_at_once_and_holds_up_no_save",
+        "daemon/test_nodes_incomplete.py::test_a_rank_that_never_saves_again_does_not_fill_the_other_nodes_spool",
     ),
     "rank/spool": (
         "client/saving/test_small_disk.py::test_where_no_tier_has_anything_the_save_fails_as_before",

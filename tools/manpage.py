@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator
 
 import tierd
-from tierd.cli import EXIT_CODES, app
+from tierd.cli import app
+from tierd.cli.exit_codes import EXIT_CODES
 from tools.reference import ROOT, commands, parameters, usage
 
 PAGE = ROOT / "docs" / "tierd.1"

@@ -19,15 +19,17 @@ import msgspec
 import typer.main
 
 import tierd
+from tierd.bench.growth.result import GrowthResult, GrowthVerdict
 from tierd.bench.result import Result
 from tierd.bench.targets import TargetVerdict
 from tierd.check.report import Report as Checked
-from tierd.cli import EXIT_CODES, app
+from tierd.cli import app
 from tierd.cli.acting.disown import Disowned
 from tierd.cli.acting.ending import Drained, Waited
 from tierd.cli.acting.move import Copied, Imported
 from tierd.cli.acting.prune import Judged
 from tierd.cli.acting.space import Removal, Usages
+from tierd.cli.exit_codes import EXIT_CODES
 from tierd.cli.measuring.advise_show import Advised
 from tierd.cli.reading.doctor import Diagnosis
 from tierd.cli.reading.inspect import Inspections
@@ -87,6 +89,7 @@ SHAPES: dict[str, Any] = {
     "advise": Advised,
     "advise --notice": Fit,
     "bench overhead": {"result": Result, "verdicts": list[TargetVerdict]},
+    "bench growth": {"result": GrowthResult, "verdicts": list[GrowthVerdict]},
     "/runs": Runs,  # over HTTP alone
     "--version": {"version": str, "protocol": str, "format": int},
 }

@@ -275,7 +275,6 @@ def test_a_step_on_a_gpu_has_more_to_do():
     assert shape_for(1.0, "cuda").width == shape_for(1.0).width
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("stays", [True, False])
 def test_a_whole_run(tmp_path, monkeypatch, stays):

@@ -1,4 +1,4 @@
-"""The score of `tierd check-resume`: 80 planted mistakes and 20 correct loops, each really killed and resumed.
+"""The score of `tierd check-resume`: 103 planted mistakes and 29 correct loops, each really killed and resumed.
 
 A sample is played in every run; `TIERD_BED=all` plays everything, and writes the page.
 """
@@ -11,16 +11,17 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from check.bed.expected import EXPECTED, HELD_OUT, RIGHT
+from check.bed.expected import DRAWN, EXPECTED, FIRST, HELD_OUT, RIGHT, SECOND, SPENT, SPENT_SECOND, SPENT_THIRD, THIRD
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "benchmarks" / "results" / "check-resume.md"
 PLAYS_ALL = os.environ.get("TIERD_BED") == "all"
 SAMPLE = ("position_lost", "stream_buffer_unsaved", "learning_rate_set_again", "average_never_saved", "model", "stack")
-_WORDS = ("not in the checkpoint", "not deterministic", "save before the step")
+_WORDS = ("not in the checkpoint", "not deterministic", "save before the step", "never restored")
 
 
 def kinds(name: str) -> set[str]:
@@ -46,13 +47,17 @@ def verdict(played: dict) -> str:
     return "right" if kind in kinds(name) and re.search(EXPECTED[name][1], says) else "wrong"
 
 
-def play(names: list[str]) -> dict[str, dict]:
+def play(names: list[str], processes: int = 1) -> dict[str, dict]:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
-    done = subprocess.run(
-        [sys.executable, "-m", "check.bed", *names], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    found = {one["name"]: one for one in map(json.loads, done.stdout.splitlines())}
-    assert set(found) == set(names), done.stderr
+
+    def part(mine: list[str]) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "check.bed", *mine]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    with ThreadPoolExecutor(processes) as pool:
+        done = list(pool.map(part, [names[number::processes] for number in range(processes)]))
+    found = {one["name"]: one for some in done for one in map(json.loads, some.stdout.splitlines())}
+    assert set(found) == set(names), [one.stderr for one in done]
     return found
 
 
@@ -63,7 +68,10 @@ def score(verdicts: dict[str, str], names: list[str]) -> Counter[str]:
 def page(verdicts: dict[str, str], played: dict[str, dict]) -> str:
     groups = {
         "mistakes that the rules were written with": sorted(EXPECTED.keys() - HELD_OUT),
-        "mistakes held out": sorted(HELD_OUT),
+        "held out of the first drawing": sorted(DRAWN - SPENT),
+        "held out of the second drawing": sorted(SECOND.keys() - SPENT_SECOND),
+        "held out of the third drawing": sorted(THIRD.keys() - SPENT_THIRD),
+        "all held out": sorted(HELD_OUT),
         "all mistakes": sorted(EXPECTED),
     }
     lines = [
@@ -71,8 +79,29 @@ def page(verdicts: dict[str, str], played: dict[str, dict]) -> str:
         "",
         "Written by `TIERD_BED=all pytest tests/check/test_bed.py`. Each loop is run, killed by SIGKILL, resumed and",
         "compared. *Right*: the first cause that is named is of a kind, and names a place, that was written down",
-        "before there was any rule. A third of the mistakes was drawn then, and not looked at while rules were",
-        "written. All are by the authors of the rules, so the figures say less of other people's loops.",
+        "before the rules, or for the third drawing before they were played. Those of the first two drawings are by",
+        "the authors of the rules, so their figures say less of other people's loops.",
+        "",
+        f"*Held out of the first drawing*: of {len(FIRST)} mistakes {len(DRAWN)} were drawn before there was any rule.",
+        f"When they were played for the first time, {len(SPENT)} were missed or misnamed. Rules changed for those,",
+        "so they count among the mistakes that the rules were written with. No rule was changed for the others, but",
+        "what is said of them was known by then. The loops with two ranks were corrected, because in a first launch it",
+        "was up to chance whether a rank took another one's checkpoint.",
+        "",
+        f"*Held out of the second drawing*: {len(SECOND)} mistakes like those {len(SPENT)}, written before the rules",
+        "were changed, with what is right to say of them. When they were played for the first time,",
+        f"{len(SPENT_SECOND)} were misnamed. Rules changed for those, so they count among the mistakes that the rules",
+        "were written with.",
+        "",
+        "`recent_lost` was missed, and is no mistake: nothing reads the lost entry before the first step sets it",
+        "again, so that every sample, every loss and every save is as uninterrupted. It is the correct loop",
+        "`recent_unrestored` now. `echo_lost`, whose lost entry is read before it is set again, took its place.",
+        "",
+        f"*Held out of the third drawing*: {len(THIRD)} mistakes by an author who knew the guides and the other loops,",
+        "and none of the rules. What is right to say of them was written down before they were played.",
+        "When they were played for the first time, 12 were found, 6 rightly named, 3 unknown and 3 wrongly named.",
+        f"Rules changed for the {len(SPENT_THIRD)} that were not rightly named, so they count among the mistakes",
+        "that the rules were written with.",
         "",
         "| | loops | found | cause right | unknown | wrong |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
@@ -90,7 +119,8 @@ def page(verdicts: dict[str, str], played: dict[str, dict]) -> str:
     for name in sorted(EXPECTED):
         kind, says = played[name]["causes"][0] if played[name]["causes"] else ("", "")
         says = re.sub(r"[0-9a-f]{8}|(?<=\d\.)\d{3,}(e-\d+)?", "…", says).replace("|", "\\|")
-        held = "yes" if name in HELD_OUT else ""
+        drawing = "third" if name in THIRD else "second" if name in SECOND else "first"
+        held = drawing if name in HELD_OUT else ""
         lines.append(f"| `{name}` | {held} | {verdicts[name]}: {kind} | {says[:160]} |")
     return "\n".join(lines) + "\n"
 
@@ -99,10 +129,9 @@ def test_the_bed_is_as_large_as_it_says():
     from check.bed import loops
 
     assert set(vars(loops.planted)) == set(EXPECTED) and set(vars(loops.right)) == set(RIGHT)
-    assert len(EXPECTED) >= 60 and len(RIGHT) >= 20 and len(HELD_OUT) == len(EXPECTED) // 3
+    assert len(EXPECTED) >= 60 and len(RIGHT) >= 20 and len(HELD_OUT) >= len(EXPECTED) // 3
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_sample_of_the_bed():
     played = play(list(SAMPLE))
@@ -110,12 +139,10 @@ def test_a_sample_of_the_bed():
     assert set(verdicts.values()) <= {"right", "passed"}, {name: played[name] for name in SAMPLE}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not PLAYS_ALL, reason="all of the bed: TIERD_BED=all")
 def test_all_of_the_bed():
-    played = play([*sorted(EXPECTED), *RIGHT])
+    played = play([*sorted(EXPECTED), *RIGHT], processes=2)
     verdicts = {name: verdict(one) for name, one in played.items()}
     PAGE.write_text(page(verdicts, played))
-    counts = Counter(verdicts.values())
-    assert counts["missed"] == counts["false alarm"] == 0
+    assert not {"missed", "false alarm"} & set(verdicts.values())

@@ -72,7 +72,6 @@ def test_an_allowance_is_honoured_and_shown():
     assert not check_resume("support.loops:shards", steps=15, kill_at=(5, 11), allowance=1).ok
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_quickstart_resumes_exactly():
     """From the middle of an epoch of 10 steps, and from its edge, when the save of step 15 was cut short."""
@@ -81,7 +80,6 @@ def test_the_quickstart_resumes_exactly():
     assert [one.began for one in report.launches] == [1, 6, 11]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_save_that_the_daemon_has_survives_the_kill():
     """Killed while the daemon writes the checkpoint of step 6: launch 3 goes on from it. The daemon is gone as well."""
@@ -100,7 +98,6 @@ def test_the_tutorial_s_loop_is_the_one_that_is_checked():
         assert f'"{wanted}": ' in shown
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_state_is_that_after_the_last_step_however_long_it_takes_to_look_at():
     """A launch was stopped as soon as its last step was told; where its state came later, another moment's stood in."""
@@ -108,7 +105,6 @@ def test_the_state_is_that_after_the_last_step_however_long_it_takes_to_look_at(
     assert report.exact and report.entries == 4  # drift, its two values, and the note
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("loop", "entries"), [("adapted", 0), ("adapted_other", 0), ("adapted_itself", 4)])
 def test_what_a_loop_restores_into_is_not_taken_for_what_it_trains_with(loop, entries):
@@ -118,7 +114,6 @@ def test_what_a_loop_restores_into_is_not_taken_for_what_it_trains_with(loop, en
     assert [one.began for one in report.launches] == [1, 7] and report.entries == entries
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_what_differs_from_launch_to_launch_is_no_finding_though_a_rank_was_killed_before_it_could_show():
     """Rank 1 died with rank 0 before its state was captured, so only a second uninterrupted run tells what varies."""
@@ -153,7 +148,6 @@ def test_a_naive_dataset_is_caught():
         assert report.ok, str(report)
 
 
-@pytest.mark.slow
 def test_random_numbers_that_are_not_saved_are_caught():
     report = check_resume("support.loops:without_rng", steps=7, kill_at=("3+save",))
     [found] = report.ranks

@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tierd.check.causes import causes, never_restored
+from tierd.check.beginnings import apart_from_the_start, left_behind, never_restored
+from tierd.check.causes import causes
 from tierd.check.compare import Terms, compare
-from tierd.check.history import History, KillPoint, Observation, RankHistory, Setting, as_samples
+from tierd.check.history import History, KillPoint, Observation, RankHistory, Setting, Taken, as_samples
 from tierd.core.errors import ConfigError
 
 STEPS = 12
@@ -105,6 +106,7 @@ def resumed_with(samples, **more) -> History:
         (lambda step: batch(step - 1), "position", "or the step to go on from is one too high"),
         (lambda step: batch(step + 3), "prefetch", "skipped exactly 12 samples (3 batches)"),
         (lambda step: [one + 2 for one in batch(step)], "prefetch", "skipped exactly 2 samples at"),
+        (lambda step: batch(step)[:3], "data", "at the right sample with a batch of 3 at step 5, where one of 4"),
         (lambda step: batch(step)[::-1], "order", "same samples in another order"),
         (lambda step: [one * 7 + 1000 for one in batch(step)], "shuffle", "nowhere in an uninterrupted run"),
     ],
@@ -136,6 +138,21 @@ def test_the_cause_of_another_loss(losses, generators, kind):
     killed = history(seen(1, 7, generators=steady(1)), seen(5, STEPS, losses=losses, generators=generators))
     result, found = judged(killed, reference)
     assert result.divergence.what == "loss" and found == [kind]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "kind"),
+    [(lambda step: step, "generator"), (lambda step: 0, "summation")],
+    ids=["drawn from", "never drawn from"],
+)
+def test_a_small_difference_is_of_the_generator_that_the_step_drew_from(drawn, kind):
+    """Noise of a millionth is no order of summation; and a generator that nobody draws from changes no loss."""
+    reference = history(seen(1, STEPS, generators=lambda step: {"torch": f"{drawn(step)}"}))
+    killed = history(
+        seen(1, 7, generators=lambda step: {"torch": f"{drawn(step)}"}),
+        seen(5, STEPS, losses=lambda step: loss(step) * (1 + 1e-7), generators=lambda step: {"torch": "other"}),
+    )
+    assert judged(killed, reference)[1] == [kind]
 
 
 def test_another_number_of_threads_is_named():
@@ -173,6 +190,30 @@ def test_nothing_restored_is_no_proof():
     assert compare(WHOLE, killed, 0, Terms(STEPS)).exact
     assert never_restored(killed, 1).kind == "never restored"
     assert never_restored(history(seen(1, 7), seen(5, STEPS)), 1) is None
+
+
+def test_a_rank_that_begins_anew_beside_one_that_resumed():
+    """What it does is right, sample by sample; it does it a second time."""
+    first, resumed = [seen(1, 7), seen(1, 7)], seen(5, STEPS)
+    for one in first:
+        one.saves = [4, 6]
+    found = left_behind(History([first, [resumed, seen(1, STEPS)]]), 1)
+    assert found.kind == "ranks" and "rank 1 began launch 2 at step 1, and rank 0 at step 5" in found.says
+    restored = seen(1, STEPS)
+    restored.taken.append(Taken(4, "loaded", {}, {}))
+    assert "left out" in left_behind(History([[seen(1, 7), seen(1, 7)], [resumed, restored]]), 1).says
+
+
+def test_a_rank_whose_only_save_may_have_died_with_it_is_not_blamed():
+    launches = [[seen(1, 7), seen(1, 5)], [seen(5, 7), seen(1, 5)], [seen(5, STEPS), seen(1, STEPS)]]
+    assert left_behind(History(launches), 1) is None
+    assert left_behind(History([launches[0], [seen(1, STEPS), seen(1, STEPS)]]), 1) is None
+
+
+def test_ranks_that_begin_apart_on_an_empty_spool():
+    found = apart_from_the_start(WHOLE, History([[seen(1, STEPS), seen(4, STEPS)]]))
+    assert found.kind == "ranks" and "at step 4 on rank 1, and at step 1 on rank 0" in found.says
+    assert apart_from_the_start(WHOLE, History([[seen(1, 7), seen(1, 6)], [seen(5, 9), seen(4, 9)]])) is None
 
 
 # -- an allowance -----------------------------------------------------------------------------------------------------

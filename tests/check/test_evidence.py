@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
+
+import pytest
+
+from tierd.check.causes import causes, from_final_states
+from tierd.check.compare import Terms, compare
 from tierd.check.evidence import evidence
-from tierd.check.history import History, Observation, RankHistory, Taken
+from tierd.check.final import StateDifference
+from tierd.check.history import PYTHON, History, Observation, RankHistory, Taken
+from tierd.check.insides import held_generators, insides
 from tierd.check.leaves import ValueLeaf
+from tierd.check.objects import LiveObjects
 
 GRADIENT = 'gradient of model["weight"]'
 
@@ -27,12 +37,23 @@ def leaves(values: dict[str, float]) -> dict[str, ValueLeaf]:
     return {path: ValueLeaf(f"{value}", f"{value}", sample=(value,)) for path, value in values.items()}
 
 
-def kinds(momentum_after_the_load: float) -> list[str]:
-    whole = seen(1, taken("save", 1.0, momentum=2.0), taken("forward", 1.0, momentum=2.0))
+def backward(gradient: float | None) -> Taken:
+    return Taken(4, "backward", {}, {}, {} if gradient is None else leaves({GRADIENT: gradient}))
+
+
+def kinds(momentum_after_the_load: float, *, clears: bool = False) -> list[str]:
+    """The kinds that are named; `clears`: the loop clears the gradients before its backward pass."""
+    whole = seen(
+        1,
+        taken("save", 1.0, momentum=2.0),
+        taken("forward", 1.0, momentum=2.0),
+        backward(None if clears else 1.0),
+    )
     begun = seen(
         5,
         taken("loaded", None, momentum=momentum_after_the_load),
         taken("forward", None, momentum=momentum_after_the_load),
+        backward(None),
     )
     killed = History([[seen(1)], [begun]])
     return [one.kind for one in evidence(History([[whole]]), killed, 0, 2, "later loss")]
@@ -42,6 +63,224 @@ def test_gradients_are_named_where_there_is_no_stronger_cause():
     assert kinds(2.0) == ["gradients"]
 
 
+def test_gradients_that_the_loop_clears_before_its_backward_pass_are_no_cause():
+    assert kinds(2.0, clears=True) == []
+
+
 def test_gradients_are_no_second_cause_where_another_value_was_lost():
     """The gradients of one step are of the values that it had: they differ because those do."""
     assert kinds(0.0) == ["optimizer"]
+
+
+# -- what only follows ------------------------------------------------------------------------------------------------
+
+DICE = "loop() dice"
+KINDS = {"weight": "state", "best": "state", "lr": "optimizer", "ema": "weights", "losses": "state"}
+
+
+def at(step: int, moment: str, generator: str = "", **entries: float) -> Taken:
+    """A capture of a loop without a module, so that there is none before a forward pass."""
+    drawn = {DICE: ValueLeaf(generator, f"generator {generator}")} if generator else {}
+    kinds = {f'state["{key}"]': KINDS[key] for key in entries}
+    forms = dict.fromkeys(kinds, "object")
+    values = leaves({f'state["{key}"]{"[0]" if KINDS[key] == "weights" else ""}': one for key, one in entries.items()})
+    return Taken(step, moment, values, {}, drawn, kinds, forms, ("save", step))
+
+
+def found(what: str, whole: list[Taken], killed: list[Taken]) -> list[tuple[str, str]]:
+    histories = History([[seen(1, *whole)]]), History([[seen(1)], [seen(5, *killed)]])
+    return [(one.kind, one.path) for one in evidence(*histories, 0, 2, what)]
+
+
+def test_a_value_that_training_changes_is_no_cause_after_the_step():
+    """The weight was right after the load, and each step moves it: by other sums it moves elsewhere."""
+    whole = [at(4, "save", weight=1.0, best=3.0), at(5, "step", weight=2.0, best=3.0)]
+    killed = [at(4, "loaded", weight=1.0, best=3.0), at(5, "step", weight=2.5, best=2.9)]
+    assert found("first loss", whole, killed) == []
+
+
+def test_a_value_that_an_uninterrupted_run_leaves_alone_was_set():
+    whole = [at(4, "save", weight=1.0, lr=0.1), at(5, "step", weight=2.0, lr=0.1)]
+    killed = [at(4, "loaded", weight=1.0, lr=0.1), at(5, "step", weight=2.5, lr=0.5)]
+    assert found("later loss", whole, killed) == [("optimizer", 'state["lr"]')]
+
+
+@pytest.mark.parametrize("what", ["first loss", "later loss", "state"])
+def test_a_generator_that_was_drawn_from_explains_the_values_that_were_drawn(what: str):
+    """The list of losses was lost as well, but the weight follows from the generator."""
+    whole = [
+        at(4, "save", "a", weight=1.0, losses=1.0),
+        at(4, "step", "a", weight=1.0, losses=1.0),
+        at(5, "step", "b", weight=2.0, losses=2.0),
+        at(7, "end", "c", weight=3.0, losses=3.0),
+    ]
+    killed = [at(4, "loaded", "x", weight=1.0, losses=0.0), at(5, "step", "y", weight=2.5, losses=1.0)]
+    assert found(what, whole, killed) == [("generator", DICE), ("state", 'state["losses"]')]
+
+
+def test_an_idle_generator_explains_nothing():
+    whole = [at(4, "save", "a", lr=0.1), at(4, "step", "a", lr=0.1), at(5, "step", "a", lr=0.2)]
+    killed = [at(4, "loaded", "x", lr=0.1), at(5, "step", "x", lr=0.3)]
+    assert found("first loss", whole, killed) == []
+
+
+def test_an_object_that_stays_as_it_was_loaded_was_replaced():
+    whole = [at(4, "save", ema=1.0), at(5, "step", ema=2.0), at(7, "end", ema=3.0)]
+    killed = [at(4, "loaded", ema=1.0), at(5, "step", ema=1.0), at(7, "end", ema=1.0)]
+    assert found("state", whole, killed) == [("weights", 'state["ema"][0]')]
+    assert found("state", whole, [*killed[:2], at(7, "end", ema=2.0)]) == []
+
+
+# -- the state at the end, where samples and losses are right ----------------------------------------------------------
+
+
+def final(whole: list[Taken], killed: list[Taken], reference: list[Taken] | None = None):
+    histories = [History([[seen(1, *one)]]) for one in (whole if reference is None else reference, whole)]
+    weight = StateDifference(0, 'state["weight"]', 5, 2, "3.0", "3.5", 0.5, 0.1, True)
+    run = History([[seen(1)], [seen(5, *killed)]])
+    return from_final_states(histories[0], run, histories[1], [weight])
+
+
+WHOLE = [
+    at(4, "save", "a", weight=1.0),
+    at(4, "step", "a", weight=1.0),
+    at(5, "step", "b", weight=2.0),
+    at(7, "end", "c", weight=3.0),
+]
+
+
+def test_a_weight_that_moves_by_noise_is_put_down_to_its_generator():
+    [cause] = final(WHOLE, [at(4, "loaded", "x", weight=1.0), at(5, "step", "y", weight=2.5)])
+    assert cause.kind == "generator" and DICE in cause.says
+
+
+def test_a_weight_that_was_lost_is_its_own_cause():
+    [cause] = final(WHOLE, [at(4, "loaded", "a", weight=0.0), at(5, "step", "b", weight=2.5)])
+    assert (
+        cause.kind == "state" and cause.says == 'state["weight"]: 1.0 at the save of step 4, 0.0 right after the load'
+    )
+
+
+def test_a_weight_that_was_not_lost_is_unknown_with_what_was_seen():
+    [cause] = final(WHOLE, [at(4, "loaded", "a", weight=1.0), at(5, "step", "b", weight=2.5)])
+    assert cause.kind == "unknown" and 'not state["weight"]: 3.0 uninterrupted and 3.5 in launch 2' in cause.says
+
+
+def test_a_weight_on_which_uninterrupted_runs_do_not_agree_is_not_lost():
+    [cause] = final(WHOLE, [at(4, "loaded", "a", weight=1.0)], [at(7, "end", "c", weight=3.1)])
+    assert cause.kind == "not deterministic" and 'state["weight"]' in cause.says
+
+
+def test_a_generator_that_nobody_seeded_explains_no_samples():
+    """The killed run's first launch may have been captured at no moment of the others; a second run shows it."""
+    begun = seen(5, at(4, "loaded", "x"), at(5, "step", "y"))
+    begun.observed = {step: Observation(step, (step + 100,)) for step in range(5, 8)}
+    killed = History([[seen(1)], [begun]])
+    whole, again = (
+        History([[seen(1, at(4, "save", f"{one}"), at(5, "step", f"{one}"), at(7, "end", f"{one}"))]]) for one in "ab"
+    )
+    result = compare(whole, killed, 0, Terms(7))
+    assert [one.kind for one in causes(whole, killed, again, [result], Terms(7))] == ["shuffle"]
+    assert [one.kind for one in causes(again, killed, again, [result], Terms(7))] == ["generator"]
+
+
+# -- generators that a loop does not hold itself -----------------------------------------------------------------------
+
+GRAINS = random.Random(1)
+
+
+class Noise:
+    def __init__(self) -> None:
+        self.rng = random.Random(2)
+
+    def add(self, one: float) -> float:
+        return one + self.rng.random()
+
+
+def dropping():
+    rng = random.Random(3)
+    return lambda one: one * rng.random()
+
+
+def test_generators_in_objects_closures_and_global_variables_are_seen():
+    before, noise, drop = GRAINS.getstate(), Noise(), partial(dropping())
+    found = held_generators(None)
+    me = "test_generators_in_objects_closures_and_global_variables_are_seen()"
+    assert {f"{me} noise.rng", f"{me} drop.rng", "GRAINS"} <= set(found)
+    assert GRAINS.getstate() == before and PYTHON not in found
+    drop(noise.add(1.0))
+    after = held_generators(None)
+    assert {one for one in found if found[one] != after[one]} == {f"{me} noise.rng", f"{me} drop.rng"}
+
+
+# -- what is beside the checkpoint, and what is set before a step ------------------------------------------------------
+
+
+def looks(step: int, moment: str, **values: float | str) -> Taken:
+    """A capture of data in the loop's variables, and of a generator."""
+    found = {f"loop() {name.replace('_in_', '.')}": ValueLeaf(f"{one}", f"{one}") for name, one in values.items()}
+    found = {path: ValueLeaf(one.digest, one.text, saved=False) for path, one in found.items()}
+    return Taken(step, moment, {}, {}, found)
+
+
+def test_an_epoch_beside_the_checkpoint_comes_before_the_generator_that_follows_from_it():
+    whole = [
+        looks(4, "save", rng="generator a", sampler_in_epoch=1),
+        looks(5, "step", rng="generator b", sampler_in_epoch=1),
+    ]
+    killed = [
+        looks(4, "loaded", rng="generator x", sampler_in_epoch=0),
+        looks(5, "step", rng="generator y", sampler_in_epoch=0),
+    ]
+    assert [kind for kind, _ in found("samples", whole, killed)] == ["epoch", "generator"]
+
+
+def test_a_variable_of_a_stream_that_has_not_begun_is_no_cause():
+    one = {"stream().one": ValueLeaf("1", "1")}
+    whole = [Taken(4, "save", {}, {}, one), Taken(5, "step", {}, {}, {"stream().one": ValueLeaf("2", "2")})]
+    killed = [Taken(4, "loaded", {}, {}), Taken(5, "step", {}, {}, {"stream().one": ValueLeaf("3", "3")})]
+    assert "gone" not in str(
+        evidence(History([[seen(1, *whole)]]), History([[seen(1)], [seen(5, *killed)]]), 0, 2, "samples")
+    )
+
+
+def window(step: int, moment: str, *items: float) -> Taken:
+    path = 'state["data"]["window"]'
+    run = ValueLeaf(f"{items}", f"{len(items)} items: …", len(items), items)
+    return Taken(step, moment, {path: run}, {}, {}, {'state["data"]': "data"})
+
+
+@pytest.mark.parametrize(("got", "kind"), [((9, 10, 11, 12, 13, 14), "buffer"), ((1, 2, 3, 4, 8, 9), "order")])
+def test_a_buffer_of_which_nothing_is_left_was_filled_again(got: tuple[float, ...], kind: str):
+    whole = [window(4, "save", 1, 2, 3, 4, 5, 6), window(5, "step", 1, 2, 3, 4, 7, 8)]
+    killed = [window(4, "loaded", 1, 2, 3, 4, 5, 6), window(5, "step", *got)]
+    assert found("samples", whole, killed)[0] == (kind, 'state["data"]["window"]')
+
+
+def test_a_rate_that_is_set_before_the_first_step_is_a_cause():
+    whole = [at(4, "save", lr=0.1), at(4, "step", lr=0.1), at(4, "forward", lr=0.2)]
+    killed = [at(4, "loaded", lr=0.1), at(4, "forward", lr=0.05)]
+    assert found("later loss", whole, killed) == [("optimizer", 'state["lr"]')]
+
+
+class Ahead:
+    def __init__(self) -> None:
+        self.ahead = [1, 2]
+
+    def __next__(self) -> int:
+        return self.ahead.pop()
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.pending = 2
+
+
+def test_the_loops_own_readers_and_counters_are_seen():
+    reader = Ahead()
+    found = insides(LiveObjects([], []), {"counts": Counting()})
+    me = "test_the_loops_own_readers_and_counters_are_seen()"
+    assert found[f"{me} reader.ahead[1]"].text == "2" and found[f"{me} reader.ahead[1]"].saved is False
+    assert found['state["counts"].pending'].text == "2" and len(reader.ahead) == 2
+    saved = {'state["counts"]["pending"]'}
+    assert 'state["counts"].pending' not in insides(LiveObjects([], []), {"counts": Counting()}, saved)

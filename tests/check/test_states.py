@@ -118,6 +118,20 @@ def test_no_earlier_moment_stands_in_for_the_last():
         assert found(whole, killed) == [] and compared(whole, killed, 0) == 0
 
 
+def test_an_entry_that_was_wrong_after_the_resume_and_is_right_at_the_end():
+    """The last samples of a filter are those of an uninterrupted run again after some steps; they were lost all the
+    same."""
+    whole = history(seen(1, STEPS, taken(4, recent=2.0), taken(6, recent=3.0), taken(STEPS, "end", recent=5.0)))
+    late = taken(6, beside={"Meter": 7.0}, recent=0.0)
+    killed = history(seen(1, 4, taken(4, recent=2.0)), seen(3, STEPS, late, taken(STEPS, "end", recent=5.0)))
+    [one] = differences(whole, killed, 0, 0.0)
+    assert (one.path, one.step, one.launch, one.passing) == ('state["recent"]', 6, 2, True)
+    assert summary([one])[0].endswith("; equal again later")
+    assert found(whole, killed, tolerance=1.0) == found(whole, killed, ignore=('state["recent"]',)) == []
+    # In the launch that was killed nothing had been resumed yet, and what two launches do not agree on says nothing.
+    assert found(whole, history(seen(1, 8, late), seen(7, STEPS, taken(STEPS, "end", recent=5.0)))) == []
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "compares"),
     [

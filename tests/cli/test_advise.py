@@ -16,8 +16,8 @@ from support.world import commit
 from typer.main import get_command
 
 from tierd.cli import app, run
+from tierd.cli.exit_codes import EXIT_WARNING
 from tierd.cli.measuring.advise_show import account
-from tierd.cli.reading.status import EXIT_WARNING
 from tierd.core.advice.run_history import Past
 from tierd.core.advice.save_interval import Costs, advise, goodput
 from tierd.core.ids import CheckpointId, PartId
@@ -150,7 +150,7 @@ def test_a_file_that_is_no_measurement(
         ([*JOB, "--table", "--tier", "network"], "--tier 'network': a name of its own and a bandwidth"),
         ([*JOB, "--table", "--tier", "spool=1GB/s"], "--tier 'spool=1GB/s': a name of its own"),
         ([*JOB, "--table", "--tier", "a=1GB"], "--tier: '1GB' is no bandwidth"),
-        (["advise", "--table", "--sync", "140s"], "missing: --state-size, --blocked, --bandwidth"),
+        (["advise", "--table", "--sync", "140s"], "the JSON of `tierd bench overhead`\n"),  # and not: or --sync
         ([*JOB, "--run", "x"], "--run is for --spool"),
         ([*JOB, "--from-run", "file:///x", "r", "--spool", "y"], "leave --spool and --run out"),
     ],

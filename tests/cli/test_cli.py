@@ -75,11 +75,23 @@ def test_ls_shows_every_copy(places: tuple[Path, Path], capsys: pytest.CaptureFi
     assert "30→" in capsys.readouterr().out
 
 
-def test_ls_of_another_run_is_empty(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["ls", str(places[1]), "--run", "other", "--json"]) == 0
+def test_ls_of_another_run_finds_nothing(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ls", str(places[1]), "--run", "other", "--json"]) == 4
     shown = capsys.readouterr()
     assert json.loads(shown.out)["checkpoints"] == []
-    assert "run 'other': no place has a checkpoint of it; the runs there are: r" in shown.err
+    assert "run 'other': there is no such checkpoint" in shown.err and "the runs there are: r" in shown.err
+    assert run(["ls", str(places[1]), "--run", "other"]) == 4
+    assert capsys.readouterr().out == ""
+    (places[1].parent / "empty").mkdir()
+    assert run(["ls", str(places[1].parent / "empty")]) == 0  # a place without any run is as it was asked for
+
+
+@pytest.mark.parametrize("command", ["ls r", "verify r", "du r", "show r 20 r"])
+def test_a_runs_name_in_place_of_a_url_is_answered_by_the_option(places, capsys, command: str) -> None:
+    assert run(command.split()) == 3
+    said = capsys.readouterr().err
+    assert "a relative path is none of these" in said
+    assert ("if 'r' is a run's name, write --run r" in said) == (command != "show r 20 r")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +144,9 @@ def test_verify_finds_one_flipped_bit_and_changes_nothing(
     assert sorted(tier.rglob("*")) == before
     flip(next(spool.glob("r/*10.*/*/tensors.safetensors")))
     assert run(["verify", "--spool", str(spool), "--run", "r", "--step", "10"]) == 5
-    assert "differ from their digest" in " ".join(capsys.readouterr().out.split())
+    shown = capsys.readouterr()
+    assert "differ from their digest" in " ".join(shown.out.split())
+    assert "the daemon repairs it" in " ".join(shown.err.split())
 
 
 def test_verify_goes_on_past_what_it_cannot_check(

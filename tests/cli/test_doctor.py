@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
+import time
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
-from support.world import Daemon
+from doctor.test_tier import LIFECYCLE, LOCK, UPLOADS, VERSIONS
+from support.s3stub import Bucket, serving
+from support.world import Daemon, commit, part
 
 from tierd import __version__
 from tierd.cli import run
-from tierd.cli.reading.status import EXIT_ALERT, EXIT_WARNING
+from tierd.cli.exit_codes import EXIT_ALERT, EXIT_WARNING
 from tierd.core.diagnosis.findings import CHECKS, Finding, finding
 from tierd.doctor import disk, examine, service
+from tierd.spool.permissions import as_account, whose
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
@@ -51,6 +58,51 @@ def test_everything_named_is_tried_and_left_as_it_was(tmp_path: Path, capsys, al
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_tier_without_room_for_one_state_is_an_error(tmp_path: Path, capsys, alone, monkeypatch) -> None:
+    (tmp_path / "tier").mkdir()
+    spool = Spool(tmp_path / "spool")
+    commit(spool, part(1), {"weights": bytes(1 << 16)})
+    at, real = str(tmp_path / "tier"), os.statvfs
+
+    def few(path: str | Path) -> os.statvfs_result:
+        members = list(real(path))[:10]
+        members[1], members[4] = 4096, 15  # bytes in a block; blocks that are free for this account: 60 KiB
+        return os.statvfs_result(members if str(path) == at else real(path))
+
+    monkeypatch.setattr(os, "statvfs", few)
+    code, found = asked(capsys, "--spool", str(spool.root), at)
+    room = found["file", "room"]
+    assert (code, room["finding"], room["severity"]) == (EXIT_ALERT, "nearly full", "error")
+    assert "61440 B of" in room["found"] and "one state has 65536 B" in room["found"]
+    assert room["why"] == CHECKS["room"] and "Free space there" in room["do"]
+    monkeypatch.undo()
+
+
+def test_a_bucket_that_fights_retention_is_explained(capsys, monkeypatch) -> None:
+    """Each finding says what the server said, why that matters, and what to do."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.setenv(name, "A-SECRET")
+    behind = lambda self, timestamp=None: formatdate(time.time() - 1200, usegmt=True)  # noqa: E731
+    monkeypatch.setattr(BaseHTTPRequestHandler, "date_time_string", behind)
+    bucket = Bucket()
+    bucket.settings = {"lifecycle": LIFECYCLE, "object-lock": LOCK, "versioning": VERSIONS, "uploads": UPLOADS}
+    with serving(bucket):
+        code, found = asked(capsys, bucket.url())
+    wanted = {
+        "clock": ("clock too far off", "s ahead of the server", "more than 15 minutes", "NTP"),
+        "credentials": ("credentials expire", "nothing renews them", "in some hours' time", "a role or a profile"),
+        "lifecycle": ("expires", "rule 'old' (prefix 'p/') deletes", "share chunks", "Take the prefix out"),
+        "object lock": ("lock by default", "COMPLIANCE, 30 days", "under a lock", "remove the default retention"),
+        "versioning": ("old versions stay", "old version, for good", "frees no space", "NoncurrentVersionExpiration"),
+        "multipart": ("leftover uploads", "the oldest of 2026-01-02", "cost money", "AbortIncompleteMultipartUpload"),
+    }
+    assert code == EXIT_ALERT and "A-SECRET" not in str(found)
+    for check, (name, words, why, do) in wanted.items():
+        one = next(one for (_, of), one in found.items() if of == check)
+        assert one["finding"] == name
+        assert words in one["found"] and why in one["why"] and do in one["do"], one
+
+
 def test_the_exit_code_is_the_worst_severity(tmp_path: Path, capsys, alone) -> None:
     spool = Spool(tmp_path / "spool").root
     assert asked(capsys, "--spool", str(spool))[0] == 0
@@ -58,7 +110,7 @@ def test_the_exit_code_is_the_worst_severity(tmp_path: Path, capsys, alone) -> N
     code, found = asked(capsys, "--spool", str(spool))
     assert (code, found["local", "owner and mode"]["severity"]) == (EXIT_WARNING, "warning")
     code, found = asked(capsys, "--spool", str(spool), str(tmp_path / "none"))
-    assert (code, found["file", "operations"]["severity"]) == (EXIT_ALERT, "error")
+    assert (code, found["file", "directory"]["severity"]) == (EXIT_ALERT, "error")
 
 
 def test_a_person_reads_what_was_found_why_it_matters_and_what_to_do(
@@ -67,7 +119,7 @@ def test_a_person_reads_what_was_found_why_it_matters_and_what_to_do(
     monkeypatch.setenv("COLUMNS", "80")
     assert run(["doctor", str(tmp_path / "none")]) == EXIT_ALERT
     shown = " ".join(capsys.readouterr().out.split())
-    for text in ("ERROR", "does not exist: mount it", CHECKS["operations"], "-> See the error", "1 ERROR"):
+    for text in ("ERROR", "none does not exist", CHECKS["directory"], "-> Mount it, or make it", "1 ERROR"):
         assert text in shown
 
 
@@ -95,6 +147,59 @@ def test_the_daemon_is_asked_for_its_version(tmp_path: Path, capsys, alone, monk
         assert f"tierd {__version__} answers" in found["local", "daemon"]["found"]
 
 
+def test_the_daemon_and_this_shell_may_see_a_tier_differently(tmp_path: Path, capsys, alone, monkeypatch) -> None:
+    """Credentials, a sandbox and mounts are a process's own, so one of the two may fail where the other works."""
+    tier = tmp_path / "tier"
+    tier.mkdir()
+    says = {"url": f"file://{tier}", "reached": True, "failures": 0, "last_error": None}
+    monkeypatch.setattr(service.replies, "read_member", lambda *_: {"version": __version__, "tiers": [says]})
+    with Daemon(tmp_path / "spool", lambda: {"file": FileStore(tier)}):
+
+        def view() -> tuple[int, dict[str, str] | None]:
+            code, found = asked(capsys, "--spool", str(tmp_path / "spool"), str(tier))
+            return code, found.get(("file", "daemon's view"))
+
+        _, found = view()
+        assert found and found["finding"] == "same view"
+        says |= {"failures": 1, "last_error": "put: Read-only file system"}
+        code, found = view()
+        assert found and (code, found["finding"]) == (EXIT_ALERT, "only here") and "Read-only" in found["found"]
+        tier.rename(tmp_path / "elsewhere")
+        assert view() == (EXIT_ALERT, None)  # both fail, and the operations say why
+        says |= {"failures": 0, "last_error": None}
+        _, found = view()
+        assert found and found["finding"] == "only the daemon" and "restart the daemon" in found["do"]
+
+
+def test_another_accounts_spool_names_its_owner(tmp_path: Path, capsys, monkeypatch) -> None:
+    spool = Spool(tmp_path / "spool").root
+    file = tmp_path / "tierd.toml"
+    file.write_text(f'spool = "{spool}"\n[[tier]]\nname = "nas"\nurl = "{tmp_path}/tier"\n')
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: Path(path) != spool)  # root may open it
+    assert run(["status", "--config", str(file)]) == 3
+    assert f"{spool}: it belongs to uid {os.geteuid()}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["status"], ["drain"], ["prepare", "--run", "r", "out"]])
+@pytest.mark.parametrize("below", ["", "sub"])
+def test_a_spool_that_this_account_may_not_read_is_refused_once_and_names_its_account(
+    tmp_path: Path, capsys, monkeypatch, command: list[str], below: str
+) -> None:
+    """typer refused it by its own words, which say nothing of whose it is."""
+    spool = Spool(tmp_path / "spool").root
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: Path(path) != spool)  # root may open it
+    assert run([*command, "--spool", str(spool / below)]) == 3
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"tierd: {spool}: {whose(os.geteuid())}; run as its owner: {as_account(os.geteuid())} tierd" in said
+
+
+def test_an_account_without_a_name_is_named_by_its_number() -> None:
+    nobodys = 3_999_999_999
+    assert whose(nobodys).startswith(f"it belongs to uid {nobodys}, and this is uid {os.geteuid()}")
+    assert as_account(nobodys) == f"sudo -u '#{nobodys}'"
+    assert as_account(0) == "sudo -u root"
+
+
 @pytest.mark.parametrize("where", ["disk", "daemon", "tier"])
 def test_what_hangs_is_said_and_the_rest_is_still_tried(tmp_path: Path, capsys, alone, monkeypatch, where: str) -> None:
     hung = threading.Event()
@@ -108,10 +213,12 @@ def test_what_hangs_is_said_and_the_rest_is_still_tried(tmp_path: Path, capsys, 
 
     name = {"disk": "doctor.disk.examine", "daemon": "doctor.service.daemon", "tier": "doctor.tier.mount_of"}[where]
     monkeypatch.setattr(f"tierd.{name}", hang)
-    _, found = asked(capsys, "--spool", str(tmp_path / "spool"), str(tmp_path / "tier"))
+    code, found = asked(capsys, "--spool", str(tmp_path / "spool"), str(tmp_path / "tier"))
     hung.set()
     place = {"disk": ("local", "spool"), "daemon": ("local", "daemon"), "tier": ("file", "directory")}[where]
-    assert found[place]["finding"] == "not answered" and "no answer within" in found[place]["found"]
+    name = {"disk": "spool silent", "daemon": "not answered", "tier": "mount fails"}[where]
+    assert found[place]["finding"] == name and "no answer within" in found[place]["found"]
+    assert (code == EXIT_ALERT) == (where != "daemon")  # else a place that hangs would pass a job's prolog
     assert ("local", "memory") in found and ("system", "stop timeout") in found
 
 

@@ -58,13 +58,13 @@ def test_drain_ends_with_0_when_everything_is_everywhere_and_the_daemon_goes_on(
         commit(spool, part(9))
         assert run(["drain", "--spool", str(spool.root), "--deadline", "60s", "--json"]) == 0  # it still flushes
         assert json.loads(capsys.readouterr().out) == {"left": [], "paused": None}
-        assert daemon.reconciler.tiers.has(part(9), "s3")
+        assert daemon.reconciler.tiers.observed.has(part(9), "s3")
 
 
 def test_drain_ends_with_9_and_lists_what_is_left_and_where(spool, capsys) -> None:
     commit(spool, part(1))
     with Daemon(spool.root, {"nfs": Double(), "s3": failing(StoreUnavailable("503 Slow Down"))}) as daemon:
-        wait_until(lambda: daemon.reconciler.tiers.has(part(1), "nfs"))
+        wait_until(lambda: daemon.reconciler.tiers.observed.has(part(1), "nfs"))
         assert run(["drain", "--spool", str(spool.root), "--deadline", "0.5s"]) == 9
         said = capsys.readouterr().out
         assert "IS NOT ON" in said and "nfs" in said and "s3: 503 Slow Down" in said
@@ -115,7 +115,7 @@ def test_wait_ends_with_0_when_every_tier_has_the_newest(spool, capsys) -> None:
             "attempt": part(2).checkpoint.attempt,
             "tiers": ["nfs", "s3"],
         }
-        assert daemon.reconciler.tiers.has(part(2), "s3")
+        assert daemon.reconciler.tiers.observed.has(part(2), "s3")
 
 
 def test_wait_for_one_tier_does_not_wait_for_another(spool, capsys) -> None:
@@ -145,7 +145,7 @@ def test_wait_ends_with_6_while_another_nodes_part_is_missing(spool, capsys) -> 
         assert "lacks 1 ranks' parts, which other nodes have to send" in capsys.readouterr().err
         commit(spool, part(1, rank=1, world=2))
         assert run(["wait", "run", "1", "--spool", str(spool.root), "--timeout", "60s"]) == 0
-        assert daemon.reconciler.tiers.has(part(1, rank=1, world=2), "s3")
+        assert daemon.reconciler.tiers.observed.has(part(1, rank=1, world=2), "s3")
 
 
 def test_wait_ends_with_4_for_what_is_not_found_or_retired(spool, capsys) -> None:

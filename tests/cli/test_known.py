@@ -55,13 +55,13 @@ def commands(tier: str, home: Path, name: str, step: str) -> dict[tuple[str, ...
 def without_steps(tier: str, home: Path, name: str) -> dict[tuple[str, ...], int]:
     follow = ["--exec", "true", "--to", str(home / "follower"), "--once"]
     return {
-        ("ls", tier, "--run", name): 0,
-        ("du", tier, "--run", name): 0,
-        ("prune", tier, "--run", name, "--keep-last", "1", "--dry-run"): 0,
+        ("ls", tier, "--run", name): 4,
+        ("du", tier, "--run", name): 4,
+        ("prune", tier, "--run", name, "--keep-last", "1", "--dry-run"): 4,
         ("rm", name, tier, "--dry-run"): 4,
         ("disown", name, "018000000000-00000001", tier, "--dry-run"): 4,
         ("advise", "--from-run", tier, name, "--sync", "1s"): 4,
-        ("follow", tier, "--run", name, *follow): 0,
+        ("follow", tier, "--run", name, *follow): 4,
     }
 
 

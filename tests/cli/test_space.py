@@ -60,8 +60,9 @@ def test_du_says_what_each_run_takes_in_each_place(places, capsys) -> None:
     assert run(["du", str(tier), "--run", "r"]) == 0
     shown = capsys.readouterr()
     assert "SHARED" in shown.out and "other" not in shown.out and "no place" not in shown.err
-    assert run(["du", str(tier), "--run", "nope"]) == 0
-    assert "no place has a checkpoint of it; the runs there are: other, r\n" in capsys.readouterr().err
+    assert run(["du", str(tier), "--run", "nope"]) == 4
+    said = capsys.readouterr().err
+    assert "run 'nope': there is no such checkpoint" in said and "the runs there are: other, r\n" in said
 
 
 def test_du_goes_on_past_a_tier_that_does_not_answer(places, tmp_path, capsys) -> None:

@@ -15,11 +15,12 @@ from support.web import serving
 from support.world import Daemon, commit, part, reconciler
 
 from tierd.cli import run
-from tierd.cli.reading.status import EXIT_ALERT, EXIT_WARNING
+from tierd.cli.exit_codes import EXIT_ALERT, EXIT_WARNING
+from tierd.core.event_kinds import KINDS
 from tierd.core.timeline.launches import Rival
 from tierd.daemon.reconciling.wording import subject, verb
 from tierd.daemon.reports import last_status
-from tierd.daemon.scrub.scrubber import ScrubStatus
+from tierd.daemon.scrub.scrub_status import ScrubStatus
 from tierd.daemon.status import Status, problems, status
 from tierd.events.journal import AlertStatus
 from tierd.spool.spool import Spool
@@ -61,9 +62,22 @@ def test_each_problem_has_its_severity(calm: Status) -> None:
     assert told(replace(calm, spool_free=0.04)) == [("warning", "local")]
     assert told(replace(calm, paused="until resumed")) == [("warning", "local")]
     assert told(replace(calm, scrub=ScrubStatus(None, 2, None))) == [("warning", "local")]
-    assert told(replace(calm, counters={**calm.counters, "quarantined": 1})) == [("warning", "local")]
     both = replace(calm, paused="until resumed", alerts=(alert,))
     assert told(both) == [("alert", "tier"), ("warning", "local")]  # the worst first
+
+
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.level == "alert"])
+def test_every_event_that_is_an_alert_is_one_for_the_check_as_well(spool: Spool, kind: str) -> None:
+    """`rolled back` and `given up` were sent as alerts, and the check said OK."""
+    one = reconciler(spool, {"tier": Double()})
+    if KINDS[kind].stays:
+        one.journal.tell(kind, "tier", "run", "first", run="run")
+        one.journal.tell(kind, "tier", "run", "second", run="run")
+        alerts = [problem for problem in status(one, 0, 0).problems if problem.severity == "alert"]
+        text = f"{kind} (2 times since the daemon's start, this is the last): run: second; shown until"
+        assert [(problem.place, problem.why) for problem in alerts] == [("tier", f"{text} the daemon starts again")]
+    else:
+        assert kind in ("failing", "two launches")  # states that end; see `test_each_problem_has_its_severity`
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -75,9 +89,9 @@ def test_check_exits_by_severity(spool: Spool, capsys: pytest.CaptureFixture[str
         daemon.settle()
         assert run(["status", "--check", *where]) == 0
         assert capsys.readouterr().out == f"OK: daemon {os.getpid()} on {spool.root}\n"
-        daemon.reconciler.journal.counters["quarantined"] += 1
+        daemon.reconciler.journal.quarantined["tier"] += 1
         assert run(["status", "--check", *where]) == EXIT_WARNING
-        assert capsys.readouterr().out == "WARNING local: 1 copies were quarantined since the daemon's start\n"
+        assert capsys.readouterr().out == "WARNING tier: 1 copy was quarantined since the daemon's start\n"
         for _ in range(3):
             daemon.reconciler.journal.failed(("worker", "x"), "prune", "tier", "backlog", "refused")
         assert run(["status", "--check", *where]) == EXIT_ALERT

@@ -68,6 +68,32 @@ def test_it_shows_what_the_page_shows(spool: Spool) -> None:
         assert any("held by a restore" in line for line in lines(seen))
 
 
+def test_a_lane_reaches_to_where_a_later_launch_left_it(spool: Spool) -> None:
+    """The next launch resumed from step 40 of this one, and retention has deleted that checkpoint since."""
+    rest = {"run": "r", "created": None, "metrics": {}, "pinned": False, "resumes": False, "complete": True}
+    checkpoints = [
+        {**rest, "world_size": 1, "copies": [], "step": step, "attempt": name} for step, name in ((100, "b"), (10, "a"))
+    ]
+    launches = [
+        {"run": "r", "attempt": name, "first_step": step, "last_step": step, "from_step": since, "from_attempt": by}
+        | {"lost_steps": 0}
+        for name, step, since, by in (("a", 10, None, None), ("b", 100, 40, "a"))
+    ]
+    runs = {"checkpoints": checkpoints, "launches": launches, "unreached": [], "held": [], "in_flight": []}
+    text = [line.plain for line in frame({"at": "2026-01-01T00:00:00+00:00"}, runs, 80)]
+    first, second = (text[text.index(next(one for one in text if f"launch {name}" in one)) + 1] for name in "ab")
+    assert second.lstrip().startswith("└──") and second.rstrip().endswith("○")
+    assert len(first) == second.index("└") + 1, text  # no gap between the two
+
+
+def test_a_lane_is_not_as_wide_as_a_file_without_a_width(spool: Spool) -> None:
+    """Without a terminal a line may have any width, and a drawn launch took all of it: 22 MB for a hundred runs."""
+    with Daemon(spool.root, {"disk": Double()}) as daemon:
+        daemon.settle()
+        found = lines(Seen(spool), 1_000_000)
+    assert any("●──" in line for line in found) and max(map(len, found)) < 1000
+
+
 def test_it_shows_problems_and_what_is_under_way(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierd.daemon.transfer.flush._CHUNKS", 1)
     store, puts = Double(), []

@@ -85,6 +85,9 @@ def test_ls_and_show_tell_attempts_times_and_metrics(spool: Spool, tmp_path: Pat
     for word in (attempt(1), attempt(2), "2026-01-01 00:10:00", "accuracy 0.5, loss 1.25", "loss 0.75", "committed"):
         assert text.count(word) == (2 if word == "committed" else 1), word
     shown = "\n".join(narrow("show", RUN, "10", tier))
+    assert "resumed from: nothing" in shown
+    again = " ".join(" ".join(narrow("show", RUN, "20", tier)).split())
+    assert f"resumed from: {RUN} step 10 (attempt {attempt(1)})" in again
     assert "metrics: accuracy 0.5, loss 1.25" in shown or "metrics: loss 1.25, accuracy 0.5" in shown
 
 
@@ -94,9 +97,13 @@ def test_the_status_of_a_daemon_in_trouble_fits(tmp_path: Path, narrow) -> None:
     commit(spool, part(1, run=RUN))
     with Daemon(spool.root, {"disk": store}) as daemon:
         wait_until(lambda: daemon.reconciler.workers["disk"].last_error)
+        daemon.reconciler.journal.tell("flushed", "disk", part(1, run=RUN), "verified, 44143 bytes as 33591 " * 4)
         lines = narrow("status", "--spool", str(spool.root))
         assert [line for line in lines if cell_len(line) > 80] == []
         assert "LAST ERROR" in "\n".join(lines) and "request rate" in "\n".join(lines)
+        (head,) = [at for at, line in enumerate(lines) if line.startswith("AT ")]
+        assert any(line.startswith("20") for line in lines[head:])  # each event begins a line, and what follows of it
+        assert all(line.startswith(("20", " ")) for line in lines[head + 1 :])  # is indented
         lines = narrow("drain", "--spool", str(spool.root), "--deadline", "10s", code=9)
         assert [line for line in lines if cell_len(line) > 80] == [] and "IS NOT ON" in "\n".join(lines)
 

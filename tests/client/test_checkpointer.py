@@ -13,6 +13,7 @@ from support.training import fresh, restored, same, tensors, train
 from support.world import listing
 
 import tierd
+from tierd.client.checkpointer import made_of
 from tierd.client.saving import pipeline
 from tierd.core.errors import (
     ConfigError,
@@ -130,7 +131,7 @@ def test_a_step_is_saved_once(local, spool):
     local.save(5, tensors(5))
     with pytest.raises(StepRefused, match="already"):  # while it is being persisted
         local.save(5, tensors(6))
-    local._pipeline.drain()
+    made_of(local).pipeline.drain()
     with pytest.raises(StepRefused, match="already"), local.stage(5):
         pass
     local.save(3, tensors(3)).wait()  # an older step that is not there yet is none of these
@@ -151,7 +152,7 @@ def test_a_value_without_a_safe_form_is_refused_by_its_path(local, spool, value,
     before = listing(spool)
     with pytest.raises(StateRefused, match=path):
         local.save(1, {"good": torch.ones(3), **value})
-    local._pipeline.drain()
+    made_of(local).pipeline.drain()
     assert listing(spool) == before
     local.save(1, tensors(1)).wait()  # the step is still free
 

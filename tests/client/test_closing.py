@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.doubles import Double
 from support.smalldisk import SmallDisk
+from support.timed import timed_client
 from support.training import tensors
 from support.world import Daemon, commit, part, wait_until
 
@@ -36,7 +37,7 @@ def warnings(caplog) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch, quick):
-    monkeypatch.setattr(closing, "_POLL_S", 0.02)
+    timed_client(monkeypatch, close_poll_s=0.02)
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_close_waits_until_the_named_tier_has_verified_every_save(spool):
         checkpointer = saved(spool, 1, 2)
         threading.Timer(0.3, lambda: setattr(slow, "error", None)).start()
         checkpointer.close(wait="s3", timeout=60)
-        assert all(daemon.reconciler.tiers.has(one, "s3") for one in spool.parts())
+        assert all(daemon.reconciler.tiers.observed.has(one, "s3") for one in spool.parts())
 
 
 def test_close_names_what_the_tier_lacks_when_the_time_is_over(spool):
@@ -85,7 +86,7 @@ def test_close_does_not_wait_for_what_is_retired(spool):
     with Daemon(spool.root, {"s3": store}, keep=1, keep_local=100) as daemon:
         saved(spool, 1, 2, 3).close(wait="s3", timeout=60)
         daemon.settle()
-        assert [one.checkpoint.step for one in spool.parts() if daemon.reconciler.tiers.has(one, "s3")] == [3]
+        assert [one.checkpoint.step for one in spool.parts() if daemon.reconciler.tiers.observed.has(one, "s3")] == [3]
 
 
 @pytest.mark.parametrize(("wait", "timeout"), [(7, None), ("", None), ("s3", -1), ("s3", "1s"), ("s3", True)])
@@ -120,7 +121,7 @@ def test_a_wait_that_did_not_succeed_is_waited_for_again(spool):
         checkpointer.close()
         slow.error = None
         checkpointer.close(wait="s3", timeout=60)
-        assert all(daemon.reconciler.tiers.has(one, "s3") for one in spool.parts())
+        assert all(daemon.reconciler.tiers.observed.has(one, "s3") for one in spool.parts())
     checkpointer.close(wait="s3", timeout=60)  # that is known
 
 
@@ -138,7 +139,7 @@ def test_after_a_mistyped_wait_the_right_one_waits(spool, caplog):
         refused.error = None
         wait_until(lambda: not daemon.reconciler.workers["s3"].last_error)
         checkpointer.close(wait="s3", timeout=60)
-        assert all(daemon.reconciler.tiers.has(one, "s3") for one in spool.parts())
+        assert all(daemon.reconciler.tiers.observed.has(one, "s3") for one in spool.parts())
 
 
 def test_a_save_that_failed_is_on_no_tier(spool, monkeypatch):
@@ -157,7 +158,7 @@ def test_a_save_that_failed_is_on_no_tier(spool, monkeypatch):
         disk.size_bytes = 1 << 30
         checkpointer.save(3, tensors(3)).wait(timeout=20)  # it is saved after all
         checkpointer.close(wait="s3", timeout=60)
-        assert [daemon.reconciler.tiers.has(one, "s3") for one in spool.parts()] == [True]
+        assert [daemon.reconciler.tiers.observed.has(one, "s3") for one in spool.parts()] == [True]
 
 
 @pytest.mark.parametrize("how", [{"wait": "s3", "timeout": 1}, {}])
@@ -230,7 +231,7 @@ def test_where_the_daemon_ends_with_this_process_a_plain_close_waits_for_the_tie
         checkpointer = saved(spool, 1, 2)
         threading.Timer(0.3, lambda: setattr(slow, "error", None)).start()
         checkpointer.close()
-        assert all(daemon.reconciler.tiers.has(one, "nfs") for one in spool.parts())
+        assert all(daemon.reconciler.tiers.observed.has(one, "nfs") for one in spool.parts())
     assert warnings(caplog) == []
 
 

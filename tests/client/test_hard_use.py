@@ -10,11 +10,12 @@ import time
 import pytest
 import torch
 from support.doubles import Double
+from support.timed import timed_client
 from support.training import restored, same, tensors
 from support.world import Daemon, hurry
 
 import tierd
-from tierd.client.restoring import source
+from tierd.client.checkpointer import made_of
 from tierd.client.saving.snapshot import Snapshot
 from tierd.core.errors import ConfigError, SaveFailed, StateRefused
 from tierd.ipc.client import Link
@@ -23,7 +24,7 @@ from tierd.ipc.client import Link
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     hurry(monkeypatch)
-    monkeypatch.setattr(source, "_PATIENCE", 0.2)
+    timed_client(monkeypatch, start_s=0.2)
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def child(work) -> int:
 def test_a_forked_child_cannot_save_and_cannot_reach_the_arena(spool, local):
     local.save(1, tensors(1)).wait()
     assert child(lambda: local.save(2, tensors(2))) == 7
-    arena = local._pipeline._slots[0].arena
+    arena = made_of(local).pipeline.slots[0].arena
     before = bytes(arena.view[:4096])
     assert child(lambda: arena.view.__setitem__(slice(0, 4096), b"\xff" * 4096)) == -signal.SIGSEGV
     assert bytes(arena.view[:4096]) == before

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from support.doubles import Double, is_chunk
+from support.timed import timed_client
 from support.world import Daemon, hurry, part, wait_until
 
 import tierd
@@ -103,7 +104,8 @@ def test_one_rank_of_those_on_a_terminal_says_how_far_it_is(caplog) -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_close_that_waits_says_how_far_it_is(tmp_path, monkeypatch, caplog, terminal: bool) -> None:
     hurry(monkeypatch)
-    for name in ("_PATIENCE_S", "_PROGRESS_S", "_POLL_S"):
+    timed_client(monkeypatch, close_poll_s=0.02)
+    for name in ("_PATIENCE_S", "_PROGRESS_S"):
         monkeypatch.setattr(closing, name, 0.02)
     spool, store = Spool(tmp_path / "spool"), Double()
     screens: list[Screen] = []

@@ -337,7 +337,9 @@ def test_the_numbers_in_the_description_are_those_of_the_code():
         byte_planes.PAIRS_HEAD.size,
     ) == (12, 2, 5, 5)
     assert (byte_planes.RAW, byte_planes.ZSTD, byte_planes.PAIRS, byte_planes.FOLDED) == (0, 1, 2, 128)
-    assert all(f"`{name}`" in FORMAT.split("### Codecs")[1].split("#### `planes`")[0] for name in codec.CODECS)
+    assert all(
+        f"`{name}`" in FORMAT.split("### Codecs")[1].split("#### `planes`")[0] for name in (*codec.CODECS, "patch")
+    )
 
 
 def test_what_threads_have_packed_and_unpacked_is_given_back_to_the_system():

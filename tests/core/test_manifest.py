@@ -20,6 +20,9 @@ from tierd.core.manifest import (
     MAX_CHUNK_SIZE,
     MAX_FILES,
     MAX_METRICS,
+    MAX_PATCHES,
+    PATCHED,
+    VERSION,
     Chunk,
     File,
     Manifest,
@@ -315,10 +318,58 @@ def test_ordinary_paths_are_taken(path):
     check_path(path, "here")
 
 
+# -- patches ----------------------------------------------------------------------------------------------------------
+
+
+def _stored(number: int, codec: str = "raw", **more: object) -> dict[str, object]:
+    name = f"{number:032x}"
+    key = f"chunks/{PART.checkpoint.name}/{PART.rank:05}/{name}.{codec}"
+    return {"size": 10, "xxh3_128": name, "stored": {"codec": codec, "size": 9, "xxh3_128": name, "key": key, **more}}
+
+
+def _patch(number: int, base: object) -> dict[str, object]:
+    return _stored(number, f"patch{number:011x}", base=base)
+
+
+def _long(patches: int) -> dict[str, object]:
+    entry = _stored(0)
+    for number in range(patches):
+        entry = _patch(number + 1, entry)
+    return entry
+
+
+def _of_patches(chunk: dict[str, object], version: int = PATCHED) -> bytes:
+    return seal(members(version=version, files=[{"path": "table", "size": 10, "chunks": [chunk]}]))
+
+
+def test_a_patch_names_its_bases_down_to_a_whole_chunk():
+    found = decode(_of_patches(_long(MAX_PATCHES)), PART)
+    assert len(list(found.objects())) == MAX_PATCHES + 1
+    assert decode(encode(found), PART) == found
+
+
+@pytest.mark.parametrize(
+    ("chunk", "version", "why"),
+    [
+        (_stored(1, "patch00000000000"), PATCHED, "no stored base"),
+        (_patch(1, {"size": 10, "xxh3_128": f"{2:032x}"}), PATCHED, "no stored base"),
+        (_stored(1, "raw", base=_stored(2)), PATCHED, "is no patch, and has a base"),
+        (_patch(1, {**_stored(2), "size": 11}), PATCHED, "has 11 bytes, not 10"),
+        (_patch(1, _stored(2, "raw", key="chunks/elsewhere")), PATCHED, "is no key"),
+        (_long(MAX_PATCHES + 1), PATCHED, f"more than {MAX_PATCHES} patches"),
+        (_long(1), VERSION, "is a patch, in a manifest of version 1"),
+    ],
+    ids=["without", "unstored", "of a whole chunk", "of another size", "elsewhere", "too many", "version 1"],
+)
+def test_a_patch_that_nobody_could_read_is_refused(chunk, version, why):
+    with pytest.raises(ManifestError, match=why):
+        decode(_of_patches(chunk, version), PART)
+
+
 # -- other versions ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [2, 3, 10**6])
+@pytest.mark.parametrize("version", [2, 4, 10**6])
 def test_a_newer_format_is_too_new_and_not_corrupt(version):
     """Whatever else it holds: only `version` and the seal are promised."""
     for found in (members(version=version), {"version": version}, {"version": version, "files": "elsewhere"}):

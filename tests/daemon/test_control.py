@@ -12,6 +12,7 @@ import time
 
 import pytest
 from support.doubles import Double, contents, is_chunk, is_manifest
+from support.timed import timed
 from support.world import Daemon, commit, part, wait_until
 
 from tierd import cli
@@ -22,7 +23,6 @@ from tierd.core.errors import (
     StoreRefused,
     StoreUnavailable,
 )
-from tierd.daemon import handoff
 from tierd.daemon.transfer.flush_pacing import Cadence
 from tierd.ipc.client import Link
 from tierd.ipc.messages import MAX_REQUEST, Attach, Status, Wait
@@ -99,7 +99,7 @@ def test_many_silent_peers_do_not_disturb_it(spool):
 
 
 def test_a_daemon_ends_at_once_and_not_when_the_hand_off_looks_again(spool, monkeypatch):
-    monkeypatch.setattr(handoff, "_TICK", 1000.0)
+    timed(monkeypatch, tick_s=1000.0)
     with Daemon(spool.root, {"tier": Double()}):
         assert spool.socket.exists()
     assert not spool.socket.exists()  # `stop` has waited for 20 s at most

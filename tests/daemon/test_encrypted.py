@@ -259,11 +259,11 @@ def test_a_copy_that_cannot_be_read_lets_no_copy_of_the_spool_go(spool, view):
 
         double.before = refuse
         async with running(reconciler(spool, {"tier": double}, keep=1, keep_local=1)) as daemon:
-            await until(lambda: daemon.tiers.places["tier"] is not None)
+            await until(lambda: daemon.tiers.observed.places["tier"] is not None)
             for _ in range(5):
                 daemon.wake()
                 await asyncio.sleep(0.05)
             assert steps_in(spool) == [1, 2, 3]
-            assert [type(why) for _, why in daemon.tiers.places["tier"].defects()] == [WrongKey] * 3
+            assert [type(why) for _, why in daemon.tiers.observed.places["tier"].defects()] == [WrongKey] * 3
 
     asyncio.run(work())

@@ -8,10 +8,13 @@ import threading
 import time
 
 from support.doubles import Double, contents, is_chunk
+from support.timed import timed
 from support.world import Daemon, commit, converge, part, reconciler, running, settle, steps_in, steps_on, until
 
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import pin_key
+from tierd.core.planning.demand import Demand
+from tierd.core.planning.eviction import superseded
 from tierd.daemon.presence import Presence
 from tierd.daemon.transfer.flush import Route, flush
 from tierd.ipc.client import Link
@@ -160,3 +163,30 @@ def test_a_run_is_looked_for_until_the_slowest_tier_has_answered(spool, tmp_path
 def test_attach_tells_how_many_the_spool_keeps(spool):
     with Daemon(spool.root, {"tier": Double()}, keep=7, keep_local=2), Link(spool) as link:
         assert link.ask(Attach(run="run"))["keep_last"] == 2
+
+
+def test_the_only_copy_is_not_deleted_by_what_a_tier_showed_long_ago(spool, monkeypatch):
+    """As when a daemon goes on after hours in which it was stopped (simulation, seed 1000160): others have pruned the
+    tier since, and what retired the copy there is gone."""
+    timed(monkeypatch, aged_s=0.0)
+    store = Double()
+    for step in (2, 3):
+        commit(spool, part(step))
+    asyncio.run(converge(spool, {"tier": store}, keep=3))
+    spool.remove([part(2), part(3)])
+    for step in (1, 4):
+        commit(spool, part(step))
+
+    async def work() -> None:
+        daemon = reconciler(spool, {"tier": store}, keep=3)
+        await daemon.look("tier")
+        await daemon._live.look()
+        assert part(1).checkpoint in superseded(Demand(daemon.inventory(), daemon.config, "run"))
+        for key in await contents(store):
+            await store.delete([key])
+        assert not await daemon._pruner.release(part(1).checkpoint, ())
+        await daemon.look("tier")
+        assert not await daemon._pruner.release(part(1).checkpoint, ())
+
+    asyncio.run(work())
+    assert steps_in(spool) == [1, 4]

@@ -11,6 +11,7 @@ import time
 
 import pytest
 from support.doubles import Double
+from support.timed import timed
 from support.world import RUN, commit, config, part, reconciler, running, settle, until, wait_until
 from watchdog.observers.api import BaseObserver
 
@@ -53,7 +54,7 @@ def test_a_commit_wakes_the_daemon_without_a_rescan(spool):
                     await asyncio.sleep(0.1)
                     begun = time.monotonic()
                     commit(spool, part(step))
-                    await until(lambda step=step: daemon.tiers.has(part(step), "tier"), 5)
+                    await until(lambda step=step: daemon.tiers.observed.has(part(step), "tier"), 5)
                     assert time.monotonic() - begun < 2.5
 
     asyncio.run(work())
@@ -64,7 +65,7 @@ def test_a_rescan_finds_what_no_event_told(spool):
         async with running(reconciler(spool, {"tier": Double()}, rescan="0.3s")) as daemon:
             await settle(daemon)
             commit(spool, part(1))
-            await until(lambda: daemon.tiers.has(part(1), "tier"), 5)
+            await until(lambda: daemon.tiers.observed.has(part(1), "tier"), 5)
 
     asyncio.run(work())
 
@@ -77,7 +78,7 @@ def test_without_any_event_or_rescan_nothing_is_found(spool):
             await settle(daemon)
             commit(spool, part(1))
             await asyncio.sleep(1.0)
-            assert not daemon.tiers.has(part(1), "tier")
+            assert not daemon.tiers.observed.has(part(1), "tier")
 
     asyncio.run(work())
 
@@ -165,7 +166,7 @@ def test_it_says_ready_alive_and_stopping_in_this_order(spool, tmp_path, told, m
 
 
 def test_an_idle_daemon_ends_when_the_last_trainer_has_gone_and_all_is_flushed(spool, tmp_path, monkeypatch):
-    monkeypatch.setattr(service, "_GRACE", 0.4)
+    timed(monkeypatch, grace_s=0.4)
 
     async def work():
         daemon = asyncio.ensure_future(service.serve(served(spool, tmp_path), until_idle=True, await_trainer=True))
@@ -201,7 +202,6 @@ def test_an_idle_daemon_that_no_trainer_started_ends_when_all_is_flushed(spool, 
 
 
 def test_an_idle_daemon_stays_while_something_is_left_to_flush(spool, monkeypatch):
-    monkeypatch.setattr(service, "_GRACE", 0.3)
     store = Double()
     store.error = StoreUnavailable("down")
 
@@ -209,7 +209,7 @@ def test_an_idle_daemon_stays_while_something_is_left_to_flush(spool, monkeypatc
         return {"tier": store}
 
     monkeypatch.setattr(service, "open_tiers", opened)
-    monkeypatch.setattr("tierd.daemon.tier_worker._LONGEST", 0.05)
+    timed(monkeypatch, grace_s=0.3, backoff_s=0.05)
     commit(spool, part(1))
 
     async def work():

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 from support.doubles import Counting, Double
+from support.timed import timed
 from support.world import commit, converge, part, reconciler, running, settle, until
 
 from tierd.daemon.scrub.scrubber import Scrubber
 from tierd.daemon.tier_worker import TierWorker
-from tierd.daemon.tiers import intents, observe
+from tierd.daemon.tiers import observe
+from tierd.daemon.timings import USUAL
 from tierd.daemon.transfer.flush import Route, flush
 
 RUNS, HOURS = 20, 24
@@ -105,8 +107,11 @@ def test_what_an_earlier_daemon_was_deleting_is_not_forgotten_at_rest(spool, mon
         await converge(spool, {"a": store}, keep=1)
         resting = Resting(monkeypatch)
         resting.rests = {"a": [0.0]}
-        monkeypatch.setattr(intents, "_OWN_STALE", 900_000)
-        monkeypatch.setattr(intents, "_age", lambda stamp: 60_000 * (old_min + 60 * resting.now("a")))
+        timed(
+            monkeypatch,
+            own_stale_ms=USUAL.own_stale_ms,
+            wall_ns=lambda: int((0x19 + 60_000 * (old_min + 60 * resting.now("a"))) * 1e6),
+        )
         daemon = reconciler(spool, {"a": store}, keep=1, rescan="30s")
         daemon.requests.attended = lambda: False
         mark = f"{part(1).checkpoint.run}/pruning/{part(1).checkpoint.name}.{0x19:012x}-{daemon.tiers.who}"
@@ -136,6 +141,6 @@ def test_an_event_ends_the_rest_at_once(spool):
             store.taken()
             commit(spool, part(2))
             daemon.wake()  # what watching the spool does
-            await until(lambda: daemon.tiers.has(part(2), "a"))
+            await until(lambda: daemon.tiers.observed.has(part(2), "a"))
 
     asyncio.run(work())

@@ -67,8 +67,10 @@ def test_a_tier_that_is_down_delays_only_itself_and_drains_when_it_is_back(spool
         for step in range(5):
             commit(spool, part(step))
         async with running(reconciler(spool, {"down": down, "up": up})) as daemon:
-            await until(lambda: all(daemon.tiers.has(part(step), "up") for step in range(5)))
-            assert not daemon.tiers.has(part(0), "down") and daemon.backlog.parts() == {part(step) for step in range(5)}
+            await until(lambda: all(daemon.tiers.observed.has(part(step), "up") for step in range(5)))
+            assert not daemon.tiers.observed.has(part(0), "down") and daemon.backlog.parts() == {
+                part(step) for step in range(5)
+            }
             assert isinstance(daemon.workers["down"].last_error, StoreUnavailable)
             down.error = None
             await settle(daemon)
@@ -90,9 +92,9 @@ def test_a_tier_that_hangs_delays_only_itself(spool):
             await settle(daemon)
         async with running(reconciler(spool, {"hung": hung, "up": up})) as daemon:
             up.error = StoreUnavailable("not yet")
-            await until(lambda: daemon.tiers.has(part(2), "hung") and daemon.workers["up"].failures)
+            await until(lambda: daemon.tiers.observed.has(part(2), "hung") and daemon.workers["up"].failures)
             hung.delay, up.error = 3600.0, None
-            await until(lambda: all(daemon.tiers.has(part(step), "up") for step in range(3)), 15)
+            await until(lambda: all(daemon.tiers.observed.has(part(step), "up") for step in range(3)), 15)
         assert steps_on(await contents(up.inner)) == [0, 1, 2]
 
     asyncio.run(work())
@@ -110,8 +112,8 @@ def test_a_part_that_one_tier_is_stuck_with_goes_to_the_other(spool):
         stuck, up = HangsInPut(), Double()
         commit(spool, part(1))
         async with running(reconciler(spool, {"stuck": stuck, "up": up})) as daemon:
-            await until(lambda: daemon.tiers.has(part(1), "up"), 15)
-            assert not daemon.tiers.has(part(1), "stuck")
+            await until(lambda: daemon.tiers.observed.has(part(1), "up"), 15)
+            assert not daemon.tiers.observed.has(part(1), "stuck")
 
     asyncio.run(work())
 
@@ -125,7 +127,7 @@ def test_a_refusing_tier_is_told_apart_and_tried_again(spool):
             await until(lambda: daemon.workers["tier"].failures >= 2)
             assert isinstance(daemon.workers["tier"].last_error, StoreRefused)
             store.error = None
-            await until(lambda: daemon.tiers.has(part(1), "tier"))
+            await until(lambda: daemon.tiers.observed.has(part(1), "tier"))
 
     asyncio.run(work())
 
@@ -155,7 +157,7 @@ def test_a_foreign_error_ends_no_worker(spool):
         async with running(reconciler(spool, {"tier": store})) as daemon:
             await until(lambda: daemon.workers["tier"].failures >= 2)
             store.error = None
-            await until(lambda: daemon.tiers.has(part(1), "tier"))
+            await until(lambda: daemon.tiers.observed.has(part(1), "tier"))
 
     asyncio.run(work())
 
@@ -177,11 +179,13 @@ def test_one_unreadable_manifest_in_the_spool_stops_nothing_else(spool, monkeypa
     async def work():
         store = MemoryStore()
         async with running(reconciler(spool, {"tier": store})) as daemon:
-            await until(lambda: daemon.tiers.has(part(0), "tier") and daemon.tiers.has(part(2), "tier"))
+            await until(
+                lambda: daemon.tiers.observed.has(part(0), "tier") and daemon.tiers.observed.has(part(2), "tier")
+            )
             await asyncio.sleep(0.2)
             assert spool.path(part(1)).is_dir() and not spool.quarantined()
             monkeypatch.setattr(os, "open", real)
-            await until(lambda: daemon.wake() or daemon.tiers.has(part(1), "tier"))
+            await until(lambda: daemon.wake() or daemon.tiers.observed.has(part(1), "tier"))
 
     asyncio.run(work())
 
@@ -221,7 +225,9 @@ def test_what_no_tier_can_describe_keeps_nothing_else_waiting_and_is_no_corrupti
         for step in range(3):
             commit(spool, part(step))
         async with running(reconciler(spool, {"tier": MemoryStore()})) as daemon:
-            await until(lambda: daemon.tiers.has(part(0), "tier") and daemon.tiers.has(part(1), "tier"))
+            await until(
+                lambda: daemon.tiers.observed.has(part(0), "tier") and daemon.tiers.observed.has(part(1), "tier")
+            )
             assert daemon.journal.counters["errors"] and not daemon.journal.counters["corruptions"]
 
     monkeypatch.setattr("tierd.daemon.transfer.flush.encode_manifest", picky)
@@ -282,7 +288,7 @@ def test_a_local_copy_stays_when_its_copy_on_the_tier_has_lost_a_chunk(spool, ha
         async with running(reconciler(spool, {"tier": store}, keep=100, keep_local=1)) as daemon:
             await settle(daemon)
             assert store.puts(is_chunk) == victims[:1]
-            assert daemon.tiers.has(part(0), "tier")
+            assert daemon.tiers.observed.has(part(0), "tier")
         assert steps_in(spool) == [2]
         for step in (0, 1):
             async with running(reconciler(spool, {"tier": store})) as daemon:
@@ -423,10 +429,10 @@ def test_a_manifest_that_cannot_be_mended_yet_keeps_no_flush_waiting(spool):
         await one.inner.put(part(2).manifest_key, b"garbage")
         other.error = StoreUnavailable("down")
         async with running(reconciler(spool, {"one": one, "other": other}, keep=1)) as daemon:
-            await until(lambda: daemon.tiers.places["one"])
+            await until(lambda: daemon.tiers.observed.places["one"])
             for step in range(4, 8):
                 commit(spool, part(step))
-                await until(lambda step=step: daemon.wake() or daemon.tiers.has(part(step), "one"))
+                await until(lambda step=step: daemon.wake() or daemon.tiers.observed.has(part(step), "one"))
                 assert daemon.workers["one"].last_error is None
 
     asyncio.run(work())
@@ -448,7 +454,7 @@ def test_what_was_set_aside_is_flushed_anew_without_what_others_share_of_it(spoo
             await flip(store, shared)
             await quarantine(store, part(0))
             await settle(daemon)
-            assert daemon.tiers.has(part(0), "tier") and bytes(await store.get(shared)) == right
+            assert daemon.tiers.observed.has(part(0), "tier") and bytes(await store.get(shared)) == right
 
     asyncio.run(work())
 
@@ -548,7 +554,7 @@ def test_a_spool_that_can_remember_nothing_more_is_flushed_all_the_same(spool, m
     commit(spool, part(1))
     commit(spool, part(2))
     daemon = asyncio.run(converge(spool, {"tier": MemoryStore()}))
-    assert all(daemon.tiers.has(part(step), "tier") for step in (1, 2))
+    assert all(daemon.tiers.observed.has(part(step), "tier") for step in (1, 2))
     assert "not remembered yet" in caplog.text
 
 

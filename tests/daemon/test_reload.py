@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.doubles import Double, is_chunk
+from support.timed import timed
 from support.training import tensors
 from support.world import commit, part, read, steps_in, until
 
@@ -272,7 +273,7 @@ def test_a_restore_that_is_under_way_ends_with_the_stores_that_it_began_with(nod
 
 
 def test_a_flush_that_takes_long_is_cut_off_and_gone_on_with(node, spool, said, monkeypatch):
-    monkeypatch.setattr("tierd.daemon.reconcile._IN_HAND", 0.1)
+    timed(monkeypatch, in_hand_s=0.1)
     stores: list[Double] = []
 
     async def opened(config, stack, *, trial):

@@ -60,7 +60,7 @@ def test_a_flush(spool, page):
         store = Counting(page, page)
         await filled(spool, store, 2, 2)
         tiers = Tiers(config(spool, "tier"), spool, {"tier": store}, TierPause(spool))
-        await tiers.look("tier", {RUN}, {RUN: {0}})
+        await tiers.observed.look("tier", {RUN}, {RUN: {0}})
         store.taken()
         commit(spool, part(2, rank=0, world=2))
         await tiers.flush(part(2, rank=0, world=2), "tier")
@@ -214,7 +214,7 @@ def test_chunks_that_another_ranks_manifest_names_are_not_pruned_again_and_again
             pruned = daemon.journal.counters["pruned"]
             daemon.tiers._observers["tier"]._listed.clear()  # as after ten minutes
             await settle(daemon)
-            place = daemon.tiers.places["tier"]
+            place = daemon.tiers.observed.places["tier"]
             assert part(0).checkpoint in place.owners & place.lent
             assert daemon.journal.counters["pruned"] == pruned
 
@@ -242,18 +242,18 @@ def test_those_who_ask_while_a_look_is_under_way_share_the_next(spool):
         store = Counting()
         await filled(spool, store, 1, 1)
         tiers = Tiers(config(spool, "tier"), spool, {"tier": store}, TierPause(spool))
-        asked = [asyncio.ensure_future(tiers.look("tier", {RUN}, {})) for _ in range(8)]
+        asked = [asyncio.ensure_future(tiers.observed.look("tier", {RUN}, {})) for _ in range(8)]
         await asyncio.gather(*asked)
         first = store.taken()["LIST"]
-        await asyncio.gather(*(tiers.look("tier", {RUN}, {}) for _ in range(8)))
+        await asyncio.gather(*(tiers.observed.look("tier", {RUN}, {}) for _ in range(8)))
         assert first == 3 and store.taken() == {"LIST": 2}
 
-        begun = asyncio.ensure_future(tiers.look("tier", {RUN}, {}))
+        begun = asyncio.ensure_future(tiers.observed.look("tier", {RUN}, {}))
         for _ in range(100):
             await asyncio.sleep(0)
-            if tiers._looking["tier"]:
+            if tiers.observed._looking["tier"]:
                 break
-        late = [asyncio.ensure_future(tiers.look("tier", {RUN}, {})) for _ in range(8)]
+        late = [asyncio.ensure_future(tiers.observed.look("tier", {RUN}, {})) for _ in range(8)]
         await asyncio.gather(begun, *late)
         assert store.taken() == {"LIST": 4}
 
@@ -269,13 +269,13 @@ def test_a_daemon_looks_between_two_flushes_only_where_other_nodes_may_send(spoo
         for step in range(parts):
             commit(spool, part(step, rank=0, world=world))
         daemon = reconciler(spool, {"tier": store})
-        looks, real = [], daemon.tiers._look
+        looks, real = [], daemon.tiers.observed._look
 
         async def look(tier):
             looks.append(daemon.journal.counters["flushed"])
             await real(tier)
 
-        daemon.tiers._look = look
+        daemon.tiers.observed._look = look
         async with running(daemon):
             await until(lambda: daemon.journal.counters["flushed"] == parts)
         assert [looks.count(number) for number in range(1, parts)] == [between] * (parts - 1)
@@ -298,22 +298,24 @@ def test_a_look_that_takes_long_is_good_enough_to_send_by_but_not_to_delete_by(s
 
         def look_took_long(*_):
             took.append(1)
-            daemon.tiers._took["tier"] = 3600.0
+            daemon.tiers.observed._took["tier"] = 3600.0
 
-        real = daemon.tiers._look
+        real = daemon.tiers.observed._look
 
         async def look(tier):
             await real(tier)
             look_took_long()
 
-        daemon.tiers._look = look
+        daemon.tiers.observed._look = look
         async with running(daemon):
-            await until(lambda: daemon.tiers.has(part(3), "tier") and daemon.tiers.has(part(2), "tier"))
+            await until(
+                lambda: daemon.tiers.observed.has(part(3), "tier") and daemon.tiers.observed.has(part(2), "tier")
+            )
             assert len(took) == 1
             commit(spool, part(4))
             daemon.wake()  # an event is heeded at once
-            await until(lambda: daemon.tiers.has(part(4), "tier"))
-            await until(lambda: not daemon.tiers.has(part(2), "tier"))  # pruned
+            await until(lambda: daemon.tiers.observed.has(part(4), "tier"))
+            await until(lambda: not daemon.tiers.observed.has(part(2), "tier"))  # pruned
             assert len(took) == 2  # what was done to a tier is known without a look
 
     asyncio.run(work())

@@ -18,7 +18,8 @@ from tierd.core.errors import (
 from tierd.core.timeline.run_view import RunView
 from tierd.daemon.tiers.observe import TierObserver
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Candidates, Fetch, Pin, Report, Status, read_member
+from tierd.ipc.messages import Candidates, Fetch, Pin, Report, Status
+from tierd.ipc.replies import read_member
 from tierd.spool.spool import Spool
 from tierd.stores.base import ObjectInfo
 from tierd.stores.memory import MemoryStore
@@ -125,10 +126,10 @@ def test_a_look_that_began_earlier_never_hides_a_later_one(spool):
         eye.look = real
         await store.inner.delete([part(1).manifest_key])
         await reconciler.look("tier")
-        assert not reconciler.tiers.has(part(1), "tier")
+        assert not reconciler.tiers.observed.has(part(1), "tier")
         gate.set()
         await first
-        return reconciler.tiers.has(part(1), "tier")
+        return reconciler.tiers.observed.has(part(1), "tier")
 
     with Daemon(spool.root, {"tier": store}) as daemon:
         daemon.settle()

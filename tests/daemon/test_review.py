@@ -81,35 +81,35 @@ def test_little_room_takes_no_pinned_copy(spool):
 
 
 def test_a_part_that_the_disk_does_not_give_holds_up_no_other(spool, monkeypatch):
-    read = source_module.read_chunk
+    read = source_module.read_recent_chunk
 
-    def failing(path, file, index):
+    def failing(path, file, index, memory):
         if f"{4:012}" in str(path):
             raise OSError(errno.EIO, "Input/output error")
-        return read(path, file, index)
+        return read(path, file, index, memory)
 
-    monkeypatch.setattr(source_module, "read_chunk", failing)
+    monkeypatch.setattr(source_module, "read_recent_chunk", failing)
 
     async def work():
         store = Double()
         for step in (1, 2, 3, 4):
             commit(spool, part(step))
         async with running(reconciler(spool, {"tier": store})) as daemon:
-            await until(lambda: all(daemon.tiers.has(part(step), "tier") for step in (1, 2, 3)))
-            assert not daemon.tiers.has(part(4), "tier")
+            await until(lambda: all(daemon.tiers.observed.has(part(step), "tier") for step in (1, 2, 3)))
+            assert not daemon.tiers.observed.has(part(4), "tier")
         assert not spool.quarantined()
 
     asyncio.run(work())
 
 
 def test_a_part_that_goes_while_it_is_flushed_is_not_called_corrupt(spool, monkeypatch):
-    read = source_module.read_chunk
+    read = source_module.read_recent_chunk
 
-    def racing(path, file, index):
+    def racing(path, file, index, memory):
         spool.remove([part(1)])
-        return read(path, file, index)
+        return read(path, file, index, memory)
 
-    monkeypatch.setattr(source_module, "read_chunk", racing)
+    monkeypatch.setattr(source_module, "read_recent_chunk", racing)
 
     async def work():
         store = Double()
@@ -180,15 +180,15 @@ def test_a_flush_that_ends_during_a_look_takes_nothing_from_it(spool, tmp_path, 
         asked = asyncio.ensure_future(daemon.look("tier"))
         await until(lambda: sum(call == ("scan", "run/") for call in store.calls) == 2)
         await daemon._flusher.flush(own, "tier")
-        assert daemon.tiers.has(own, "tier")
+        assert daemon.tiers.observed.has(own, "tier")
         gate.set()
         if fails:
             with pytest.raises(StoreUnavailable):
                 await asked
-            assert daemon.tiers.places["tier"] is None
+            assert daemon.tiers.observed.places["tier"] is None
         else:
             await asked
-            assert daemon.tiers.has(other, "tier") and daemon.tiers.has(own, "tier")
+            assert daemon.tiers.observed.has(other, "tier") and daemon.tiers.observed.has(own, "tier")
 
     asyncio.run(work())
 
@@ -206,15 +206,15 @@ def test_a_look_that_is_passed_over_says_nothing_of_how_long_looks_take(spool):
 
         daemon.tiers._observers["tier"].look = slow
         older = asyncio.ensure_future(daemon.look("tier"))
-        await until(lambda: daemon.tiers._looking["tier"] == 1)
+        await until(lambda: daemon.tiers.observed._looking["tier"] == 1)
         newer = asyncio.ensure_future(daemon.look("tier"))
-        await until(lambda: daemon.tiers._looking["tier"] == 2)
+        await until(lambda: daemon.tiers.observed._looking["tier"] == 2)
         gates[1].set()
         await newer
-        known = daemon.tiers._took["tier"], daemon.tiers._since["tier"]
+        known = daemon.tiers.observed._took["tier"], daemon.tiers.observed._since["tier"]
         gates[0].set()
         await older
-        assert (daemon.tiers._took["tier"], daemon.tiers._since["tier"]) == known
+        assert (daemon.tiers.observed._took["tier"], daemon.tiers.observed._since["tier"]) == known
 
     asyncio.run(work())
 
@@ -244,7 +244,7 @@ def test_a_newer_tierds_manifest_in_what_is_pruned_is_learnt_and_nothing_goes(sp
         assert isinstance(prune, Prune) and prune.checkpoint == odd.checkpoint
         await daemon._act(prune)
         await daemon.look("tier")
-        assert [type(why) for _, why in daemon.tiers.places["tier"].defects()] == [FormatTooNew]
+        assert [type(why) for _, why in daemon.tiers.observed.places["tier"].defects()] == [FormatTooNew]
         assert not [one for one in plan(daemon.inventory(), daemon.config, {}, 0.0) if one.tier == "tier"]
         assert await contents(store) == before
 
@@ -380,7 +380,7 @@ def test_what_retires_a_copy_that_no_tier_has_is_read_on_its_own_way_too(spool, 
         commit(spool, part(1))
         daemon = reconciler(spool, {"tier": Double()}, keep=2)
         newer = [part(2), part(3), part(4, 2), part(5, 2)]
-        daemon.tiers.places["tier"] = Place.of(dict.fromkeys(newer, ManifestFacts.of(spool.manifest(part(1)))))
+        daemon.tiers.observed.places["tier"] = Place.of(dict.fromkeys(newer, ManifestFacts.of(spool.manifest(part(1)))))
         assert await daemon.tiers.are_past(part(1).checkpoint, daemon.inventory())
 
     asyncio.run(work())

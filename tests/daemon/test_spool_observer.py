@@ -14,6 +14,8 @@ from support.world import RUN, commit, corrupt, part
 from tierd.core.manifest import MANIFEST_NAME
 from tierd.daemon import spool_observer
 from tierd.daemon.spool_observer import SpoolObserver
+from tierd.daemon.timings import USUAL
+from tierd.spool import records
 from tierd.spool.spool import Spool
 
 
@@ -23,13 +25,16 @@ def age(spool: Spool, seconds: float = 60.0) -> None:
     for path in [spool.root / RUN, *(spool.root / RUN).glob("*")]:
         if path.is_dir():
             os.utime(path, ns=(then, then))
+    for path in (spool.control / records.SAVED / RUN).glob("*"):
+        os.utime(path, ns=(then, then))
 
 
-def looked(eye: SpoolObserver) -> tuple[object, ...]:
-    place = eye.look()
+def looked(eye: SpoolObserver, *, sparing: bool = False) -> tuple[object, ...]:
+    place = eye.look(sparing=sparing)
     defects = [(which, type(why)) for which, why in place.defects()]
     seen = {one: (found.ranks, found.facts) for one, found in place.checkpoints.items()}
-    return seen, defects, eye.touched, set(eye.childless), place.quarantined.keys(), place.launches, place.restored
+    marks = place.launches, place.restored, place.committed
+    return seen, defects, eye.touched, set(eye.childless), place.quarantined.keys(), marks
 
 
 @pytest.fixture
@@ -53,6 +58,25 @@ def test_only_what_changed_is_read_again_and_the_rest_is_the_same_object(tmp_pat
     assert opened == [3]
     assert second.checkpoints[part(3).checkpoint].complete
     assert all(second.checkpoints[part(step).checkpoint] is first.checkpoints[part(step).checkpoint] for step in (0, 4))
+
+
+@pytest.mark.parametrize("sparing", [False, True])
+def test_of_a_checkpoint_of_many_ranks_an_observation_reads_only_the_records_that_changed(
+    tmp_path: Path, monkeypatch, sparing: bool
+):
+    """A flush of each of 300 parts observes the spool twice, and read 300 records each time."""
+    spool, read = Spool(tmp_path), []
+    for rank in range(30):
+        commit(spool, part(1, rank=rank, world=30))
+    age(spool)
+    eye, real = SpoolObserver(spool), records.open_plain
+    assert eye.look().committed == {part(1, rank=rank, world=30) for rank in range(30)}
+    monkeypatch.setattr(records, "open_plain", lambda path: read.append(path.name) or real(path))
+    eye.look(sparing=sparing)
+    assert read == []
+    commit(spool, part(2, rank=7, world=30))
+    assert part(2, rank=7, world=30) in eye.look(sparing=sparing).committed
+    assert [name.rpartition(".")[2] for name in read] == [part(2, rank=7, world=30).name]
 
 
 def test_a_second_change_within_the_same_tick_is_seen(tmp_path: Path):
@@ -82,8 +106,23 @@ def test_a_manifest_that_was_replaced_is_read_again_when_somebody_says_so_and_on
     age(spool)
     eye.look()
     corrupt(spool.path(part(2)) / MANIFEST_NAME)
-    monkeypatch.setattr(spool_observer, "_FULL_S", 0.0)
+    later = time.monotonic() + USUAL.full_look_s
+    monkeypatch.setattr(spool_observer.time, "monotonic", lambda: later)
     assert [which for which, _ in eye.look().defects()] == [part(1), part(2)]
+
+
+def changed_by_tierd(spool: Spool, rng: random.Random, what: int, count: int) -> int:
+    """Commit (0 to 3), remove (4) or quarantine (5) parts; how many were committed so far, of which `count` before."""
+    parts = spool.parts()
+    match what:
+        case 0 | 1 | 2 | 3:
+            count += 1
+            commit(spool, part(count // 2, rank=count % 2, world=2, launch=1 + count // 8), {"a": b"1"})
+        case 4 if parts:
+            spool.remove(rng.sample(parts, min(2, len(parts))))
+        case 5 if parts:
+            spool.quarantine(rng.choice(parts))
+    return count
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -91,20 +130,42 @@ def test_whatever_happens_it_sees_what_a_fresh_look_sees(tmp_path: Path, seed):
     rng, spool = random.Random(seed), Spool(tmp_path)
     eye, count = SpoolObserver(spool), 0
     for _ in range(12):
-        parts = spool.parts()
-        match rng.randint(0, 7):
-            case 0 | 1 | 2 | 3:
-                count += 1
-                commit(spool, part(count // 2, rank=count % 2, world=2, launch=1 + count // 8), {"a": b"1"})
-            case 4 if parts:
-                spool.remove([rng.choice(parts)])
-            case 5 if parts:
-                spool.quarantine(rng.choice(parts))
-            case 6 if parts:
-                shutil.rmtree(spool.path(rng.choice(parts)))
-            case 7:
-                (spool.root / RUN / part(90 + count).checkpoint.name).mkdir(parents=True, exist_ok=True)
+        what = rng.randint(0, 7)
+        if what == 6 and (parts := spool.parts()):
+            shutil.rmtree(spool.path(rng.choice(parts)))
+        elif what == 7:
+            (spool.root / RUN / part(90 + count).checkpoint.name).mkdir(parents=True, exist_ok=True)
+        else:
+            count = changed_by_tierd(spool, rng, what, count)
         if rng.random() < 0.5 and (spool.root / RUN).exists():
             age(spool, 100.0 - count)  # each time another one
             looked(eye)
         assert looked(eye) == looked(SpoolObserver(spool))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_tierd_does_a_sparing_look_sees_what_a_fresh_look_sees(tmp_path: Path, seed):
+    rng, spool = random.Random(seed), Spool(tmp_path)
+    eye, count = SpoolObserver(spool), 0
+    for _ in range(12):
+        count = changed_by_tierd(spool, rng, rng.randint(0, 5), count)
+        if rng.random() < 0.5 and (spool.root / RUN).exists():
+            age(spool, 100.0 - count)
+            looked(eye, sparing=rng.random() < 0.5)
+        assert looked(eye, sparing=True) == looked(SpoolObserver(spool))
+
+
+def test_a_sparing_look_asks_about_what_may_get_more_parts_and_the_next_look_about_the_rest(
+    tmp_path: Path, monkeypatch
+):
+    spool, asked = Spool(tmp_path), []
+    for step in range(5):
+        commit(spool, part(step, world=2 if step == 3 else 1))
+    age(spool)
+    eye, stamp = SpoolObserver(spool), spool.stamp
+    eye.look()
+    monkeypatch.setattr(spool, "stamp", lambda path: asked.append(Path(path).name) or stamp(path))
+    eye.look(sparing=True)
+    assert asked == [RUN, part(3).checkpoint.name]
+    shutil.rmtree(spool.path(part(1)))
+    assert not eye.look().lists(part(1))

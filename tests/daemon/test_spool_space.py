@@ -9,6 +9,7 @@ import time
 import pytest
 from support.doubles import Double, contents
 from support.smalldisk import SmallDisk
+from support.timed import timed
 from support.world import Daemon, commit, part, steps_on, wait_until
 
 from tierd.core.errors import StoreUnavailable
@@ -68,19 +69,19 @@ def test_a_tier_that_was_down_gets_what_it_wants_of_a_run_whose_last_copy_went(s
     fill(spool, *old)
     stores = {"near": near, "far": far}
     with Daemon(spool.root, stores) as daemon, Link(spool) as link:
-        wait_until(lambda: all(daemon.reconciler.tiers.has(one, "near") for one in old))
+        wait_until(lambda: all(daemon.reconciler.tiers.observed.has(one, "near") for one in old))
         link.ask(MakeRoom(run="run", size_bytes=5 * MIB))
         assert runs(spool) == []
         wait_until(lambda: not (spool.root / "old").exists())
         far.error = None
         daemon.loop.call_soon_threadsafe(daemon.reconciler.retry_now)
-        wait_until(lambda: all(daemon.reconciler.tiers.has(one, "far") for one in old))
+        wait_until(lambda: all(daemon.reconciler.tiers.observed.has(one, "far") for one in old))
     assert steps_on(asyncio.run(contents(far.inner))) == [1, 2, 3]
     assert runs(spool) == []
 
 
 def test_what_no_tier_has_stays_and_the_wait_is_bounded(spool, disk, monkeypatch):
-    monkeypatch.setattr("tierd.daemon.spool_space._PATIENCE", 0.3)
+    timed(monkeypatch, room_s=0.3)
     store = Double()
     store.error = StoreUnavailable("down")
     fill(spool, part(1), part(2))
@@ -93,7 +94,7 @@ def test_what_no_tier_has_stays_and_the_wait_is_bounded(spool, disk, monkeypatch
 
 def test_a_copy_whose_tier_lost_it_stays(spool, disk, monkeypatch):
     """The look goes by names; the tier is asked once more."""
-    monkeypatch.setattr("tierd.daemon.spool_space._PATIENCE", 0.3)
+    timed(monkeypatch, room_s=0.3)
     store = Double()
     fill(spool, part(1))
     with Daemon(spool.root, {"tier": store}) as daemon, Link(spool) as link:

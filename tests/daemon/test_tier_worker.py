@@ -32,7 +32,6 @@ def test_work_goes_on_soon_after_an_outage(
     refused: bool, outage_s: float, at_most_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Row 9 of the network's issue: 52 to 88 s after an outage of 40 s. Each try takes 3 s."""
-    monkeypatch.setattr("tierd.daemon.tier_worker._LONGEST", 300.0)  # as it is outside of these tests
     for seed in range(200):
         worker, clock, tries, rng = TierWorker("tier"), [1000.0], 0, random.Random(seed)
         monkeypatch.setattr(worker, "now", lambda clock=clock: clock[0])
@@ -46,8 +45,6 @@ def test_work_goes_on_soon_after_an_outage(
 
 
 def test_what_failed_once_is_tried_again_soon_and_what_fails_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierd.daemon.tier_worker._LONGEST", 300.0)
-    monkeypatch.setattr("tierd.daemon.tier_worker._STUCK", 60.0)
     worker, clock = TierWorker("tier"), [1000.0]
     monkeypatch.setattr(worker, "now", lambda: clock[0])
     worker.put_off_stuck("one")

@@ -8,12 +8,13 @@ import os
 import pickle
 import shutil
 import threading
+from collections import deque
 
 import numpy as np
 import pytest
 import torch
 from support.doubles import contents, flip, flipped, is_chunk
-from support.world import Daemon, corrupt, wait_until
+from support.world import Daemon, attempt, corrupt, wait_until
 from torch.distributed import checkpoint as dcp
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as FormerProperties
 from torch.distributed.checkpoint.api import CheckpointException
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import tierd
 import tierd.dcp
 from tierd.cli import run
+from tierd.client.checkpointer import made_of
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -458,7 +460,7 @@ def test_only_the_chunks_that_are_wanted_come(tiered, fresh, daemon):
     dcp.load(some, storage_reader=reader)
     expected = state(3)
     assert torch.equal(some["large"]["2"], expected["large"]["2"]) and some["scalar"] == 3
-    manifest = tiered._spool.manifest(part_of(tiered._spool, 3))
+    manifest = made_of(tiered).spool.manifest(part_of(made_of(tiered).spool, 3))
     got = {key for operation, key in double.calls if operation == "get" and is_chunk(key)}
     sizes = {chunk.xxh3_128: chunk.size for chunk in manifest.chunks()}
     brought = sum(sizes[key.rpartition("/")[2].partition(".")[0]] for key in got)
@@ -481,8 +483,8 @@ def test_a_whole_fetch_takes_up_what_a_reader_brought_and_the_reader_reads_on(ti
     save(tiered, 3)
     daemon.settle()
     reader = tierd.dcp.StorageReader(fresh)
-    fresh.node.call(fresh.node.reconciler.repairs.fetch(part_of(tiered._spool, 3)))
-    assert fresh.node.spool.parts() == tiered._spool.parts()
+    fresh.node.call(fresh.node.reconciler.repairs.fetch(part_of(made_of(tiered).spool, 3)))
+    assert fresh.node.spool.parts() == made_of(tiered).spool.parts()
     found = empty()
     dcp.load(found, storage_reader=reader)
     assert same(found, 3)
@@ -576,6 +578,32 @@ def test_what_save_wrote_is_loaded_as_if_dcp_had_written_it(local):
     assert tierd.dcp.load(found, local).step == 3
     assert same(found, 3)
     assert alike(found["odd"], odd), found["odd"]
+
+
+def test_tensors_that_dcp_takes_in_one_value_are_read(local):
+    """It enters mappings and lists alone, so a tuple or a deque is one value to it, with all that it holds."""
+    odd = {
+        "tuple": (torch.arange(3), {"deep": [torch.randn(2, 2).to(torch.bfloat16)]}),
+        "in a list": [(torch.randn(3, dtype=torch.complex64), 1)],
+        "deque": deque([torch.arange(4), np.arange(2), b"x" * 100_000], maxlen=3),
+        "nested": {"deque": deque([(torch.tensor(2 + 3j), torch.empty(0, 3))])},
+    }
+    local.save(3, {"scalar": torch.tensor(3.0), "odd": odd}).wait()
+    found = {"scalar": torch.tensor(0.0), "odd": dict.fromkeys(odd) | {"nested": {"deque": None}}}
+    assert tierd.dcp.load(found, local).step == 3
+    assert found["scalar"] == 3 and alike(found["odd"], odd), found["odd"]
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["arrays", "tensors"])
+def test_what_ranks_saved_in_a_deque_is_compared(spool, make):
+    for rank in (0, 1):
+        with tierd.Checkpointer(spool.root, "run", rank=rank, world_size=2, attempt=attempt(1), to=[]) as saving:
+            saving.save(1, {"same": deque([make([5])]), "own": deque([make([rank])])}).wait()
+    with tierd.Checkpointer(spool.root, "run", to=[]) as alone:
+        found = {"same": None}
+        assert tierd.dcp.load(found, alone).step == 1 and list(found["same"]) == [5]
+        with pytest.raises(StateMismatch, match="'own': it differs between the 2 ranks"):
+            tierd.dcp.load({"own": None}, alone)
 
 
 def test_what_stage_wrote_is_not_read_as_dcp(local):

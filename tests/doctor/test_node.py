@@ -52,6 +52,26 @@ def test_a_spool_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+def test_another_accounts_spool_is_an_error_although_nothing_in_it_can_be_read(tmp_path: Path, monkeypatch) -> None:
+    """The command ended with 0, and a job's prolog let the job begin."""
+    root, real = Spool(tmp_path / "spool").root, os.scandir
+
+    def closed(path: object) -> object:
+        if path == root:
+            raise PermissionError(errno.EACCES, "Permission denied", str(root))
+        return real(path)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "scandir", closed)
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    assert found(root)["owner and mode"] == "another's"
+
+    def refuse(path: Path) -> Path:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(disk, "nearest", refuse)
+    assert found(root) == {"spool": "spool unusable"}
+
+
 def test_a_spool_that_is_a_file_is_unusable(tmp_path: Path) -> None:
     (tmp_path / "spool").write_text("")
     assert found(tmp_path / "spool") == {"spool": "spool unusable"}
@@ -127,10 +147,10 @@ def test_this_machine_is_examined() -> None:
 
 
 def test_a_daemon_that_never_ran_is_a_note(tmp_path: Path) -> None:
-    assert service.daemon(tmp_path)[0].finding == "no daemon"
+    assert service.daemon(tmp_path).finding.finding == "no daemon"
     Spool(tmp_path / "spool")
-    one, pid = service.daemon(tmp_path / "spool")
-    assert (one.finding, one.severity, pid) == ("no daemon", "note", 0)
+    asked = service.daemon(tmp_path / "spool")
+    assert (asked.finding.finding, asked.finding.severity, asked.pid) == ("no daemon", "note", 0)
 
 
 def test_the_unit_of_a_process_is_the_end_of_its_control_group() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import errno
 import json
+import os
 import socket
 import threading
 import time
@@ -21,11 +23,13 @@ from support.tls import Authority
 from tierd.core.diagnosis.findings import FINDINGS, Finding
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.core.urls import parse_url
-from tierd.doctor import tier
+from tierd.doctor import endpoint, tier
 from tierd.doctor.endpoint import Endpoint
 from tierd.doctor.endpoint import examine as examine_endpoint
+from tierd.doctor.examine import Examined, examine
 from tierd.doctor.tier import Subject
 from tierd.stores.file import FileStore
+from tierd.stores.file_tree import FileTree
 from tierd.stores.memory import MemoryStore
 from tierd.stores.s3.s3_store import S3Store
 
@@ -104,6 +108,7 @@ def test_a_bucket_that_works_is_tried_and_left_as_it_was() -> None:
     assert {check: one.finding for check, one in found.items()} == {
         "DNS": "resolves",
         "TLS": "plain on loopback",
+        "connection": "connects",
         "clock": "in time",
         "credentials": "credentials",
         "operations": "read-write",
@@ -120,7 +125,7 @@ def test_a_bucket_that_works_is_tried_and_left_as_it_was() -> None:
     [
         (("DeleteObject",), ["append-only", "verifies none", "not measured"]),
         (("PutObject",), ["takes nothing", "not measured"]),
-        (("ListBucket",), ["no answer"]),
+        (("ListBucket",), ["refused"]),
     ],
 )
 def test_what_a_tier_does_not_allow_is_found(denied: tuple[str, ...], names: list[str]) -> None:
@@ -230,7 +235,34 @@ def test_a_name_that_does_not_resolve_and_a_port_where_nobody_listens(monkeypatc
         assert way("http://no-such-host.invalid") == {"DNS": "does not resolve"}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    assert way(f"http://127.0.0.1:{port}") == {"DNS": "resolves", "TLS": "no TLS"}
+    assert way(f"http://127.0.0.1:{port}") == {"DNS": "resolves", "connection": "no connection"}
+
+
+def test_a_server_that_accepts_and_never_answers_is_silent(monkeypatch) -> None:
+    monkeypatch.setattr(endpoint, "_ANSWER_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        found = way(f"http://127.0.0.1:{listener.getsockname()[1]}")
+    assert found == {"DNS": "resolves", "TLS": "plain on loopback", "connection": "silent server"}
+
+
+def test_a_server_that_cannot_be_reached_is_one_finding_and_nothing_of_it_blames_permissions(credentials) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    url = parse_url(f"s3://bucket/p?endpoint=http://127.0.0.1:{port}")
+
+    async def work() -> list[Finding]:
+        store = S3Store(url)
+        found = await examine(Examined(None, 3, 60.0, [Subject("t", url, store, None)]))
+        await store.aclose()
+        return found
+
+    found = asyncio.run(work())
+    (wrong,) = [one for one in found if one.severity in ("warning", "error")]
+    assert wrong.finding == "no connection" and f"127.0.0.1:{port}" in wrong.found
+    assert all(one in wrong.do for one in ("server runs", "port", "HTTPS_PROXY"))
+    skipped = {one.check: one for one in found if one.finding == "not tried"}
+    assert set(skipped) == {"operations", "lifecycle", "object lock", "versioning", "multipart"}
+    assert {(one.found, one.do) for one in skipped.values()} == {("not tried, because the tier did not answer", "")}
 
 
 def at(path: Path, spool: Path | None = None) -> dict[str, str]:
@@ -243,6 +275,27 @@ def at(path: Path, spool: Path | None = None) -> dict[str, str]:
         return found
 
     return {check: one.finding for check, one in asyncio.run(work()).items()}
+
+
+@pytest.mark.parametrize(("state", "name"), [(4 << 20, "nearly full"), (3 << 20, "room there"), (None, "room unknown")])
+def test_a_directory_with_less_room_than_one_state_is_an_error(
+    tmp_path: Path, monkeypatch, state: int | None, name: str
+) -> None:
+    """The trial's object of 1 MiB fits, and the next flush would not."""
+    real = os.statvfs(tmp_path)
+    members = list(real)[:10]
+    members[0:5] = [4096, 4096, 16384, 2000, 3 * 256]  # sizes of blocks; all, free, and free for this account
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(members))
+
+    async def work() -> dict[str, Finding]:
+        store = FileStore(tmp_path)
+        found = await all_of(tier.directory(Subject("t", parse_url(f"file://{tmp_path}"), store, None), state))
+        await store.aclose()
+        return found
+
+    found = asyncio.run(work())
+    assert (found["room"].finding, found["operations"].finding) == (name, "read-write")
+    assert found["room"].found.startswith("3.0 MiB of 64.0 MiB free")
 
 
 @pytest.mark.parametrize("below", ["", "tier", ".."])
@@ -258,6 +311,50 @@ def test_a_tier_in_its_spool_is_an_error(tmp_path: Path, below: str) -> None:
 def test_a_tier_that_is_a_file_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert at(tmp_path / "file")["directory"] == "no directory"
+
+
+@pytest.mark.parametrize("name", ["put", "scan"])
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_directory_that_refuses_says_why_and_where(tmp_path: Path, monkeypatch, name: str, number: int) -> None:
+    """A file system that is mounted read-only refuses the trial's deletion first; that is an answer."""
+
+    def refuse(self, *_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for call in {"put": ("put", "delete"), "scan": ("list_page", "list")}[name]:
+        monkeypatch.setattr(FileTree, call, refuse)
+
+    async def work() -> dict[str, Finding]:
+        store = FileStore(tmp_path)
+        found = await all_of(tier.directory(Subject("t", parse_url(f"file://{tmp_path}"), store, None)))
+        await store.aclose()
+        return found
+
+    found = asyncio.run(work())["operations"]
+    assert (found.finding, found.severity) == ("not writable", "error")
+    assert str(tmp_path) in found.found and os.strerror(number) in found.found
+    assert f"belongs to uid {os.geteuid()}" in found.found and "remount,rw" in found.do and "chown" in found.do
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "does"),
+    [(errno.ENOSPC, "full", "Free space"), (errno.EDQUOT, "full", "quota"), (errno.EIO, "mount fails", "findmnt")],
+)
+def test_a_directory_that_takes_nothing_more_is_told_from_one_whose_disk_fails(
+    tmp_path: Path, monkeypatch, number: int, name: str, does: str
+) -> None:
+    """A full directory was "no answer", and doctor advised about firewalls."""
+
+    def refuse(self, *_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(FileTree, "put", refuse)
+    assert at(tmp_path)["operations"] == name
+    assert does in FINDINGS[name].do and "firewall" not in FINDINGS[name].do
+
+
+def test_a_directory_that_is_not_there_is_one_finding(tmp_path: Path) -> None:
+    assert at(tmp_path / "none") == {"directory": "directory absent"}
 
 
 def test_a_directory_that_takes_nothing_is_told_from_a_bucket(tmp_path: Path, monkeypatch) -> None:
@@ -280,4 +377,4 @@ def test_a_failure_of_the_timed_object_leaves_nothing_behind() -> None:
     store = Failing()
     found = asyncio.run(all_of(tier.operations(Subject("t", parse_url("/t"), store, None))))
     assert found["operations"].finding == "read-write" and found["throughput"].finding == "not measured"
-    assert not list(store._keys)
+    assert not list(store.keys)

@@ -27,7 +27,7 @@ from tierd.ipc.messages import Status
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 KILLS = int(os.environ.get("TIERD_KILLS", "12"))  # of two seeds together; `make gate` has twice as many
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.timed import timed_client
 from support.training import same, tensors
 from support.world import Daemon, hurry
 
 import tierd
-from tierd.client.restoring import source
 from tierd.client.saving import pipeline
 from tierd.core.errors import CheckpointNotFound
 from tierd.daemon import handoff
@@ -272,11 +272,10 @@ def answer(world: World, root: Path) -> tuple[int | None, list[int]]:
 @pytest.fixture
 def quick(monkeypatch):
     hurry(monkeypatch)
-    monkeypatch.setattr(source, "_PATIENCE", 1.0)
+    timed_client(monkeypatch, start_s=1.0)
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # nothing here loses power
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_corruption_is_noticed_and_answered_with_the_right_checkpoint(worlds, tmp_path, quick):
     answers: list[tuple[int | None, int]] = []

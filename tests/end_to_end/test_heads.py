@@ -20,6 +20,7 @@ from tierd.core.manifest import Origin
 from tierd.core.seal import seal
 from tierd.core.timeline.head import Known, Last, decode, encode, launches_of, rollback, seeing, successor
 from tierd.daemon.remove import remove_from_spool
+from tierd.daemon.status import status
 from tierd.daemon.tiers.heads import rolled_back
 from tierd.events.journal import Journal
 from tierd.events.notices import SaveEvents
@@ -221,7 +222,11 @@ def told(home: Path, spool: str) -> list[tuple[str, str]]:
     with Daemon(home / spool, lambda: {"tier": FileStore(home / "tier")}) as daemon:
         for _ in range(3):
             daemon.settle()
-        return [(one.place, one.why) for one in daemon.reconciler.journal.events if one.what == "rolled back"]
+        journal = daemon.reconciler.journal
+        found = [(one.place, one.why) for one in journal.events if one.what == "rolled back"]
+        alerts = [one.place for one in status(daemon.reconciler, 0, 0).problems if one.severity == "alert"]
+        assert alerts == sorted({place for place, _ in found})  # also after the next head was written
+        return found
 
 
 def copied(tier: Path, to: Path) -> None:

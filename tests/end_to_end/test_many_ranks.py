@@ -34,19 +34,16 @@ def made(tmp_path):
         yield made
 
 
-@pytest.mark.slow
 def test_whatever_is_killed_every_rank_goes_on_where_it_was(made):
     with Killer(made, SEED) as killer:
         killer.run(KILLS)
         finish(made)
 
 
-@pytest.mark.slow
 def test_an_empty_node_takes_over_and_another_world_size_is_refused(made):
     a_node_is_replaced(made)
 
 
-@pytest.mark.slow
 def test_a_zombie_launch_harms_nobody_but_itself(made):
     a_launch_lives_on(made)
 

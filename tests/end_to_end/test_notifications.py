@@ -31,7 +31,6 @@ def answers(spool: Spool) -> bool:
         return False
 
 
-@pytest.mark.slow
 def test_a_daemon_tells_shows_its_alerts_and_says_no_secret(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,8 +29,8 @@ from tierd.cli import app, run
 from tierd.core.config import from_urls
 from tierd.core.errors import StoreUnavailable
 from tierd.core.manifest import decode, seal
+from tierd.daemon.opening import open_tiers
 from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.service import open_tiers
 from tierd.daemon.systemd import notify
 from tierd.events.journal import Journal
 from tierd.spool.spool import Spool

@@ -67,7 +67,7 @@ def test_what_a_save_or_a_restore_waits_for_is_normal_and_a_flush_is_low(tmp_pat
         from tierd.ipc.messages import Status
         from tierd.spool.spool import Spool
         noting(handoff, "write_part")
-        noting(chunk_source, "read_chunk")
+        noting(chunk_source, "read_recent_chunk")
         noting(replicas, "decode")
 
         def answers():
@@ -107,7 +107,7 @@ def test_what_a_save_or_a_restore_waits_for_is_normal_and_a_flush_is_low(tmp_pat
     assert notes["write_part"] == [NORMAL] * 4
     assert notes["main"] == [NORMAL]
     assert notes["restored"] == ["file"] and notes["decode"] and all(note == NORMAL for note in notes["decode"])
-    assert len(notes["read_chunk"]) >= 4 and all(note == LOW for note in notes["read_chunk"])
+    assert len(notes["read_recent_chunk"]) >= 4 and all(note == LOW for note in notes["read_recent_chunk"])
 
 
 def test_threads_inherit_and_the_ones_there_before_stay_as_they_were():

@@ -44,7 +44,13 @@ def trained(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> Spo
 
 
 def steps(place: Path) -> list[int]:
-    return sorted(int(path.parent.name[:12]) for path in place.glob("*/manifests/*/*.json"))
+    """The step of each manifest on a tier. A directory may go while it is listed, which `glob` takes for an error."""
+    return sorted(
+        int(Path(home).name[:12])
+        for home, _, names in os.walk(place)
+        for name in names
+        if Path(home).parent.name == "manifests" and name.endswith(".json")
+    )
 
 
 def tree(place: Path) -> dict[str, bytes]:

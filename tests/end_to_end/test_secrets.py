@@ -78,7 +78,6 @@ def commands(env: dict[str, str], *lines: tuple[str | Path, ...]) -> list[int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 def test_nothing_that_a_daemon_says_or_leaves_holds_a_secret(tmp_path: Path, env: dict[str, str]) -> None:
     bucket, spool = Bucket(), Spool(tmp_path / "spool")
     config = tmp_path / "tierd.toml"

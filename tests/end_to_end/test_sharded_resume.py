@@ -14,7 +14,7 @@ from support import sharded_trainer
 from support.ranked import Directory, Node
 from support.sharded_trainer import RUN, Orders, Told, told
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 STEPS = 14
 PATIENCE_S = 100.0

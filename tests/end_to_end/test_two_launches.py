@@ -134,7 +134,6 @@ def test_both_are_warned_and_neither_loses_anything_until_it_ends(launches, tmp_
     assert status(tmp_path)["launches"] == []
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_launches_on_two_nodes_and_one_tier_are_warned_and_kept(tmp_path: Path) -> None:
     (tmp_path / "tier").mkdir()

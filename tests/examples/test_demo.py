@@ -44,7 +44,6 @@ def flat(text):
     return " ".join(text.split())
 
 
-@pytest.mark.slow
 def test_demo(tmp_path):
     code, out = ended(demo(tmp_path), tmp_path)
     assert code == 0, out
@@ -62,7 +61,6 @@ def test_demo(tmp_path):
     assert "ended with 0" in said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("part", "differs"), [("rng", "loss"), ("data", "epoch|loss|samples")])
 def test_demo_fails_when_the_resume_forgets(tmp_path, part, differs):
     code, out = ended(demo(tmp_path, "--forget", part), tmp_path)
@@ -76,7 +74,6 @@ def test_demo_fails_when_the_resume_forgets(tmp_path, part, differs):
     assert "equal, bit for bit" not in said
 
 
-@pytest.mark.slow
 def test_demo_fails_when_the_daemon_dies(tmp_path):
     process = demo(tmp_path)
     try:

@@ -65,7 +65,6 @@ def test_the_buffer_mixes_and_a_loaded_queue_is_refused_too_late():
         pipeline.load_state_dict(state)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_ranks_resume_exactly():
     """Resumed from the middle of rank 0's first epoch (step 6) and, a save having been cut short, from its edge (step

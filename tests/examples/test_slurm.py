@@ -121,7 +121,6 @@ def test_bash_reads_it(name: str) -> None:
     assert bool((SLURM / name).stat().st_mode & stat.S_IXUSR) == name.endswith(".sh"), "Slurm executes a prolog"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_job_finds_a_daemon_and_leaves_with_all_flushed(node: Node) -> None:
     assert node.run("prolog.sh") == 0, node.read("noted")
@@ -142,7 +141,6 @@ def test_a_job_finds_a_daemon_and_leaves_with_all_flushed(node: Node) -> None:
     assert (node.read("noted"), node.read("asked")) == ("", ""), "no command of Slurm is called by either"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_a_tier_does_not_take_drains_no_node_and_stops_no_daemon(node: Node) -> None:
     (node.home / "tier").rmdir()
@@ -179,7 +177,6 @@ def lines(path: Path) -> list[str]:
     return re.findall(r"^step \d+ from \d+$", path.read_text(), re.M)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_job_near_its_limit_saves_is_queued_again_and_continues(node: Node) -> None:
     """Two ranks, which get the signal at different moments, save the same step."""

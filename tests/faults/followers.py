@@ -17,7 +17,7 @@ MET = (
     *("killed alone", "killed with its command"),
     *("killed before the first command", "killed while a command runs", "killed between commands"),
 )
-MUTANTS: tuple[Mutant, ...] = ()  # those of faults/elsewhere.py are found by a few seeds of this
+MUTANTS: tuple[Mutant, ...] = ()  # those of `mutants/reading.py` are found by a few seeds of this
 
 
 def missing() -> str | None:
@@ -26,9 +26,9 @@ def missing() -> str | None:
 
 def run(work: Round) -> None:
     from support.following import put
-    from support.killed_followers import STEPS, play, processes
+    from support.killed_followers import STEPS, play
 
-    place, context = room(work), processes()
+    place = room(work)
     try:
         full = put(place, STEPS)
 
@@ -36,7 +36,7 @@ def run(work: Round) -> None:
             home = place / str(seed)
             home.mkdir()
             try:
-                notes = play(seed, bool(seed % 2), full, home, context)
+                notes = play(seed, bool(seed % 2), full, home)
             except Exception as error:
                 work.lost(seed, error)
             else:

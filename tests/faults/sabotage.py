@@ -6,8 +6,10 @@ that failed, or a kit's LOST. A mutant that no longer fits the code is a loss, t
 
 from __future__ import annotations
 
+import compileall
 import functools
 import importlib
+import math
 import os
 import shlex
 import shutil
@@ -16,25 +18,24 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 from faults.hands import Trial, spread
-from faults.plain import PLAIN
+from faults.mutants import PLAIN
 from faults.rounds import Lost, Mutant, Round
+from faults.warm import Warm
 
 UNIT = "mutants"
 KITS = ("simulation", "power", "kills", "disk", "s3", "corruption", "hostile", "torn", "host", "watched")
 ROOT = Path(__file__).resolve().parents[2]
-_LIMIT = 420.0  # seconds that what finds a mutant may take
+_LIMIT_S = 420.0  # that what finds a mutant may take
 _TRIAL_LIMIT_S = 900  # with it, and without it
-_MANY = 60  # mutants, for which the tests that find them are run as whole files first
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info", ".demo", ".hypothesis")
 
 
 def collect() -> tuple[Mutant, ...]:
     """Every kit's mutants, and those that ordinary tests find."""
-    found = tuple(mutant for kit in KITS for mutant in importlib.import_module(f"faults.{kit}").MUTANTS) + PLAIN
-    assert len({mutant.name for mutant in found}) == len(found), "two mutants of one name"
-    return found
+    return tuple(mutant for kit in KITS for mutant in importlib.import_module(f"faults.{kit}").MUTANTS) + PLAIN
 
 
 MUTANTS: tuple[Mutant, ...] = ()
@@ -43,32 +44,42 @@ GATE = len(collect())
 SHORT = 6  # two or three minutes
 
 
+def stride(number: int) -> int:
+    """A step that visits each of so many mutants once, and spreads the first few evenly over all."""
+    return next(step for step in range(round(number * 0.618), number + 1) if math.gcd(step, number) == 1)
+
+
 def missing() -> str | None:
-    return None
+    """What a kit lacks here, because a kit that plays nothing finds nothing."""
+    reasons = ((kit, importlib.import_module(f"faults.{kit}").missing()) for kit in KITS)
+    return next((f"{kit}: {why}" for kit, why in reasons if why), None)
 
 
 def run(work: Round) -> None:
-    """Seeds stride through the mutants, so that a short round has some of every kit's."""
+    """Seeds stride through the mutants by the golden ratio, so that a short round has some of every kit's."""
     mutants = collect()
-    step = next(step for step in (7, 5, 3, 1) if len(mutants) % step)
+    step = stride(len(mutants))
     tree = work.room / "tree"
     shutil.copytree(ROOT, tree, ignore=_LEFT_OUT)
-    files_green = work.trials > _MANY and _files_are_green(mutants, tree)
+    # Bytecode goes by content, because a mutant may have the size and the second of what it replaces.
+    for folder in ("tierd", "tests"):
+        compileall.compile_dir(tree / folder, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
 
     def prepare() -> Trial:
         own = work.room / f"tree-{os.getpid()}"
         shutil.copytree(tree, own)
+        warm = Warm(own, _environment(own))
 
         @functools.cache
         def green(by: str) -> bool:
-            return (by.startswith("pytest ") and files_green) or not _reds(by, "", own)
+            return not _reds(by, "", own, warm)
 
         def trial(seed: int) -> tuple[int, list[str]]:
             mutant = mutants[seed * step % len(mutants)]
             if not green(mutant.by):
                 raise Lost(f"{mutant.by} is red without any mutant")
             with _planted(mutant, own):
-                if not _reds(mutant.by, mutant.told, own):
+                if not _reds(mutant.by, mutant.told, own, warm):
                     raise Lost(f"mutant survived: {mutant.name} ({mutant.path}), by {mutant.by}")
             return 1, [f"by {mutant.by.split()[0]}"]
 
@@ -77,19 +88,20 @@ def run(work: Round) -> None:
     spread(work, prepare, deadline_s=_TRIAL_LIMIT_S, batch=1)
 
 
-def _files_are_green(mutants: tuple[Mutant, ...], tree: Path) -> bool:
-    """Whether every file of tests that finds a mutant is green: minutes, where one by one takes an hour."""
-    files = {word.split("::")[0] for by in {one.by for one in mutants} for word in by.split() if "/test_" in word}
-    command = ["-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider", *sorted(files)]
-    return not subprocess.run([sys.executable, *command], cwd=tree, env=_environment(tree), check=False).returncode
+def misfit(mutant: Mutant, source: str) -> str | None:
+    """Why `source`, the file that the mutant names, cannot be made wrong as it says; None if it can."""
+    if mutant.old == mutant.new:
+        return f"mutant {mutant.name} changes nothing"
+    number = source.count(mutant.old)
+    return f"mutant {mutant.name} fits {number} places of {mutant.path}: write it anew" if number != 1 else None
 
 
 @contextmanager
 def _planted(mutant: Mutant, tree: Path) -> Iterator[None]:
     path = tree / mutant.path
     source = path.read_text()
-    if (number := source.count(mutant.old)) != 1:
-        raise Lost(f"mutant {mutant.name} fits {number} places of {mutant.path}: write it anew")
+    if why := misfit(mutant, source):
+        raise Lost(why)
     path.write_text(source.replace(mutant.old, mutant.new))
     try:
         yield
@@ -97,25 +109,30 @@ def _planted(mutant: Mutant, tree: Path) -> Iterator[None]:
         path.write_text(source)
 
 
-def _reds(by: str, told: str, tree: Path) -> bool:
+def _reds(by: str, told: str, tree: Path, warm: Warm) -> bool:
     """Whether what `by` names fails in `tree`, because of what it found there, and says `told` of it."""
     what, *arguments = shlex.split(by)  # `-k 'one or another'` is one argument
     plain = what == "pytest"
-    command = [*("pytest", "-q", "-x", "-p", "no:cacheprovider"), *arguments] if plain else ["faults", what, *arguments]
-    done = subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=tree,
-        env=_environment(tree),
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT,
-    )
-    if done.returncode == 0:
+    if plain:
+        status, said = warm.pytest(["-q", "-x", "-p", "no:cacheprovider", *arguments], _LIMIT_S)
+    else:
+        command = [sys.executable, "-m", "faults", what, *arguments]
+        done = subprocess.run(
+            command,
+            cwd=tree,
+            env=_environment(tree),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_LIMIT_S,
+        )
+        status, said = done.returncode, done.stdout
+    if status == 0:
         return False
-    if (plain and done.returncode != 1) or (not plain and "\nLOST " not in done.stdout):
-        raise Lost(f"{by} did not come to an answer:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    if not any(word in done.stdout for word in told.split(" | ")):
-        raise Lost(f"{by} is red, but not by {told!r}:\n{done.stdout[-2000:]}")
+    if (plain and status != 1) or (not plain and "\nLOST " not in said):
+        raise Lost(f"{by} did not come to an answer:\n{said[-4000:]}")
+    if not any(word in said for word in told.split(" | ")):
+        raise Lost(f"{by} is red, but not by {told!r}:\n{said[-4000:]}")
     return True
 
 

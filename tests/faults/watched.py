@@ -2,7 +2,7 @@
 
 Files and the spool are real; times are simulated, so that a seed is a history (`support/watched.py`). Required, by the
 judge of `support/watched_trials.py`: no torn checkpoint is taken, no sound one that was left alone is lost or taken
-twice, and nothing in the watched directory is written.
+twice, also by two nodes of which one may be killed, and nothing in the watched directory is written.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ _LAYOUTS = (
 MET = (
     *(f"{name}: whole and taken" for name in _LAYOUTS),
     *("killed", "again", "delete", "delete and save", "rename", "overtaken while it is taken", "ends torn or deleted"),
+    *("two nodes", "left to the other node", "a node killed"),
 )
 _UNIT_WATCH = "tierd/daemon/intake/unit_watch.py"
+_TAKER = "tierd/daemon/intake/taker.py"
+_ALIVE = "        return any(now_s - since_s < self._timings.silent_s for since_s in self._seen.values())\n"
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what changed while it was taken is committed",
@@ -35,6 +38,22 @@ MUTANTS: tuple[Mutant, ...] = (
         "                pass\n",
         "watched --trials 400",
         "torn | lost",
+    ),
+    Mutant(
+        "units are left for ever to a node that was killed",
+        _TAKER,
+        _ALIVE,
+        "        return bool(self._seen)\n",
+        "watched --trials 400",
+        "lost",
+    ),
+    Mutant(
+        "a node takes beside another one that announces",
+        _TAKER,
+        _ALIVE,
+        "        return False\n",
+        "watched --trials 400",
+        "read by both nodes",
     ),
 )
 

@@ -13,7 +13,8 @@ from support.worlds import checkpoint, part
 
 from tierd.core import errors
 from tierd.core.errors import DaemonUnavailable, TierdError
-from tierd.ipc import messages
+from tierd.ipc import decoding, handoff_messages, messages, replies
+from tierd.ipc.protocol import PROTOCOL
 
 OWNER = checkpoint(1, 100)
 PART = part(OWNER, 1, 2)
@@ -48,7 +49,7 @@ def test_a_request_is_one_line_and_comes_through(request_):
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
     assert len(line) < messages.MAX_REQUEST
-    assert messages.decode_request(line) == request_
+    assert decoding.decode_request(line) == request_
 
 
 def fetch(**changes) -> bytes:
@@ -66,11 +67,11 @@ def fetch(**changes) -> bytes:
 def test_a_run_of_chunks_that_is_none_is_no_request(runs):
     found = json.loads(messages.encode_line(messages.Fetch(part=PART))) | {"wanted": {"a": runs}}
     with pytest.raises(msgspec.ValidationError):
-        messages.decode_request(json.dumps(found).encode())
+        decoding.decode_request(json.dumps(found).encode())
 
 
 def test_the_hostile_requests_below_differ_from_a_good_one_only_in_what_they_say():
-    assert messages.decode_request(fetch()) == messages.Fetch(part=PART)
+    assert decoding.decode_request(fetch()) == messages.Fetch(part=PART)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_the_hostile_requests_below_differ_from_a_good_one_only_in_what_they_say
 )
 def test_garbage_and_names_that_could_lead_elsewhere_are_no_requests(line):
     with pytest.raises(msgspec.DecodeError):
-        messages.decode_request(line)
+        decoding.decode_request(line)
 
 
 # -- one minor version apart ------------------------------------------------------------------------------------------
@@ -141,28 +142,28 @@ def test_a_member_that_is_not_set_is_not_sent(request_, members):
     ],
 )
 def test_a_member_that_is_not_known_is_ignored(message, known):
-    assert messages.decode_request(message) == known
+    assert decoding.decode_request(message) == known
 
 
 def test_a_member_of_the_hand_off_that_is_not_known_is_ignored():
-    assert messages.decode_handed(b'{"op": "lend", "slot": 3, "pages": "huge"}') == messages.Lend(slot=3)
+    assert decoding.decode_handed(b'{"op": "lend", "slot": 3, "pages": "huge"}') == handoff_messages.Lend(slot=3)
 
 
 @given(st.binary(max_size=100))
 def test_any_bytes_are_a_request_or_refused_as_none(line):
     try:
-        assert isinstance(messages.decode_request(line), messages.Request)
+        assert isinstance(decoding.decode_request(line), messages.Request)
     except msgspec.DecodeError as error:
         assert str(error)  # what the daemon logs before it drops the connection
 
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
 def test_an_error_is_raised_on_the_other_side_as_what_it_was(kind):
-    line = messages.encode_line(messages.error_reply(kind("bucket 'x': no\nsuch ü")))
+    line = messages.encode_line(replies.error_reply(kind("bucket 'x': no\nsuch ü")))
     reply = msgspec.json.decode(line)
     assert reply["ok"] is False
     with pytest.raises(TierdError) as caught:
-        messages.raise_error(reply)
+        replies.raise_error(reply)
     assert type(caught.value) is kind
     assert str(caught.value) == "bucket 'x': no\n  such ü"  # also after two ways through what makes it safe to look at
 
@@ -174,7 +175,7 @@ def test_every_condition_the_design_names_is_covered():
 
 def test_a_timeout_is_pythons_own():
     with pytest.raises(TimeoutError, match="not within 3 s"):
-        messages.raise_error(messages.error_reply(TimeoutError("not within 3 s")))
+        replies.raise_error(replies.error_reply(TimeoutError("not within 3 s")))
 
 
 @pytest.mark.parametrize(
@@ -182,10 +183,10 @@ def test_a_timeout_is_pythons_own():
 )
 def test_an_error_that_is_none_of_ours_says_that_the_daemon_failed(reply):
     with pytest.raises(DaemonUnavailable, match="the daemon failed"):
-        messages.raise_error({"message": "x", **reply})
+        replies.raise_error({"message": "x", **reply})
 
 
-@pytest.mark.parametrize("read", [messages.decode_request, messages.decode_handed])
+@pytest.mark.parametrize("read", [decoding.decode_request, decoding.decode_handed])
 def test_a_message_that_is_nested_too_deeply_is_none(read):
     with pytest.raises(msgspec.DecodeError):
         read(b'{"x":' + b"[" * 8000 + b',"op":"status"}')
@@ -195,8 +196,8 @@ def test_a_message_that_is_nested_too_deeply_is_none(read):
     "reply", [{}, {"protocol": None, "version": "1"}, {"protocol": "1", "version": "1"}, {"version": "\ud800"}]
 )
 def test_a_greeting_without_a_protocol_number_is_of_before_the_numbers(reply):
-    assert messages.greeted({"ok": True, **reply}).protocol is None
+    assert replies.greeted({"ok": True, **reply}).protocol is None
 
 
 def test_a_greeting_says_what_it_was_made_with():
-    assert messages.greeted({**messages.greeting("0.2.0"), "later": 1}) == (messages.PROTOCOL, "0.2.0")
+    assert replies.greeted({**replies.greeting("0.2.0"), "later": 1}) == (PROTOCOL, "0.2.0")

@@ -228,13 +228,11 @@ def play(spool: Spool, seeds: range, room: Path) -> None:
     assert loaded > len(seeds) / 4 and kept > len(seeds), "histories in which nothing happens"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_readers_change_nothing_on_a_tier(spool, tmp_path):
     play(spool, range(50), tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("piece", range(PIECES))
 def test_readers_change_nothing_over_many_histories(spool, tmp_path, piece):

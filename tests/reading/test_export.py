@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections import OrderedDict
 from pathlib import Path
@@ -330,6 +331,7 @@ def test_a_corrupt_checkpoint_is_skipped(tier, tmp_path, capsys):
     assert (
         run(["export", f"file://{tier}", "--run", RUN, "--to", str(tmp_path / "o"), "--only", "model", "--json"]) == 0
     )
+    assert gc.isenabled()  # it rests only while modules are loaded
     done = json.loads(capsys.readouterr().out)
     assert done["step"] == 3 and len(done["skipped"]) == 1
     assert done["files"] == {"model.safetensors": (tmp_path / "o" / "model.safetensors").stat().st_size}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from support.following import RUN, arrive, put
-from support.world import content, part
+from support.world import content, part, wait_until
 
 import tierd
 from tierd.cli import run
@@ -226,11 +228,29 @@ def test_a_command_line_that_is_wrong_says_so(tier, more, says, capsys):
     assert says in capsys.readouterr().err
 
 
+def test_a_follower_of_a_run_that_begins_later_says_so_and_waits(full, tier, tmp_path):
+    """It is started before the training's first save; the run is delivered when it comes."""
+    log, home = tmp_path / "log", tmp_path / "home"
+    words = ["follow", f"file://{tier}", "--run", RUN, "--to", str(home), "--period", "1s"]
+    command = ["--exec", f"sh -c 'echo $1 >> {log}' sh {{step}}"]
+    follower = subprocess.Popen([sys.executable, "-m", "tierd", *words, *command], stderr=subprocess.PIPE, text=True)
+    try:
+        assert "no place has a checkpoint of it" in follower.stderr.readline()
+        arrive(full, tier, 1)
+        wait_until(lambda: log.exists() and log.read_text() == "1\n", timeout=120.0)
+        assert follower.poll() is None
+    finally:
+        follower.terminate()
+        follower.wait()
+        follower.stderr.close()
+
+
 def test_a_run_that_no_tier_has_is_told(full, tier, tmp_path, capsys):
     arrive(full, tier, 1)
     words = ["follow", f"file://{tier}", "--exec", "true", "--to", str(tmp_path / "own"), "--once", "--run"]
-    assert run([*words, "nope"]) == 0
-    assert f"run 'nope': no place has a checkpoint of it; the runs there are: {RUN}" in capsys.readouterr().err
+    assert run([*words, "nope"]) == 4
+    said = capsys.readouterr().err
+    assert "run 'nope': no place has a checkpoint of it" in said and f"the runs there are: {RUN}" in said
     assert run([*words[:-3], str(tmp_path / "other"), "--once", "--run", RUN]) == 0
     assert "no place" not in capsys.readouterr().err
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from support.following import arrive, follow_forever, put
-from support.killed_followers import LIMIT_S, PERIOD_S, STEPS, delivered, play, processes
+from support.killed_followers import LIMIT_S, PERIOD_S, STEPS, delivered, play
+from support.nursery import context as nursery
 
 
 @pytest.fixture(scope="module")
@@ -15,28 +16,23 @@ def full(tmp_path_factory) -> Path:
     return put(tmp_path_factory.mktemp("full"), STEPS)
 
 
-@pytest.fixture(scope="module")
-def context():
-    return processes()
+@pytest.mark.parametrize("seed", range(3))
+def test_a_killed_follower_delivers_each_exactly_once(seed, full, tmp_path):
+    assert "killed alone" in play(seed, False, full, tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_killed_follower_delivers_each_exactly_once(seed, full, tmp_path, context):
-    assert "killed alone" in play(seed, False, full, tmp_path, context)
+def test_a_command_that_is_killed_with_its_follower_is_run_again(seed, full, tmp_path):
+    assert "killed with its command" in play(seed, True, full, tmp_path)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_command_that_is_killed_with_its_follower_is_run_again(seed, full, tmp_path, context):
-    assert "killed with its command" in play(seed, True, full, tmp_path, context)
-
-
-def test_the_next_follower_waits_for_a_command_that_outlived_its_own(full, tmp_path, context):
+def test_the_next_follower_waits_for_a_command_that_outlived_its_own(full, tmp_path):
     tier, home, log = tmp_path / "tier", tmp_path / "home", tmp_path / "log"
     tier.mkdir()
     arrive(full, tier, 1)
     words = ["sh", "-c", f"echo begin >> {log}; while ! test -e {tmp_path}/go; do sleep 0.02; done; echo end >> {log}"]
     first, second = (
-        context.Process(target=follow_forever, args=(str(tier), str(home), words, PERIOD_S)) for _ in range(2)
+        nursery.Process(target=follow_forever, args=(str(tier), str(home), words, PERIOD_S)) for _ in range(2)
     )
     first.start()
     until = time.monotonic() + LIMIT_S

@@ -21,16 +21,16 @@ from hypothesis import strategies as st
 
 from tierd.core.chunking import cut
 from tierd.core.errors import CorruptChunk
-from tierd.spool import direct_io, file_io
-from tierd.spool.file_io import (
-    FileWriter,
+from tierd.spool import direct_io, file_io, verified_reads
+from tierd.spool.file_io import FileWriter, digest, write_file
+from tierd.spool.verified_reads import (
     bad_chunks,
     check_bytes,
     describe_file,
-    digest,
     read_chunk,
     read_file,
-    write_file,
+    read_recent_chunk,
+    room_for_chunk,
 )
 
 CHUNK = 64
@@ -209,7 +209,8 @@ def test_memory_that_is_not_aligned_is_written_all_the_same(disk, shift):
 @pytest.mark.parametrize("small", [False, True])
 def test_many_threads_pieces_and_chunks_make_one_file(disk, monkeypatch, small):
     """With pieces of two pages, digesting and reading run beside hundreds of writes and checks."""
-    monkeypatch.setattr(file_io, "PIECE", 8192)
+    for module in (file_io, verified_reads):
+        monkeypatch.setattr(module, "PIECE", 8192)
     monkeypatch.setattr(direct_io, "PIECE", 8192)
     data = aligned(3 * MIB + 77)
     check_written(
@@ -232,7 +233,8 @@ def test_wherever_chunks_end_the_disk_sees_whole_pages(disk, monkeypatch, seed, 
     """Nothing of a large file, chunks of a byte included, is written or read through the page cache but for its end."""
     size = 3 * MIB + 4097 * seed
     sizes = sizes_of(size, seed)
-    monkeypatch.setattr(file_io, "cut", lambda read, total, limit: list(sizes))
+    for module in (file_io, verified_reads):
+        monkeypatch.setattr(module, "cut", lambda read, total, limit: list(sizes))
     data = aligned(size)
     with FileWriter(disk, "file", size) as writer:
         for begin in range(0, size, step):
@@ -250,11 +252,55 @@ def test_wherever_chunks_end_the_disk_sees_whole_pages(disk, monkeypatch, seed, 
         assert read_chunk(disk, file, index) == data[begin:end]
 
 
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("flipped", [True, False])
+def test_a_chunk_that_was_just_written_is_read_from_the_page_cache_and_verified(disk, monkeypatch, cached, flipped):
+    """Chunks of three pages and a bit: what is not in the cache, wholly or in part, is read past it."""
+    data = random.Random(1).randbytes(4 * MIB + 77)
+    file = write_file(disk, "file", data, MIB + 12345)
+    if cached:
+        disk.read_bytes()
+    if flipped:
+        overwrite(disk, MIB, bytes([data[MIB] ^ 1]))
+        with open(disk, "rb") as on_disk:
+            os.fsync(on_disk.fileno())
+    if not cached:
+        with open(disk, "rb") as on_disk:
+            os.posix_fadvise(on_disk.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert not direct_io.read_cached(os.open(disk, os.O_RDONLY), memoryview(bytearray(4096)), 4096, 2 * MIB)
+    monkeypatch.setattr(verified_reads, "set_direct", noting := Noting(direct_io.set_direct))
+    offset = 0
+    for index, chunk in enumerate(file.chunks):
+        memory = direct_io.memory_for(room_for_chunk(file, index))
+        if flipped and index == 0:
+            with pytest.raises(CorruptChunk, match=f"bytes 0..{chunk.size}"):
+                read_recent_chunk(disk, file, index, memory)
+        else:
+            assert read_recent_chunk(disk, file, index, memory) == data[offset : offset + chunk.size]
+        offset += chunk.size
+    assert bool(noting.calls) != cached
+    os.truncate(disk, file.size - 1)
+    with pytest.raises(CorruptChunk):
+        read_recent_chunk(disk, file, 0, memory)
+
+
+class Noting:
+    """Passes calls on, and counts them."""
+
+    def __init__(self, real):
+        self.real, self.calls = real, 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        return self.real(*args)
+
+
 @pytest.mark.parametrize("where", [0, -1])
 def test_a_flip_at_a_chunks_edge_is_that_chunks_alone(disk, monkeypatch, where):
     size = 2 * MIB + 100
     sizes = sizes_of(size, 7)
-    monkeypatch.setattr(file_io, "cut", lambda read, total, limit: list(sizes))
+    for module in (file_io, verified_reads):
+        monkeypatch.setattr(module, "cut", lambda read, total, limit: list(sizes))
     file = write_file(disk, "file", aligned(size))
     for index, begin in enumerate(itertools.accumulate([0, *sizes[:-1]])):
         at = begin if where == 0 else begin + sizes[index] - 1
@@ -307,7 +353,8 @@ def test_what_is_made_ahead_ends_with_the_block_and_its_error_comes_in_its_turn(
 
 
 def test_a_large_file_that_cannot_be_read_says_nothing_about_the_bytes(disk, monkeypatch):
-    monkeypatch.setattr(file_io, "PIECE", MIB)
+    for module in (file_io, verified_reads):
+        monkeypatch.setattr(module, "PIECE", MIB)
     file, real = write_file(disk, "file", aligned(4 * MIB), MIB), os.preadv
 
     def fail(fd, views, at):
@@ -325,7 +372,8 @@ def test_a_system_that_gives_no_thread_is_done_without(disk, monkeypatch):
     def none(self):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(file_io, "PIECE", MIB)
+    for module in (file_io, verified_reads):
+        monkeypatch.setattr(module, "PIECE", MIB)
     monkeypatch.setattr(threading.Thread, "start", none)
     data = aligned(3 * MIB + 1)
     check_written(disk, write_file(disk, "file", data, MIB), data, MIB)
@@ -358,7 +406,8 @@ def test_more_or_less_than_was_announced_is_no_file(disk, size):
 
 def test_the_digest_of_a_piece_is_taken_before_its_first_write(disk, monkeypatch):
     """Law 7 holds for what is written beside: the memory changes under the disk's hands, and it shows."""
-    monkeypatch.setattr(file_io, "PIECE", MIB)
+    for module in (file_io, verified_reads):
+        monkeypatch.setattr(module, "PIECE", MIB)
     data, real = aligned(3 * MIB), os.pwrite
 
     def spoil(fd, view, at):
@@ -506,7 +555,8 @@ def test_a_large_file_is_abandoned_at_its_first_error(disk, monkeypatch, call, c
 
 
 def test_an_unreadable_chunk_does_not_hide_the_corrupt_one_before_it(disk, monkeypatch):
-    monkeypatch.setattr(file_io, "PIECE", MIB)
+    for module in (file_io, verified_reads):
+        monkeypatch.setattr(module, "PIECE", MIB)
     file, real = write_file(disk, "file", aligned(4 * MIB), MIB), os.preadv
     overwrite(disk, MIB, b"\0" * 9)
 
@@ -804,7 +854,7 @@ def test_a_file_that_grows_while_it_is_described_is_refused(path, monkeypatch):
 def test_a_file_that_shrinks_while_it_is_described_is_refused(path, monkeypatch):
     path.write_bytes(DATA)
     real = os.fsync
-    monkeypatch.setattr(file_io, "cut", lambda read, size, chunk: (os.truncate(path, 100), [64, 64, 64, 8])[1])
+    monkeypatch.setattr(verified_reads, "cut", lambda read, size, chunk: (os.truncate(path, 100), [64, 64, 64, 8])[1])
     monkeypatch.setattr(os, "fsync", real)
     with pytest.raises(CorruptChunk, match="ends at byte 100"):
         describe_file(path, "file", CHUNK)

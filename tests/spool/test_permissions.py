@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -73,7 +74,7 @@ def test_a_spool_of_another_user_is_refused(tmp_path: Path, monkeypatch, use) ->
     """Also by root, whom a link there could lead anywhere."""
     spool = Spool(tmp_path / "spool")
     monkeypatch.setattr("os.geteuid", lambda: 4711)
-    with pytest.raises(SpoolUnusable, match=r"belongs to uid .*, and this is uid 4711"):
+    with pytest.raises(SpoolUnusable, match=r"belongs to uid .*, and this is uid 4711.*sudo -u"):
         use(spool.root)
     with pytest.raises(SpoolUnusable, match="4711"), spool.lock():
         pass
@@ -196,7 +197,7 @@ def test_the_daemon_turns_another_user_away_and_takes_no_descriptor(tmp_path: Pa
         assert by_nobody(visit) == 0
         wait_until(lambda: any(f"turned away a peer of uid {NOBODY}" in one.getMessage() for one in caplog.records))
         wait_until(lambda: descriptors(arena.fd) == known)
-        assert not daemon.handoff._lines and daemon.handoff.handed_over_bytes() == 0
+        assert not daemon.handoff.connections and daemon.handoff.handed_over_bytes() == 0
         os.close(there)
         os.close(lent)
 
@@ -226,6 +227,25 @@ def test_a_client_trusts_no_daemon_of_another_user(tmp_path: Path) -> None:
     Link(spool).close()
     for one in sockets:
         one.close()
+
+
+def test_a_daemon_of_a_spool_that_was_deleted_leaves_the_sockets_of_the_one_that_serves_the_new_spool(tmp_path: Path):
+    """It took them away when it ended, seconds after the other's start: "none is running" while that one flushed."""
+    before, after = Daemon(tmp_path / "spool", {}), None
+    try:
+        before.__enter__()
+        shutil.rmtree(tmp_path / "spool")
+        after = Daemon(tmp_path / "spool", {})
+        after.__enter__()
+        before.stop()
+        with Link(after.spool) as link:
+            assert link.ask(messages.Status(), 10)
+        assert after.spool.handoff_socket.exists()
+    finally:
+        for daemon in (before, after):
+            if daemon is not None:
+                daemon.stop()
+    assert not after.spool.socket.exists() and not after.spool.handoff_socket.exists()
 
 
 # -- the daemon's memory ----------------------------------------------------------------------------------------------

@@ -30,9 +30,10 @@ from tierd.core.manifest import Manifest, encode, seal
 from tierd.spool import stage as stage_module
 from tierd.spool import trash
 from tierd.spool.conditions import translated
-from tierd.spool.file_io import read_file, write_file
+from tierd.spool.file_io import write_file
 from tierd.spool.spool import Spool
 from tierd.spool.stage import describe_directory
+from tierd.spool.verified_reads import read_file
 
 ATTEMPT = "0123456789ab-01234567"
 
@@ -789,9 +790,10 @@ def test_a_place_without_rights_is_no_spool_and_the_message_says_what_to_do(tmp_
     base.mkdir()
     try:
         spool = Spool(base / "spool")
-        assert "SpoolUnusable" in _as_nobody(spool.root)  # private as it was made
+        private = _as_nobody(spool.root)  # as it was made
+        assert "SpoolUnusable" in private and "sudo -u root" in private
         spool.root.chmod(0o755)
-        assert "belongs to uid 0, and this is uid 65534" in _as_nobody(spool.root)
+        assert "belongs to uid 0 (root), and this is uid 65534" in _as_nobody(spool.root)
         base.chmod(0o700)
         assert _as_nobody(base / "spool").startswith("SpoolUnusable")  # cannot even be looked at
         assert _as_nobody(base / "new").startswith("SpoolUnusable")

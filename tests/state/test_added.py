@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tierd.client.saving.slots import Slot
-from tierd.state.capture import Capturer
+from tierd.state.capturer import Capturer
 from tierd.state.flatten import flatten
 from tierd.state.kinds.optimizers import moving, optimizers_in
 from tierd.state.structure import MOST_ADDED

@@ -25,8 +25,9 @@ from torch import nn
 
 import tierd
 from tierd.core.errors import StateRefused
-from tierd.state.json_tree import MAX_DEPTH, STORED_AS
+from tierd.state.json_tree import MAX_DEPTH
 from tierd.state.kinds import packed_tensors
+from tierd.state.stored_dtypes import STORED_AS
 from tierd.state.tensor_file import DTYPES
 
 HUNDREDS = int(os.environ.get("TIERD_STATES", "100")) // 100  # `make gate` draws 20,000
@@ -267,7 +268,6 @@ def kept(tmp_path, monkeypatch):
     kept.checkpointer.close()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fewest", [packed_tensors.FEWEST, 2])
 @pytest.mark.parametrize("number", range(HUNDREDS))
@@ -286,7 +286,6 @@ def test_whatever_is_accepted_comes_back(number, fewest, kept, monkeypatch):
     kept.check()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_many_small_tensors_and_long_runs_come_back(kept):
     state = {

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tierd.core.errors import StateRefused
-from tierd.state import capture as module
-from tierd.state import values
-from tierd.state.capture import Capturer
+from tierd.state import capture_plan, values
+from tierd.state.capturer import Capturer
 from tierd.state.flatten import flatten
 from tierd.state.json_tree import MAX_DEPTH
 from tierd.state.kinds.optimizers import moving, optimizers_in
@@ -352,7 +351,7 @@ def test_less_memory_at_the_same_place_is_noticed_where_it_is_large(monkeypatch)
         capturer.capture({"a": tensor})
     address = tensor.data_ptr()
     tensor.untyped_storage().resize_(100)
-    monkeypatch.setattr(module, "_address", lambda tensor: address)
+    monkeypatch.setattr(capture_plan, "_address", lambda tensor: address)
     with pytest.raises(StateRefused, match="in a storage of 100"):
         capturer.capture({"a": tensor})
 
@@ -485,7 +484,7 @@ def test_the_size_of_the_tree_is_looked_at_by_tree(monkeypatch):
 
 
 def test_a_huge_structure_is_not_kept(monkeypatch, walks):
-    monkeypatch.setattr(module, "_MANY", 10)
+    monkeypatch.setattr("tierd.state.capturer._MANY", 10)
     capturer = Capturer()
     state = {"d": {str(i): i for i in range(20)}, "w": torch.ones(1)}
     layouts = {id(capturer.capture(state).layout) for _ in range(3)}

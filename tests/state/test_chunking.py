@@ -19,7 +19,7 @@ from tierd.client.saving import slots
 from tierd.core.chunking import GRAIN, MOVING
 from tierd.core.manifest import CHUNK_SIZE, TENSORS, decode
 from tierd.state import tensor_file
-from tierd.state.capture import Capturer
+from tierd.state.capturer import Capturer
 from tierd.state.kinds.optimizers import moving, optimizers_in
 from tierd.stores.file import FileStore
 
@@ -346,7 +346,7 @@ def test_a_fine_tune_sends_what_it_trained_and_what_it_shares_survives_retention
         assert all(later <= 0.06 * sends[0] for later in sends[1:]), sends
     manifests = sorted((tmp_path / "tier" / "run" / "manifests").iterdir())
     assert len(manifests) == (1 if keep == 1 else 5)
-    named = {chunk.stored.key for one in manifests for chunk in decode(next(one.iterdir()).read_bytes()).chunks()}
+    named = {stored.key for one in manifests for stored in decode(next(one.iterdir()).read_bytes()).objects()}
     there = {
         str(p.relative_to(tmp_path / "tier" / "run")) for p in (tmp_path / "tier" / "run" / "chunks").glob("*/*/*")
     }

@@ -14,11 +14,11 @@ from support.training import fresh
 from tierd.client.saving import slots
 from tierd.core.errors import SaveFailed, StateRefused
 from tierd.state import decodable, json_tree
-from tierd.state.capture import Capturer
+from tierd.state.capturer import Capturer
 from tierd.state.decodable import Skeleton
 from tierd.state.flatten import flatten
-from tierd.state.json_tree import decoder
 from tierd.state.tensor_file import TensorFileLayout, plan_layout
+from tierd.state.tree_parser import decoder
 
 EMPTY = plan_layout({})
 NOT_BACK = "it would not come back from a checkpoint: "

@@ -25,7 +25,8 @@ from torch import nn
 from tierd.core.errors import StateMismatch, StateRefused, TierdError
 from tierd.state import values
 from tierd.state.flatten import flatten, unflatten
-from tierd.state.json_tree import MAX_DEPTH, STORED_AS
+from tierd.state.json_tree import MAX_DEPTH
+from tierd.state.stored_dtypes import STORED_AS
 from tierd.state.tensor_file import DTYPES, copy_into, plan_layout
 from tierd.state.values import show
 

@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tierd.core.errors import StateMismatch
+from tierd.state.fit import check_fit
 from tierd.state.flatten import flatten, unflatten
-from tierd.state.json_tree import SHELLS
 from tierd.state.kinds.generators import SavedGenerator
 from tierd.state.kinds.rng import RngState
-from tierd.state.load import check_fit, load
+from tierd.state.load import load
+from tierd.state.stored_dtypes import SHELLS
 from tierd.state.tensor_file import parse_layout
 
 
@@ -390,6 +391,44 @@ def test_containers_of_every_kind_keep_what_they_are():
     assert state["deque"] == deque([3, 4, 5])
     assert state["tuple"] == (1, 2, 3)
     assert state["list"] == [[9]]
+
+
+def test_what_a_deque_holds_is_loaded_in_place_as_in_a_list():
+    def made(value):
+        model = nn.Linear(1, 1)
+        nn.init.constant_(model.weight, value)
+        generator = torch.Generator().manual_seed(int(value))
+        return deque([model, torch.full((2,), value), np.full(2, value), generator, [value], value])
+
+    saved, target = made(1.0), made(0.0)
+    expected = torch.rand(2, generator=torch.Generator().manual_seed(1)).tolist()
+    state, inside = {"q": target}, list(target)
+    load(state, through({"q": saved}))
+    model, tensor, array, generator, listed, number = target
+    assert state["q"] is target and all(one is other for one, other in zip(inside[:5], target, strict=False))
+    assert model.weight == 1 and tensor.tolist() == array.tolist() == [1, 1] and listed == [1] and number == 1
+    assert torch.rand(2, generator=generator).tolist() == expected
+
+
+def test_a_deque_of_another_length_limit_is_replaced_and_what_it_holds_is_loaded():
+    model, saved = nn.Linear(1, 1), nn.Linear(1, 1)
+    state = {"q": deque([model], maxlen=1), "r": deque([0], maxlen=1)}
+    load(state, through({"q": deque([saved, 1], maxlen=4), "r": deque([1, 2])}))
+    assert state["q"][0] is model and torch.equal(model.weight, saved.weight)
+    assert list(state["q"])[1:] == [1] and state["q"].maxlen == 4
+    assert state["r"] == deque([1, 2]) and state["r"].maxlen is None
+
+
+def test_a_subclass_of_list_is_filled_in_place():
+    class Losses(list):
+        pass
+
+    tensor = torch.zeros(1)
+    state = {"plain": Losses([0]), "tensors": Losses([tensor])}
+    kept = dict(state)
+    load(state, through({"plain": [1, 2], "tensors": [torch.ones(1)]}))
+    assert all(state[name] is kept[name] for name in kept)
+    assert state["plain"] == [1, 2] and state["tensors"][0] is tensor and tensor == 1
 
 
 def test_a_module_state_as_a_plain_value_keeps_its_metadata():

@@ -22,7 +22,7 @@ import tierd
 from tierd.client.restoring.entries import parse_entries
 from tierd.core.errors import StateMismatch, StateRefused
 from tierd.state import tree_budget
-from tierd.state.capture import Capturer
+from tierd.state.capturer import Capturer
 from tierd.state.flatten import unflatten
 from tierd.state.kinds import packed_tensors
 
@@ -170,7 +170,6 @@ def test_an_array_has_a_tensor_of_its_own():
         unflatten(b'{"a":[%s,%s]}' % (array, array), bytearray(FILE))
 
 
-@pytest.mark.slow
 def test_states_as_large_as_real_ones_are_far_within_the_budget(monkeypatch):
     """50,000 parameters with Adam's state, a sampler's order, names of samples, counts by id; all of it as JSON."""
     monkeypatch.setattr(packed_tensors, "FEWEST", 1 << 62)

@@ -13,9 +13,10 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+import xxhash
 
 from tierd.core.errors import ObjectNotFound, StoreRefused
-from tierd.stores.base import Store, children
+from tierd.stores.base import Store, children, digesting, digests
 
 BAD_KEYS = [
     "",
@@ -64,6 +65,7 @@ class Conformance:
     size = 3 << 20  # of an object that takes a while
     operations = 400  # of the random walk
     verifies = ""  # what a put answers: the checksum that the place is proven to check
+    digests = False  # whether an object can be digested where it lies
 
     @on_store
     async def test_what_was_put_is_got(self, store: Store) -> None:
@@ -125,6 +127,19 @@ class Conformance:
             buffer[:] = b"!" * self.size
             await asyncio.sleep(0.01)
             assert buffer == b"!" * self.size
+
+    @on_store
+    async def test_a_digest_is_of_the_bytes_that_a_get_returns(self, store: Store) -> None:
+        assert digests(store) == self.digests
+        if not self.digests:
+            return
+        for key, size in (("empty", 0), ("small", 1001), ("pages", 2 << 20), ("odd", self.size + 1)):
+            data = random.Random(size).randbytes(size)
+            await store.put(key, data)
+            assert await digesting(store).digest(key) == (size, xxhash.xxh3_128_hexdigest(data))
+        for key, error in (("none", ObjectNotFound), *((key, StoreRefused) for key in BAD_KEYS)):
+            with pytest.raises(error):
+                await digesting(store).digest(key)
 
     @on_store
     async def test_an_object_may_be_empty(self, store: Store) -> None:

@@ -17,7 +17,7 @@ from support.s3stub import Bucket, serving
 
 import tierd
 from tierd.cli import run
-from tierd.cli.reading.status import EXIT_ALERT, EXIT_WARNING
+from tierd.cli.exit_codes import EXIT_ALERT, EXIT_WARNING
 from tierd.core.errors import ConfigError, DeleteRefused, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import parse_url
 from tierd.stores.base import Store, children

@@ -8,6 +8,7 @@ import fcntl
 import functools
 import itertools
 import os
+import random
 import shutil
 import subprocess
 import threading
@@ -18,6 +19,8 @@ import pytest
 from stores.conformance import Conformance, keys
 
 from tierd.core.errors import DeleteRefused, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
+from tierd.spool.direct_io import LARGE, PAGE, PIECE, memory_for
+from tierd.stores import file_reads
 from tierd.stores.base import Store
 from tierd.stores.file import FileStore
 
@@ -25,6 +28,8 @@ TEMP = "0123456789abcdef" * 2
 
 
 class TestFileStore(Conformance):
+    digests = True
+
     @pytest.fixture
     def make(self, tmp_path: Path) -> Callable[[], Store]:
         return lambda: FileStore(tmp_path)
@@ -188,7 +193,7 @@ def test_the_order_of_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         await store.delete(["old/new/er/g", "old/new/er/f"])
         assert done == ["old/new/er/"]
         assert os.listdir(tmp_path / "old") == ["x"]
-        assert store._durable == {"old"}  # what is gone is not remembered
+        assert store._tree._durable == {"old"}  # what is gone is not remembered
         done.clear()
         await store.put("old/new/er/f", b"1")
         assert done == ["temp file", "old/", "old/new/", "rename", "old/new/er/"]
@@ -258,7 +263,7 @@ def test_what_an_errno_means(
 
     put(tmp_path, "k", b"old")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", fail)
+        patch.setattr(os, "pwrite", fail)
         with pytest.raises(expected) as caught:
             put(tmp_path, "k", b"new")
     assert str(tmp_path) in str(caught.value)
@@ -278,10 +283,19 @@ def test_what_an_errno_means(
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:1000]))
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, data[:1000], offset))
     put(tmp_path, "k", bytes(range(256)) * 40)
     assert get(tmp_path, "k") == bytes(range(256)) * 40
+
+
+@pytest.mark.parametrize("lead", [0, 1, 64, PAGE - 1])
+@pytest.mark.parametrize("size", [LARGE, LARGE + 1, PIECE - 1, PIECE + 5 * PAGE + 7])
+def test_bytes_that_begin_anywhere_in_memory_are_put_whole(tmp_path: Path, lead: int, size: int) -> None:
+    memory = memory_for(lead + size)
+    memory[:] = random.Random(size).randbytes(len(memory))
+    asyncio.run(FileStore(tmp_path).put("k", memory[lead : lead + size]))
+    assert (tmp_path / "k").read_bytes() == memory[lead : lead + size]
 
 
 def test_a_key_cannot_be_the_directory_of_another(tmp_path: Path) -> None:
@@ -450,15 +464,15 @@ def test_a_directory_that_keeps_vanishing_ends_a_put(tmp_path: Path, monkeypatch
 
 def test_a_hung_device_does_not_hold_a_cancelled_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what the thread writes after that is never published."""
-    write, hung, go_on = os.write, threading.Event(), threading.Event()
+    write, hung, go_on = os.pwrite, threading.Event(), threading.Event()
 
-    def hang(fd: int, data: memoryview) -> int:
-        if fd > 2 and bytes(data[:3]) == b"new":
+    def hang(fd: int, data: memoryview, offset: int) -> int:
+        if bytes(data[:3]) == b"new":
             hung.set()
             go_on.wait(20)
-        return write(fd, data)
+        return write(fd, data, offset)
 
-    monkeypatch.setattr(os, "write", hang)
+    monkeypatch.setattr(os, "pwrite", hang)
 
     async def whole() -> None:
         store = FileStore(tmp_path)
@@ -618,3 +632,32 @@ def test_an_object_whose_kind_cannot_be_told_is_closed(tmp_path: Path, monkeypat
             get(tmp_path, "k")
     held = [Path("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
     assert str(tmp_path / "k") not in [os.readlink(fd) for fd in held if fd.is_symlink()]
+
+
+def test_a_large_object_is_digested_past_the_page_cache(tmp_path, monkeypatch):
+    """What memory still has of a put says nothing about the device."""
+    asked = []
+    real = file_reads.set_direct
+    monkeypatch.setattr(file_reads, "set_direct", lambda fd, on: asked.append(on) or real(fd, on))
+
+    async def work() -> None:
+        store = FileStore(tmp_path)
+        await store.put("large", bytes(LARGE))
+        assert (await store.digest("large"))[0] == LARGE
+        await store.aclose()
+
+    asyncio.run(work())
+    assert asked == [True]
+
+
+def test_an_object_that_becomes_shorter_while_it_is_digested_says_nothing_about_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_reads, "read_into", lambda *_: 0)
+
+    async def work() -> None:
+        store = FileStore(tmp_path)
+        await store.put("k", b"bytes")
+        with pytest.raises(StoreUnavailable):
+            await store.digest("k")
+        await store.aclose()
+
+    asyncio.run(work())

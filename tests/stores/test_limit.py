@@ -17,9 +17,10 @@ from support.doubles import Double
 from tierd.core.config import Config, TierConfig
 from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.core.urls import parse_url
-from tierd.daemon.service import open_tiers
+from tierd.daemon.opening import open_tiers
 from tierd.priority import hasten
 from tierd.stores.base import Store
+from tierd.stores.file import FileStore
 from tierd.stores.limit import LimitedStore
 from tierd.stores.memory import MemoryStore
 from tierd.stores.open import open_store
@@ -61,7 +62,7 @@ class Line(Double):
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self.clock = clock
+        self.clock, self.digests = clock, True
         self.begun: list[tuple[float, str, int]] = []
 
     async def put(self, key, data):
@@ -73,6 +74,9 @@ class Line(Double):
         found = await super().get(key, into)
         self.begun.append((began, key, memoryview(found).nbytes))
         return found
+
+    async def digest(self, key):
+        return len(memoryview(await self.get(key))), "digest"
 
 
 def key(number: int) -> str:
@@ -98,6 +102,30 @@ class TestLimitedMemoryStore(Conformance):
     @pytest.fixture(params=[(1 << 40, 1 << 40), (1 << 40, None), (None, None)])
     def make(self, request: pytest.FixtureRequest) -> Callable[[], Store]:
         return lambda: LimitedStore(MemoryStore(), *request.param)
+
+
+class TestLimitedFileStore(Conformance):
+    many = operations = 60
+    digests = True
+
+    @pytest.fixture
+    def make(self, tmp_path: Path) -> Callable[[], Store]:
+        return lambda: LimitedStore(FileStore(tmp_path), 1 << 40, 1 << 40)
+
+
+def test_what_is_digested_is_charged_as_what_is_got():
+    async def got(store, clock):
+        await store.put(key(0), bytes(3 * RATE))
+        for _ in range(3):
+            await store.get(key(0))
+
+    async def digested(store, clock):
+        await store.put(key(0), bytes(3 * RATE))
+        for _ in range(3):
+            assert (await store.digest(key(0)))[0] == 3 * RATE
+
+    began = [[at for at, *_ in limited(work, up=None)] for work in (digested, got)]
+    assert began == [[0.0, 0.0, 2.0, 5.0]] * 2
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from stores.conformance import Conformance
 from support.doubles import Counting
 
-from tierd.stores.base import Store, is_authentic
+from tierd.stores.base import Store, digests, is_authentic
+from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
 from tierd.stores.request_counts import CountedStore
 
@@ -18,6 +20,26 @@ class TestCountedMemoryStore(Conformance):
     @pytest.fixture
     def make(self) -> Callable[[], Store]:
         return lambda: CountedStore(MemoryStore())
+
+
+class TestCountedFileStore(Conformance):
+    many = operations = 60
+    digests = True
+
+    @pytest.fixture
+    def make(self, tmp_path: Path) -> Callable[[], Store]:
+        return lambda: CountedStore(FileStore(tmp_path))
+
+
+def test_a_digest_counts_as_a_get(tmp_path):
+    async def work() -> None:
+        store = CountedStore(FileStore(tmp_path))
+        await store.put("a", b"x")
+        await store.digest("a")
+        assert (store.kinds["put"], store.kinds["get"]) == (1, 1)
+        await store.aclose()
+
+    asyncio.run(work())
 
 
 @pytest.mark.parametrize("keys", [0, 1, 16, 17, 1016, 1017, 2500])
@@ -31,6 +53,7 @@ def test_it_counts_as_the_store_below_does(keys):
         assert [info.key async for info in store.scan("a/")] == names
         for name in names[:3]:
             await store.get(name)
+        assert not digests(store)
         await store.delete(names)
         assert store.requests == sum(inner.count.values())
 

@@ -12,7 +12,7 @@ import pytest
 from stores.conformance import Conformance, keys
 
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
-from tierd.stores.base import Buffer, ObjectInfo, Store, check_key
+from tierd.stores.base import Buffer, ObjectInfo, Store, check_key, digesting, digests
 from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
 from tierd.stores.retry import RetryingStore
@@ -23,7 +23,7 @@ class FlakyStore:
 
     def __init__(self, inner: Store, seed: int, rate: float = 0.3, hangs: float = 0.0) -> None:
         self.inner, self.rng, self.rate, self.hangs = inner, random.Random(seed), rate, hangs
-        self.failures = 0
+        self.failures, self.digests = 0, digests(inner)
 
     async def maybe(self) -> None:
         if self.rng.random() < self.rate:
@@ -44,6 +44,12 @@ class FlakyStore:
         data = await self.inner.get(key, into)
         await self.maybe()
         return data
+
+    async def digest(self, key: str) -> tuple[int, str]:
+        await self.maybe()
+        found = await digesting(self.inner).digest(key)
+        await self.maybe()
+        return found
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         await self.maybe()
@@ -90,6 +96,7 @@ class TestOverAHangingMemoryStore(Conformance):
 
 class TestOverAFlakyFileStore(Conformance):
     many = 300
+    digests = True
 
     @pytest.fixture
     def make(self, tmp_path: Path) -> Callable[[], Store]:

@@ -96,7 +96,7 @@ def test_a_thousand_writers_share_what_a_bucket_takes(rate: int, caplog: pytest.
         loop.run_until_complete(work())
     finally:
         loop.close()
-    assert len(bucket._objects) == WRITERS * OBJECTS
+    assert len(bucket.objects) == WRITERS * OBJECTS
     assert bucket.asked.total() < 6 * WRITERS * OBJECTS
     settled = [asked for second, asked in bucket.asked.items() if second >= 5]
     assert max(settled, default=0) < 6 * rate, "it is stormed again and again"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
 from email.utils import formatdate
 from itertools import pairwise
@@ -18,9 +19,9 @@ from tierd.cli.reading.status import COLUMNS
 from tierd.core.errors import StoreUnavailable
 from tierd.core.urls import parse_url
 from tierd.daemon.status import status
-from tierd.ipc.messages import error_reply
+from tierd.ipc.replies import error_reply
 from tierd.spool.spool import Spool
-from tierd.stores.base import Buffer, asked_s
+from tierd.stores.base import Buffer, ObjectInfo, asked_s
 from tierd.stores.deletions import DeletionGuard
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.keys import Key
@@ -67,7 +68,7 @@ def test_a_place_that_takes_few_is_soon_asked_few_at_once() -> None:
         busy = Busy(4)
         store = RetryingStore(busy, attempts=200, rng=lambda: 0.001, sleep=lambda _: asyncio.sleep(0.001))
         await asked(store, 32, 20)
-        assert len(busy._objects) == 640
+        assert len(busy.objects) == 640
         late = busy.refused[len(busy.refused) // 2 :]
         assert sum(late) < len(late) / 4, "it goes on asking more than the place takes"
         assert busy.refused[:32].count(True) >= 20, "it did not ask as many as it may while nothing was refused"
@@ -180,6 +181,54 @@ def test_a_date_without_the_servers_own_counts_by_this_nodes_clock() -> None:
         error = said("s3://b", "put k", "SlowDown", 503, "", formatdate(time.time() + ahead, usegmt=True))
         assert isinstance(error, StoreThrottled)
         assert abs(error.wait_s - wait_s) <= 5.0
+
+
+class Listed(MemoryStore):
+    """Refuses every request, and counts the listings that it is asked for."""
+
+    listings = 0
+
+    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
+        raise StoreThrottled("SlowDown", 40.0)
+
+    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        self.listings += 1
+        raise StoreThrottled("SlowDown", 40.0)
+        yield
+
+
+@pytest.mark.timeout(30)
+def test_a_listing_is_a_request_and_waits_too() -> None:
+    """A daemon that is refused lists its tier again first, so that its listings were the storm."""
+
+    async def work() -> None:
+        inner, held_up = Listed(), asyncio.Event()
+
+        async def sleep(seconds: float) -> None:
+            held_up.set()
+            await asyncio.sleep(3600)
+
+        store = RetryingStore(inner, attempts=1, sleep=sleep)
+        with pytest.raises(StoreThrottled):
+            await store.get("k")
+        listing = asyncio.ensure_future(anext(store.scan("")))
+        await held_up.wait()
+        assert not inner.listings, "the store asked for no request"
+        listing.cancel()
+        await asyncio.gather(listing, return_exceptions=True)
+
+    asyncio.run(work())
+
+
+def test_a_refused_listing_closes_the_store_for_other_requests() -> None:
+    async def work() -> None:
+        store = RetryingStore(Listed(), attempts=1)
+        with pytest.raises(StoreThrottled):
+            await anext(store.scan(""))
+        assert 30.0 < asked_s(store) <= 40.0
+        assert store._window._under_way == 0
+
+    asyncio.run(work())
 
 
 def test_how_long_a_store_is_left_alone_is_known_through_all_its_wrappers() -> None:

@@ -23,6 +23,7 @@ _TARGET = "tierd-test.target"
 _UNITS = ("lib/systemd/system", "usr/lib/systemd/system", "etc/systemd/system")
 _BOOT_S = 60.0
 MNT_DETACH = 2
+MS_SHARED = 1 << 20
 
 
 def boot(base: Path, binds: Mapping[str, str]) -> None:
@@ -63,6 +64,7 @@ def boot(base: Path, binds: Mapping[str, str]) -> None:
     (root / "old").mkdir()
     check(_libc.syscall(155, b".", b"old"), "pivot_root")
     check(_libc.umount2(b"/old", MNT_DETACH), "umount")
+    mount("", "/", "", MS_REC | MS_SHARED)  # as at every boot: a unit's own namespace then sees later mounts
     command = ["/lib/systemd/systemd", "--system", f"--unit={_TARGET}", "--log-target=console", "--show-status=no"]
     os.execve(command[0], command, {"container": "tierd-test", "PATH": os.environ["PATH"], "LANG": "C.UTF-8"})
 

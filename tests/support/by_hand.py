@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import types
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ def values(tree: bytes, file: bytes) -> Any:
     return build(json.loads(tree))
 
 
+@functools.cache
 def program() -> Any:
     """Its functions `read_sealed(path)` and `read_chunk(home, chunk)`: an error says what is wrong."""
     restoring = re.findall(r"```python\n(.*?)```", _FORMAT.read_text(), re.DOTALL)[0]
@@ -58,3 +61,25 @@ def program() -> Any:
     assert work, "FORMAT.md's first program is no longer the one that restores"
     exec(functions, found.__dict__)
     return found
+
+
+def chain(chunk: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """A chunk's entry in a manifest, and those of the chunks from which it differs if it is stored as a patch."""
+    one: Mapping[str, Any] | None = chunk
+    while one:
+        yield one
+        one = one.get("stored", {}).get("base")
+
+
+def raw(chunk: Mapping[str, Any], get: Callable[[str], bytes]) -> bytes:
+    """A chunk's bytes; `get` returns the object with a key below the run, which is as the manifest says."""
+    stored = chunk["stored"]
+    data = get(stored["key"])
+    match stored["codec"]:
+        case "raw":
+            return data
+        case "zst":
+            return bytes(program().expand(data, chunk["size"]))
+        case "planes":
+            return bytes(program().join_planes(data, chunk["size"]))
+    return bytes(program().apply_patch(data, raw(stored["base"], get)))

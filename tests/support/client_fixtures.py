@@ -3,11 +3,10 @@
 import pytest
 from support.doubles import Double
 from support.fakecuda import fake  # noqa: F401
+from support.timed import timed, timed_client
 from support.world import Daemon, hurry
 
 import tierd
-from tierd.client.restoring import source
-from tierd.daemon import handoff
 from tierd.spool.spool import Spool
 
 
@@ -28,9 +27,8 @@ def quick(monkeypatch):
     """A daemon and a restore that wait for milliseconds where they would for seconds. A daemon on a busy machine greets
     in time for the save that connects."""
     hurry(monkeypatch)
-    monkeypatch.setattr("tierd.client.saving.handoff._GREETING", 1.0)
-    monkeypatch.setattr(source, "_PATIENCE", 0.2)
-    monkeypatch.setattr(handoff, "_TICK", 0.02)
+    timed(monkeypatch, tick_s=0.02)
+    timed_client(monkeypatch, greeting_s=1.0, start_s=0.2)
 
 
 @pytest.fixture

@@ -154,6 +154,7 @@ def save_spread(rank: int, spools: list[str], steps: list[int], how: str = "sync
 def load_spread(rank: int, spools: list[str], **more: Any) -> Any:
     """Load the newest: what was found, the state gathered, and the attempt that goes on."""
     import tierd.dcp
+    from tierd.client.checkpointer import made_of
 
     with checkpointer(spools[rank], **more) as ckpt:
         before = ckpt.attempt
@@ -161,7 +162,7 @@ def load_spread(rank: int, spools: list[str], **more: Any) -> Any:
         found = tierd.dcp.load(state, ckpt)
         if found is None:
             return None
-        return found, gathered(state), ckpt.attempt > max(before, found.attempt), str(ckpt._launch._origin)
+        return found, gathered(state), ckpt.attempt > max(before, found.attempt), str(made_of(ckpt).launch._origin)
 
 
 def save_each_alone(rank: int, spools: list[str], steps: list[int]) -> Any:

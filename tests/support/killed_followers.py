@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
 import time
 from collections import Counter
 from contextlib import suppress
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from support.following import arrive, follow_forever
+from support.nursery import context
 
 STEPS = range(1, 6)
 LIMIT_S = 60.0
@@ -24,20 +23,13 @@ _SCRIPT = (
 )
 
 
-def processes() -> ForkServerContext:
-    """Where followers are started: from a process that has loaded what they need."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["support.following", "tierd.reading"])
-    return context
-
-
 def delivered(home: Path) -> list[int]:
     path = home / "delivered.json"
     found = json.loads(path.read_text())["delivered"].values() if path.exists() else ()
     return [step for steps in found for step in steps]
 
 
-def play(seed: int, group: bool, full: Path, home: Path, context: ForkServerContext) -> list[str]:
+def play(seed: int, group: bool, full: Path, home: Path) -> list[str]:
     """One life: kill a follower at random moments while checkpoints arrive, and start it again, until all is delivered.
 
     Args:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 from support.doubles import is_manifest
+from support.timed import NEVER_MS, Ticking, timed
 from support.world import CHUNK, RUN, commit, config, part
 
 from tierd.core.errors import StoreUnavailable
@@ -29,7 +30,6 @@ from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.candidates import RestoreOrder, restore_candidates
 from tierd.core.timeline.chain import timeline
 from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.tiers import intents
 from tierd.daemon.tiers.observe import look_around
 from tierd.spool.spool import Spool
 from tierd.stores.base import Buffer, ObjectInfo
@@ -62,12 +62,7 @@ def one_thread(monkeypatch) -> None:
         return call(*args, **kwargs)
 
     monkeypatch.setattr(asyncio, "to_thread", to_thread)
-    stamps = iter(range(0x19_0000_0000, 0x20_0000_0000))
-    monkeypatch.setattr(intents, "_stamp", lambda who: f"{next(stamps):012x}-{who}")
-    monkeypatch.setattr(intents, "_age", lambda stamp: 0)
-    monkeypatch.setattr(intents, "_OWN_STALE", 1)
-    monkeypatch.setattr(intents, "_LOOKS", 20)
-    monkeypatch.setattr(intents, "_PAUSE", 0.0)
+    timed(monkeypatch, wall_ns=Ticking(), own_stale_ms=NEVER_MS, mark_looks=20, mark_pause_s=0.0)
 
 
 def launch_of(checkpoint: CheckpointId) -> int:
@@ -100,9 +95,9 @@ class Tier(MemoryStore):
 
     def manifests(self, under: str = "manifests") -> dict[PartId, Manifest]:
         found = {}
-        for key in self._keys:
+        for key in self.keys:
             if f"/{under}/" in key and (which := PartId.parse_key(key)):
-                data, number = self._objects[key]
+                data, number = self.objects[key]
                 if (key, number) not in self._read:
                     self._read[key, number] = decode(data, which)
                 found[which] = self._read[key, number]
@@ -142,8 +137,8 @@ class Tier(MemoryStore):
             for chunk in manifest.chunks():
                 assert chunk.stored is not None
                 key = f"{RUN}/{chunk.stored.key}"
-                assert key in self._objects, f"{which} has lost {key}"
-                assert len(self._objects[key][0]) == chunk.stored.size, f"{which}: {key} is of another size"
+                assert key in self.objects, f"{which} has lost {key}"
+                assert len(self.objects[key][0]) == chunk.stored.size, f"{which}: {key} is of another size"
 
     async def put(self, key: str, data: Buffer) -> str:
         answer = await super().put(key, data)
@@ -157,13 +152,13 @@ class Tier(MemoryStore):
 
     async def take(self, keys: Sequence[str], who: str) -> None:
         await asyncio.sleep(0)
-        gone = {PartId.parse_key(key).checkpoint for key in keys if is_manifest(key) and key in self._objects}
+        gone = {PartId.parse_key(key).checkpoint for key in keys if is_manifest(key) and key in self.objects}
         aside = set(self.manifests("quarantine"))
         held = {which for which in self.manifests() if which.checkpoint in gone}
         before = self.first() if gone else set()
         for key in keys:  # at once, so that nothing comes between what was and what is
-            if self._objects.pop(key, None) is not None:
-                self._keys.remove(key)
+            if self.objects.pop(key, None) is not None:
+                self.keys.remove(key)
         if gone and not held & aside:
             self.pruned += [(who, one) for one in sorted(gone)]
             lost = before - self.whole()

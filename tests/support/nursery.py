@@ -1,8 +1,9 @@
-"""Where tests fork ranks and trainers from: a process that has loaded what they need, which takes seconds.
+"""Where tests fork ranks, trainers and followers from: a process that has loaded what they need, which takes seconds.
 
-A process of tests has one fork server, whose first user decides what it has loaded: so the list is here, for all. It
-names only what is importable without pytest's paths, which the server does not have. An optimizer's first step loads
-torch._dynamo.
+Invariant: nothing else sets a preload (tests/test_imports.py), because a process of tests has one fork server, whatever
+asks for a context. With a second list, ranks that were forked after followers each imported torch anew, at five times
+the CPU. The list names only what is importable without pytest's paths, which the server does not have. An optimizer's
+first step loads torch._dynamo.
 """
 
 from __future__ import annotations
@@ -20,5 +21,6 @@ context.set_forkserver_preload(
         "torchdata.stateful_dataloader",
         "tierd.client.checkpointer",
         "tierd.dcp",
+        "tierd.reading",
     ]
 )

@@ -1,4 +1,7 @@
-"""A bucket on loopback that anybody may use, over a dict: as much S3 as tierd asks for, and no judge of integrity."""
+"""A bucket on loopback that anybody may use, over a dict: as much S3 as tierd asks for, and no judge of integrity.
+
+`PYTHONPATH=tests python -m support.s3stub` serves one until it is interrupted, and prints its URL.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def _etag(data: bytes) -> str:
 
 
 class Bucket:
-    """What lies there. `refuse` is told each request's headers: what it gives, if anything, is answered with 403.
+    """What lies there. `refuse` is told each request's headers: what it gives, if anything, is answered with `refusal`.
 
     `denied` is by action (PutObject, GetObject, ListBucket, DeleteObject): the status and the code that each request
     for it is answered with. A DeleteObjects is answered as S3 does it, with 200 and the code for each key. `keys` of
@@ -39,6 +42,8 @@ class Bucket:
         self.heads: list[str] = []
         self.settings: dict[str, bytes | tuple[int, str]] = {}  # by subresource: its XML, or a status and a code
         self.refuse = lambda headers: None
+        self.ignores_ranges = False
+        self.refusal = (403, "AccessDenied")
         self.port = 0
 
     def deny(self, *actions: str, status: int = 403, code: str = "AccessDenied") -> None:
@@ -59,8 +64,10 @@ def serving(bucket: Bucket) -> Iterator[Bucket]:
         def log_message(self, *_: object) -> None:
             pass
 
-        def _say(self, status: int, body: bytes = b"", etag: str = "e") -> None:
+        def _say(self, status: int, body: bytes = b"", etag: str = "e", extent: str = "") -> None:
             self.send_response(status)
+            if extent:
+                self.send_header("Content-Range", extent)
             self.send_header("ETag", f'"{etag}"')
             self.send_header("Last-Modified", MODIFIED)
             for name, value in bucket.headers.items():
@@ -75,7 +82,7 @@ def serving(bucket: Bucket) -> Iterator[Bucket]:
             bucket.asked[action] += 1
             bucket.times[action].append(time.monotonic())
             if message := bucket.refuse(self.headers):
-                self._deny(403, "AccessDenied", message)
+                self._deny(*bucket.refusal, message)
                 return None
             if bucket.keys is not None and not any(
                 f"Credential={key}/" in self.headers.get("Authorization", "") for key in bucket.keys
@@ -127,9 +134,27 @@ def serving(bucket: Bucket) -> Iterator[Bucket]:
             elif not key:
                 self._list(query)
             elif key in bucket.objects:
-                self._say(200, bucket.objects[key], _etag(bucket.objects[key]))
+                self._give(bucket.objects[key])
             else:
                 self._say(404, b"<Error><Code>NoSuchKey</Code></Error>")
+
+        def do_HEAD(self) -> None:
+            if asked := self._ask("GetObject"):
+                found = bucket.objects.get(asked[0])
+                self.send_response(404 if found is None else 200)
+                self.send_header("Content-Length", str(len(found or b"")))
+                self.end_headers()
+
+        def _give(self, data: bytes) -> None:
+            if self.headers.get("If-Match", f'"{_etag(data)}"') != f'"{_etag(data)}"':
+                self._deny(412, "PreconditionFailed")
+            elif bucket.ignores_ranges or not (
+                ends := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+            ):
+                self._say(200, data, _etag(data))
+            else:
+                first, last = int(ends[1]), min(int(ends[2]), len(data) - 1)
+                self._say(206, data[first : last + 1], _etag(data), f"bytes {first}-{last}/{len(data)}")
 
         def _list(self, query: dict[str, list[str]]) -> None:
             prefix = query.get("prefix", [""])[0]
@@ -137,11 +162,13 @@ def serving(bucket: Bucket) -> Iterator[Bucket]:
             most = int(query.get("max-keys", ["1000"])[0])
             keys = sorted(key for key in list(bucket.objects) if key.startswith(prefix) and key > after)
             items = "".join(
-                f"<Contents><Key>{key}</Key><Size>{len(bucket.objects[key])}</Size>"
+                f"<Contents><Key>{escape(key)}</Key><Size>{len(bucket.objects[key])}</Size>"
                 f"<ETag>{_etag(bucket.objects[key])}</ETag><LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
                 for key in keys[:most]
             )
-            more = f"<NextContinuationToken>{keys[most - 1]}</NextContinuationToken>" if len(keys) > most else ""
+            more = (
+                f"<NextContinuationToken>{escape(keys[most - 1])}</NextContinuationToken>" if len(keys) > most else ""
+            )
             cut = "true" if more else "false"
             self._say(
                 200, f"<ListBucketResult><IsTruncated>{cut}</IsTruncated>{more}{items}</ListBucketResult>".encode()
@@ -158,3 +185,9 @@ def serving(bucket: Bucket) -> Iterator[Bucket]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+if __name__ == "__main__":
+    with serving(Bucket()) as served:
+        print(served.url(), flush=True)
+        threading.Event().wait()

@@ -203,7 +203,7 @@ def refused(rank: int, spools: list[str]) -> list[str]:
 def counting(state: dict[str, Any]) -> tuple[Callable[[], int], Any]:
     """A function that captures the state, sees that this is what a fresh capture gives, and counts how often it was
     walked; and the capturer that it asks."""
-    from tierd.state import capture as module
+    from tierd.state import capturer as module
 
     walked: list[int] = []
     real = module.Encoder

@@ -12,10 +12,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from support.timed import give_client
 from support.training import same, tensors
 
 import tierd
-from tierd.client.restoring import source
 from tierd.ipc import client
 
 
@@ -36,7 +36,8 @@ def lines(log: str) -> list[list[str]]:
 
 
 _DAEMON = (
-    "import sys; from tierd.daemon import handoff; handoff._ORPHAN = 2.0; from tierd.cli import run; sys.exit(run())"
+    "import sys; from tierd.daemon import timings; short = timings.DaemonTimings(orphan_s=2.0); "
+    "timings.given = lambda: short; from tierd.cli import run; sys.exit(run())"
 )
 _start = client._start
 
@@ -49,7 +50,7 @@ def starting(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 def main(spool: str, log: str, steps: int, to: Sequence[str] | None = None, every: int = 2) -> None:
     """Resume and save `steps` more, each as fast as it goes; every `every`-th is waited for."""
-    source._PATIENCE = 0.5
+    give_client(start_s=0.5)
     client._start = starting
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
+from support.timed import QUICK
 
 from tierd.core.config import Config, TierConfig
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import VERSION, Manifest, Origin
 from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.daemon import tier_worker
 from tierd.daemon.control import Control
 from tierd.daemon.handoff import HandoffServer
 from tierd.daemon.reconcile import Reconciler
@@ -200,13 +200,7 @@ def hurry(monkeypatch) -> None:
     """Backoffs of milliseconds, leftovers at once: the order of things stays, the waiting goes. Chunks of any size are
     shared, because those of tests have `CHUNK` bytes."""
     monkeypatch.setattr("tierd.core.planning.sharing.SMALLEST_SHARED_BYTES", 1)
-    monkeypatch.setattr(tier_worker, "_LONGEST", 0.02)
-    monkeypatch.setattr("tierd.daemon.reconciling.live_inventory._ABANDONED", 0.05)
-    monkeypatch.setattr("tierd.daemon.tiers.tiers._ANSWER", 0.5)
-    monkeypatch.setattr(tier_worker, "_STUCK", 0.05)
-    monkeypatch.setattr("tierd.daemon.reconciling.pruner._AGAIN", 0.02)
-    monkeypatch.setattr("tierd.daemon.tiers.intents._OWN_STALE", 0)
-    monkeypatch.setattr("tierd.daemon.tiers.intents._PAUSE", 0.01)
+    monkeypatch.setattr("tierd.daemon.timings.given", lambda: QUICK)
 
 
 class Daemon:
@@ -257,7 +251,7 @@ class Daemon:
         stores = self._stores() if callable(self._stores) else self._stores
         with self.spool.lock():
             self.reconciler = reconciler(self.spool, stores, **self._options)
-            self.handoff = HandoffServer(self.spool, self._taken)
+            self.handoff = HandoffServer(self.spool, self._taken, self.reconciler.timings)
             self.reconciler.requests.writers = self.handoff.writers
             self.control = Control(self.reconciler, self.handoff)
             with self.handoff.listening(20):

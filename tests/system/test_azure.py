@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import hmac
+import json
 import os
 import socket
 import subprocess
@@ -18,10 +19,15 @@ from datetime import UTC, datetime
 from email.utils import format_datetime
 from pathlib import Path
 
+import obstore
 import pytest
+from obstore.store import AzureStore
 from stores.conformance import Conformance, keys
+from support import layouts
+from support.watched_run import files
 from support.world import wait_until
 
+from tierd.cli import run
 from tierd.core.errors import ObjectNotFound, StoreRefused
 from tierd.core.urls import parse_url
 from tierd.stores.base import Store
@@ -118,6 +124,41 @@ def test_a_wrong_key_is_refused(azurite: Azurite, monkeypatch: pytest.MonkeyPatc
     for call in (lambda s: s.put("k", b"1"), lambda s: s.get("k"), lambda s: keys(s), lambda s: s.delete(["k"])):
         with pytest.raises(StoreRefused, match="credentials"):
             attempt(call, url)
+
+
+def test_checkpoints_of_a_container_are_imported_and_a_container_can_be_the_tier(
+    azurite: Azurite, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Azure's listings, ETags and ranges are its own; `.metadata` and `=` are in other programs' names."""
+    (tmp_path / "out").mkdir()
+    layouts.trainer(tmp_path / "out")
+    layouts.torchtitan(tmp_path / "out")
+    source, target = azurite.container(), azurite.container()
+    names = files(tmp_path / "out")
+    assert any(name.endswith("/.metadata") for name in names)
+
+    async def upload() -> None:
+        endpoint = f"http://127.0.0.1:{azurite.port}/{ACCOUNT}"
+        client = {"allow_http": True}
+        store = AzureStore(source, account_name=ACCOUNT, account_key=KEY, endpoint=endpoint, client_options=client)
+        for name, data in names.items():
+            await obstore.put_async(store, f"p/out/{name}", data)
+
+    asyncio.run(upload())
+    url = azurite.url(source).replace("/p?", "/p/out?")
+    for was_there in (False, True):
+        assert run(["import", url, "--run", "run", "--to", azurite.url(target), "--json"]) == 0
+        done = json.loads(capsys.readouterr().out)["imported"]
+        assert {one["program"] for one in done["units"]} == {"HF Trainer", "torchtitan"} and not done["refused"]
+        assert [one["was_there"] for one in done["units"]] == [was_there] * 2
+    assert run(["verify", azurite.url(target)]) == 0
+    for one in done["units"]:
+        back = tmp_path / f"back-{one['step']}"
+        command = ["restore", azurite.url(target), "--run", "run", "--step", str(one["step"]), "--into", str(back)]
+        assert run(command) == 0
+        wanted = {name: data for name, data in names.items() if name.startswith(f"{one['path']}/")}
+        found = files(back)
+        assert wanted and {name: found.get(name) for name in wanted} == wanted
 
 
 def test_a_daemon_flushes_prunes_and_a_fresh_node_restores(azurite: Azurite, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from support.browser import Browser, browsing, driver
 from support.daemon_fixtures import quick  # noqa: F401
 from support.web import serving
-from support.world import commit, part, wait_until
+from support.world import attempt, commit, part, wait_until
 
 from tierd.daemon.http.server import HttpServer
 from tierd.spool.spool import Spool
@@ -80,7 +80,7 @@ def address() -> Iterator[str]:
 
 def fill(spool: Spool) -> None:
     for step in (10, 20, 30):
-        commit(spool, part(step))
+        commit(spool, part(step), metrics={"loss": 1 / step, "accuracy": 0.5})
     commit(spool, part(20, launch=2), origin=part(10).checkpoint)
     commit(spool, part(7, launch=3, run="half", world=2))
 
@@ -111,7 +111,8 @@ def seen(browser: Browser, url: str, width: int) -> None:
     assert MARKUP in text and browser.run("return document.title") == "tierd"
     assert "[object" not in text and "undefined" not in text and "NaN" not in text
     for words in ("resumed from step 10", "rolled back by 20 steps", "kept: ", "incomplete: not all of 2 ranks",
-                  "pending", "answers", "flushed", "durable"):  # fmt: skip
+                  "pending", "answers", "flushed", "durable", "accuracy 0.5", "loss 0.03333",
+                  f"of launch {attempt(1)}", f"of launch {attempt(2)}"):  # fmt: skip
         assert words in text, words
     assert browser.run("return document.querySelectorAll('circle').length") == 5
     assert browser.run("return [document.documentElement.scrollWidth, innerWidth]") == [width, width]
@@ -130,8 +131,8 @@ def lives(browser: Browser, live: Live, spool: Spool) -> None:
     """What changes shows without a reload, and so does a daemon that ends."""
     commit(spool, part(40, launch=2), origin=part(10).checkpoint)
     wait_until(lambda: "step 40 is on a tier" in browser.text(), 60)
-    for _ in range(3):
-        live.call(lambda: live.journal.failed(("worker", "disk"), "prune", "disk", "backlog", "503 Slow Down"))
+    for _ in range(3):  # of a thing that the daemon does not know, because its own worker works and ends the alert
+        live.call(lambda: live.journal.failed(("test", "disk"), "prune", "disk", "backlog", "503 Slow Down"))
     wait_until(lambda: "failed 3 times in a row: 503 Slow Down" in browser.text(), 60)
     live.end()
     wait_until(lambda: "The daemon does not answer for" in browser.text(), 60)

@@ -1,4 +1,4 @@
-"""Four ranks on two nodes, the tier on a real S3 server: fifty kills, and all is as if there were none."""
+"""Four ranks on two nodes, the tier on a real S3 server: kills, and all is as if there were none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.ranked_kills import Killer, a_launch_lives_on, a_node_is_replaced, 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 SEED = int(os.environ.get("TIERD_TEST_SEED", "1"))
-KILLS = 50
+KILLS = int(os.environ.get("TIERD_KILLS", "16"))  # `make gate` has fifty
 
 
 class Bucket:
@@ -56,7 +56,7 @@ def made(tmp_path, tier):
         yield made
 
 
-def test_fifty_kills(made):
+def test_kills(made):
     with Killer(made, SEED) as killer:
         killer.run(KILLS)
         finish(made)

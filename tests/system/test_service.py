@@ -74,9 +74,9 @@ def machine() -> Iterator[Machine]:
 
 
 def install(machine: Machine, config: str) -> None:
-    """The first block: all but the line that fetches packages from the network. Then the file is edited."""
-    lines = [line for line in blocks()[0].splitlines() if "pip install" not in line]
-    assert len(lines) == len(blocks()[0].splitlines()) - 1
+    """The first block, without the lines that fetch packages and tidy up after that. Then the file is edited."""
+    lines = [line for line in blocks()[0].splitlines() if "pip install" not in line and "rm -rf build" not in line]
+    assert len(lines) == len(blocks()[0].splitlines()) - 2
     machine.run(f"cd {SOURCE} && set -e\n" + "\n".join(lines))
     edit(machine, config)
 
@@ -135,6 +135,24 @@ def test_the_recipe_works_as_written_and_the_service_is_reloaded_and_stopped(mac
     assert machine.show("tierd", "ExecMainStatus") == "9"
     said = machine.run("systemctl status tierd", ok=False).stdout
     assert "status=9" in said and "not drained" in said, said
+
+
+def test_the_daemon_sees_a_tier_that_is_unmounted_and_mounted_again(machine: Machine) -> None:
+    """Its mount namespace follows the machine's; a tier bound below its mount point would stay mounted there."""
+    machine.run("mount -t tmpfs tier /mnt/checkpoints")
+    install(machine, CONFIG.format(spool="/nvme/tierd", tier="/mnt/checkpoints/tierd"))
+    machine.run("set -e\n" + blocks()[1])
+    assert {"mnt-checkpoints.mount", "remote-fs.target"} <= set(machine.show("tierd", "After").split())
+    train(machine, "1", "disk")
+    machine.run("mkdir /keep && mount --bind /mnt/checkpoints /keep && umount /mnt/checkpoints")
+    train(machine, "2")
+    status = "/opt/tierd/bin/tierd status --check --spool /nvme/tierd"
+    machine.until(f"{status} | grep 'has vanished: is its file system still mounted'")
+    assert machine.run("ls /mnt/checkpoints").stdout == "" and manifests(machine, "/keep/tierd") == 1
+
+    machine.run("mount --bind /keep /mnt/checkpoints")
+    become(machine, "alice", "/opt/tierd/bin/tierd", "drain", "--spool", "/nvme/tierd")
+    assert manifests(machine, "/mnt/checkpoints/tierd") == 2
 
 
 def test_the_account_that_the_unit_names_reads_the_configuration_too(machine: Machine) -> None:

@@ -178,12 +178,16 @@ with Link(spool) as link:
         assert time.monotonic() < end, (found, status)
         time.sleep(0.2)
     assert not status["counters"]["errors"] and not status["counters"]["corruptions"], status
-[newest] = [part for part in spool.parts() if part.checkpoint.step == 4]
-shutil.rmtree(spool.path(newest))
-back = state(99)
-with tierd.Checkpointer(spool.root, "run") as ckpt:
-    found = ckpt.restore(back)
-    assert (found.step, found.tier) == (4, "disk") and torch.equal(back["big"], state(4)["big"]), found
+    # A scrub that met what is deleted below would rightly warn of it.
+    link.ask(Pause(for_s=100))
+    time.sleep(2)
+    [newest] = [part for part in spool.parts() if part.checkpoint.step == 4]
+    shutil.rmtree(spool.path(newest))
+    back = state(99)
+    with tierd.Checkpointer(spool.root, "run") as ckpt:
+        found = ckpt.restore(back)
+        assert (found.step, found.tier) == (4, "disk") and torch.equal(back["big"], state(4)["big"]), found
+    link.ask(Resume())
 print("all is well")
 """
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import layouts
 from support.watched_run import Home
 
 from tierd.spool.spool import Spool
+
+
+@pytest.fixture(autouse=True)
+def first_version() -> Iterator[None]:
+    """Whatever a test wrote, the next one writes the first version of a checkpoint."""
+    yield
+    layouts.version = 0.0
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from tierd.cli import run
 from tierd.core.manifest import decode
 from tierd.daemon.intake import importing
 from tierd.daemon.intake.importing import ImportedRun, import_units
+from tierd.daemon.intake.origin import directory_origin
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.flush import Route, flush
 from tierd.spool.spool import Spool
@@ -56,6 +57,16 @@ def imported(path: Path, tier: Path | str, capsys: pytest.CaptureFixture[str], *
     return json.loads(capsys.readouterr().out)
 
 
+def check_put_back(root: Path, tmp_path: Path, unit: str) -> None:
+    """The newest checkpoint of the run on the tier is put back as the files that were written below `root`."""
+    assert run(["restore", str(tmp_path / "tier"), "--run", RUN, "--into", str(tmp_path / "back")]) == 0
+    restored, written = files(tmp_path / "back"), files(root)
+    for name in POINTERS:  # which are written anew
+        restored.pop(name, None)
+    assert restored and {name: written[name] for name in restored} == restored
+    assert {name for name in written if name.startswith(f"{unit}/")} <= restored.keys()
+
+
 @pytest.mark.parametrize("writer", WRITERS, ids=[writer.__name__ for writer in WRITERS])
 def test_every_layout_is_imported_and_put_back_in_place(
     writer: Callable[[Path], Path], root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -70,12 +81,7 @@ def test_every_layout_is_imported_and_put_back_in_place(
     assert {path: path.lstat().st_mtime_ns for path in kept} == {
         path: at for path, at in before.items() if path in kept
     } and len(kept) == len(before) - 1
-    assert run(["restore", str(tmp_path / "tier"), "--run", RUN, "--into", str(tmp_path / "back")]) == 0
-    restored, written = files(tmp_path / "back"), files(root)
-    for name in POINTERS:  # which are written anew
-        restored.pop(name, None)
-    assert restored and {name: written[name] for name in restored} == restored
-    assert {name for name in written if name.startswith(f"{unit['path']}/")} <= restored.keys()
+    check_put_back(root, tmp_path, unit["path"])
 
 
 def test_several_are_imported_in_the_order_of_their_steps_whatever_their_times_say(
@@ -146,7 +152,11 @@ def test_what_is_not_sound_is_named_and_left_out(
 
 
 def bring(root: Path, home: Path, store: Store) -> ImportedRun:
-    return asyncio.run(import_units(root, {"tier": store}, Spool(home / "spool"), RUN, None, Progress()))
+    async def main() -> ImportedRun:
+        with directory_origin(root) as origin:
+            return await import_units(origin, {"tier": store}, Spool(home / "spool"), RUN, None, Progress())
+
+    return asyncio.run(main())
 
 
 @pytest.mark.parametrize("last", ["inspect_unit", "stage_unit"])
@@ -190,8 +200,9 @@ def test_a_second_tier_gets_what_it_lacks(root: Path, tmp_path: Path) -> None:
     first, second = Double(), Double()
     bring(root, tmp_path, first)
     first.calls = []
-    both = import_units(root, {"a": first, "b": second}, Spool(tmp_path / "spool"), RUN, None, Progress())
-    (unit,) = asyncio.run(both).units
+    with directory_origin(root) as origin:
+        both = import_units(origin, {"a": first, "b": second}, Spool(tmp_path / "spool"), RUN, None, Progress())
+        (unit,) = asyncio.run(both).units
     assert not unit.was_there and not first.puts() and second.puts(is_chunk)
     manifests = [
         decode(data)
@@ -213,7 +224,11 @@ def test_a_run_of_another_origin_is_refused(root: Path, tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize(
     ("path", "code", "says"),
-    [("s3://bucket/x", 3, "download it"), ("missing", 4, "no such file"), ("out", 4, "no checkpoint of a program")],
+    [
+        ("https://bucket/x", 3, "unknown scheme"),
+        ("missing", 4, "no such file"),
+        ("out", 4, "no checkpoint of a program"),
+    ],
 )
 def test_what_cannot_be_imported_has_a_way_out(
     path: str, code: int, says: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,16 +20,10 @@ from tierd.cli import run
 from tierd.core.manifest import decode
 from tierd.core.seal import seal
 from tierd.formats.byte_source import PIECE
-from tierd.spool.file_io import describe_file
 from tierd.spool.spool import Spool
+from tierd.spool.verified_reads import describe_file
 from tierd.watching import files as watching_files
 from tierd.watching.unit_file import UNIT_NAME
-
-
-@pytest.fixture(autouse=True)
-def first_version() -> Iterator[None]:
-    yield
-    layouts.version = 0.0
 
 
 def flip(path: Path, keep_time: bool = True) -> None:

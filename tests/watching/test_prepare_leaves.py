@@ -22,12 +22,6 @@ from tierd.watching.files import OWN
 CHOSEN = ".tierd-chosen"
 
 
-@pytest.fixture(autouse=True)
-def first_version() -> Iterator[None]:
-    yield
-    layouts.version = 0.0
-
-
 def aged(root: Path, seconds: int) -> None:
     for path in root.rglob("*"):
         if path.is_file() and not path.is_symlink():

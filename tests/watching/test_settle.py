@@ -80,8 +80,8 @@ def test_what_was_refused_is_due_again_after_a_change_alone() -> None:
     settling = Settling(10.0)
     settling.look(listing(1), 0.0)
     [due] = settling.look(listing(1), 10.0)
-    assert settling.waiting
-    assert settling.finish(due, False, listing(1)) == "refused" and not settling.waiting
+    assert settling.is_waiting()
+    assert settling.finish(due, False, listing(1)) == "refused" and not settling.is_waiting()
     assert settling.look(listing(1), 500.0) == []
     settling.look(listing(2), 501.0)
     assert len(settling.look(listing(2), 511.0)) == 1
@@ -117,9 +117,9 @@ def test_an_incomplete_unit_is_never_due() -> None:
     settling = Settling(10.0)
     assert [settling.look(Listing(entries), now) for now in (0.0, 10.0, 1e6)] == [[], [], []]
     whole = entries | {"checkpoint-1/trainer_state.json": ListedEntry("file", 2, 2, (1, 3))}
-    assert not settling.waiting, "what a dead program left is waited for"
+    assert not settling.is_waiting(), "what a dead program left is waited for"
     settling.look(Listing(whole), 1e6)
-    assert settling.waiting
+    assert settling.is_waiting()
     [due] = settling.look(Listing(whole), 1e6 + 10)
     assert isinstance(due.unit, Unit) and settling.finish(due, True, Listing(entries)) == "changed"
 

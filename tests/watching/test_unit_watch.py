@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from support import layouts
+from support.timed import timed
 from support.watched_run import RUN, Reported, files, flush, observed, take
 from support.world import Daemon, wait_until
 
 from tierd.core.config import WatchConfig, from_toml, from_urls
 from tierd.core.errors import ConfigError, SpoolFull
-from tierd.daemon.intake import intake, taking, unit_watch
+from tierd.daemon.intake import taking, unit_watch
 from tierd.daemon.intake.intake import Intake
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.spool import adopt
@@ -221,7 +222,7 @@ def test_unchanged_chunks_are_sent_once(root: Path, spool: Spool, tmp_path: Path
 
 
 def test_a_daemon_takes_and_flushes_and_follows_its_configuration(root: Path, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(intake, "_LOOK_S", 0.02)
+    timed(monkeypatch, watch_s=0.02)
     monkeypatch.setattr(unit_watch.UnitWatch.__init__, "__defaults__", (None, lambda: None, 0.05))
     (tmp_path / "tier").mkdir()
     watch = WatchConfig(directory=str(root), run=RUN)

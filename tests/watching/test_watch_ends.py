@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import layouts
+from support.timed import timed
 from support.world import Daemon, commit, part, wait_until
 
 from tierd.cli import run
 from tierd.core.config import WatchConfig
-from tierd.daemon.intake import intake, unit_watch
+from tierd.daemon.intake import unit_watch
 from tierd.daemon.intake.intake import Intake
 from tierd.daemon.status import status
 from tierd.spool.spool import Spool
@@ -23,7 +25,7 @@ from tierd.watching import files
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "_LOOK_S", 0.02)
+    timed(monkeypatch, watch_s=0.02)
     monkeypatch.setattr(unit_watch.UnitWatch.__init__, "__defaults__", (None, lambda: None, 0.05))
 
 
@@ -110,3 +112,53 @@ def test_a_directory_below_that_may_not_be_read_stops_nothing_else(
     monkeypatch.setattr(files, "_names", refused)
     assert watched(root) == code
     assert len(list((root.parent / "tier" / "r" / "manifests").iterdir())) == 1
+
+
+def test_a_name_that_is_not_utf_8_is_refused_and_stops_nothing_else(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No manifest can have it. The watch ended without a word, and nothing beside it was taken."""
+    layouts.torch_save(root)
+    torch.save({"w": torch.ones(3)}, root / os.fsdecode(b"m\xff_step300.pt"))
+    assert watched(root) == 9
+    assert "m\\xff_step300.pt" in caplog.text and "not UTF-8" in caplog.text
+    assert list((root.parent / "tier" / "r").iterdir())
+
+
+def test_a_unit_with_a_file_whose_name_is_not_utf_8_is_not_taken_without_it(root: Path, tmp_path: Path) -> None:
+    (root / "checkpoint-10").mkdir()
+    save_file({"w": torch.ones(2)}, root / "checkpoint-10" / "model.safetensors")
+    (root / "checkpoint-10" / "trainer_state.json").write_text("{}")
+    with open(os.fsencode(root) + b"/checkpoint-10/\xfe.safetensors", "wb"):
+        pass
+    assert watched(root) == 9
+    assert not list((root.parent / "tier").glob("r/manifests/*"))
+
+
+def test_what_nobody_foresaw_is_told_and_does_not_end_a_watch(root: Path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
+    layouts.torch_save(root)
+    look, failed = unit_watch.UnitWatch.look, []
+
+    def fails_once(self: unit_watch.UnitWatch, *given: object, **more: object) -> None:
+        if not failed:
+            failed.append(True)
+            raise ZeroDivisionError("nobody foresaw this")
+        look(self, *given, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(unit_watch.UnitWatch, "look", fails_once)
+    assert watched(root) == 0
+    assert "nobody foresaw this" in caplog.text
+
+
+def test_a_file_that_may_not_be_read_is_told_and_lets_a_watch_end(root: Path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
+    path = layouts.torch_save(root)
+    opened = files.Tree.opened
+
+    def refused(self: files.Tree, name: str, listed: object) -> object:
+        if name == path.name:
+            raise PermissionError(errno.EACCES, "Permission denied", name)
+        return opened(self, name, listed)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(files.Tree, "opened", refused)
+    assert watched(root) == 9
+    assert "cannot be read" in caplog.text and "Permission denied" in caplog.text

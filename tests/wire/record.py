@@ -27,9 +27,11 @@ from support.doubles import Double  # noqa: E402
 from support.world import Daemon, commit, part, wait_until  # noqa: E402
 
 import tierd  # noqa: E402
+from tierd.client.checkpointer import made_of  # noqa: E402
 from tierd.client.saving.handoff import HandoffClient  # noqa: E402
 from tierd.core import errors  # noqa: E402
 from tierd.ipc import messages as wire  # noqa: E402
+from tierd.ipc import replies  # noqa: E402
 from tierd.spool.spool import Spool  # noqa: E402
 
 V1 = HERE / "v1"
@@ -88,7 +90,7 @@ def messages() -> dict[str, bytes]:
             **{f"handoff/{name}": data for name, data in handed(Path(home) / "b").items()},
         }
         found |= {
-            f"errors/{kind.__name__}.reply": wire.encode_line(wire.error_reply(kind("tier: why")))
+            f"errors/{kind.__name__}.reply": wire.encode_line(replies.error_reply(kind("tier: why")))
             for _, kind in inspect.getmembers(errors, inspect.isclass)
         }
         return {name: data.replace(home.encode(), b"") for name, data in found.items()}
@@ -157,9 +159,9 @@ def handed(home: Path) -> dict[str, bytes]:
             dead = tierd.Checkpointer(home, "run", to=None)
             save = dead.save(1, {"x": torch.zeros(1000)})
             save.wait(timeout=30)
-            assert dead._line is not None and dead._line._line is not None
-            dead._line._line.connection.shutdown(socket.SHUT_RDWR)
-            wait_until(lambda: daemon.handoff._orphans)
+            assert made_of(dead).handoff is not None and made_of(dead).handoff.line is not None
+            made_of(dead).handoff.line.connection.shutdown(socket.SHUT_RDWR)
+            wait_until(lambda: daemon.handoff.orphans)
             successor = HandoffClient(daemon.spool)
             assert successor.recall(save.part) is not None
             successor.close()

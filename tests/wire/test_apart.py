@@ -13,21 +13,22 @@ from typing import Any
 import pytest
 from support.doubles import Double
 from support.peers import OtherDaemon
+from support.timed import timed_client
 from support.training import restored, same, tensors
 from support.world import Daemon, commit, part
 from wire.record import V1
 
 import tierd
 from tierd.cli import run as command
-from tierd.client.restoring import source
+from tierd.client.checkpointer import made_of
 from tierd.core.errors import DaemonUnavailable, RequestUnknown, StoreUnavailable, VersionMismatch
 from tierd.core.timeline.run_view import RunView
 from tierd.daemon import handoff
 from tierd.daemon.spool_space import FreedSpace
-from tierd.ipc import messages
+from tierd.ipc import decoding, messages, replies
 from tierd.ipc.client import Link
-from tierd.ipc.messages import read_member
 from tierd.ipc.protocol import PROTOCOL, Peer, Protocol
+from tierd.ipc.replies import read_member
 from tierd.spool.spool import Spool
 
 LATER = f"{PROTOCOL.major}.{PROTOCOL.minor + 1}"
@@ -43,7 +44,7 @@ def spool(tmp_path) -> Spool:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch) -> None:
-    monkeypatch.setattr(source, "_PATIENCE", 0.2)
+    timed_client(monkeypatch, start_s=0.2)
 
 
 def last(path: Any) -> dict[str, Any]:
@@ -153,9 +154,9 @@ def recorded(of: Any = V1, greeting: dict[str, Any] | None = None) -> Callable[[
     return answer
 
 
-@pytest.mark.parametrize("op", sorted(messages.REQUESTS.keys() - {"hello"}))
+@pytest.mark.parametrize("op", sorted(decoding.REQUESTS.keys() - {"hello"}))
 def test_a_daemon_one_minor_version_later_is_understood(spool, op):
-    request = messages.decode_request((V1 / "control" / f"{op}.request").read_bytes())
+    request = decoding.decode_request((V1 / "control" / f"{op}.request").read_bytes())
     with OtherDaemon(spool, recorded()) as daemon, Link(spool) as link:
         assert link.ask(request)["ok"]
         assert [one["op"] for one in daemon.asked] == ["hello", op]
@@ -304,7 +305,7 @@ def test_a_daemon_one_minor_version_later_takes_snapshots(spool, monkeypatch):
     later = Peer(Protocol(PROTOCOL.major, PROTOCOL.minor + 1), "9.9.9")
     monkeypatch.setattr("tierd.daemon.handoff.THIS", later)
     monkeypatch.setattr("tierd.daemon.peers.THIS", later)
-    monkeypatch.setattr(messages, "PROTOCOL", later.protocol)
+    monkeypatch.setattr(replies, "PROTOCOL", later.protocol)
     with (
         Daemon(spool.root, {"tier": Double()}),
         tierd.Checkpointer(spool.root, "run") as checkpointer,
@@ -319,10 +320,9 @@ def test_a_daemon_one_minor_version_earlier_has_its_time(spool, monkeypatch):
     earlier = Peer(Protocol(1, 0), "0.0.9")
     monkeypatch.setattr("tierd.daemon.handoff.THIS", earlier)
     monkeypatch.setattr("tierd.daemon.peers.THIS", earlier)
-    monkeypatch.setattr(messages, "PROTOCOL", earlier.protocol)
+    monkeypatch.setattr(replies, "PROTOCOL", earlier.protocol)
     monkeypatch.setattr(messages, "BEAT", messages.HEARTBEAT)
-    monkeypatch.setattr("tierd.client.saving.handoff._SILENCE", 0.3)
-    monkeypatch.setattr("tierd.client.attachment._SILENCE", 0.3)
+    timed_client(monkeypatch, silence_s=0.3, room_silence_s=0.3)
     real = handoff.write_part
     monkeypatch.setattr(handoff, "write_part", lambda *arguments: time.sleep(1) or real(*arguments))
 
@@ -337,7 +337,7 @@ def test_a_daemon_one_minor_version_earlier_has_its_time(spool, monkeypatch):
         checkpointer.save(1, tensors(1)).wait(timeout=20)
         assert checkpointer.stats.handed_over == 1
         monkeypatch.setattr(daemon.reconciler.room, "make", make)
-        assert checkpointer._daemon.make_room(part(2), 1000, quota=False)
+        assert made_of(checkpointer).daemon.make_room(part(2), 1000, quota=False)
 
 
 def test_a_later_client_hands_over_and_an_unknown_message_leaves_the_line_usable(spool):

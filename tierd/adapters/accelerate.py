@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tierd.adapters import framework
+from tierd.client.checkpointer import Checkpointer, made_of
 from tierd.core.errors import ConfigError, SaveFailed, StoreUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tierd.client.checkpointer import Checkpointer
     from tierd.client.restoring.restorer import Restored
 
 _operations = framework("accelerate.utils", "accelerate")
@@ -46,7 +46,7 @@ class TierdStates:
     """
 
     def __init__(self, accelerator: Any, checkpointer: Checkpointer) -> None:
-        if checkpointer._ranks.world > 1:
+        if made_of(checkpointer).ranks.world > 1:
             raise ConfigError(
                 "Accelerate's ranks share one directory: make the Checkpointer with rank=0, world_size=1 on every rank"
             )

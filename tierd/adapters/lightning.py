@@ -35,16 +35,14 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tierd.adapters import framework
+from tierd.client.checkpointer import Checkpointer, made_of
 from tierd.core.errors import CheckpointNotFound, ConfigError
 from tierd.state.kinds.rng import RngState
-
-if TYPE_CHECKING:
-    from tierd.client.checkpointer import Checkpointer
 
 log = logging.getLogger("tierd")
 _callbacks = framework("lightning.pytorch.callbacks", "lightning")
@@ -69,7 +67,7 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         super().__init__()
-        if checkpointer._ranks.world > 1:
+        if made_of(checkpointer).ranks.world > 1:
             raise ConfigError(
                 "Lightning saves on rank 0 alone: make the Checkpointer with rank=0, world_size=1 on every rank"
             )

@@ -94,14 +94,3 @@ class Arm:
 
     def close(self) -> None:
         """End what the arm started."""
-
-
-def make(name: str, training: Training, directory: Path) -> Arm:
-    """The arm of that name, ready for its first save.
-
-    Raises:
-        NotHere: a package or method that it needs is missing.
-    """
-    from tierd.bench import ours, peers  # both load torch, which readers of the table above do not need
-
-    return {"none": Arm, **peers.ARMS, **ours.ARMS}[name](training, directory)

@@ -51,7 +51,7 @@ def overhead(
         result = Result(
             format=FORMAT,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            machine=procfs.machine(place, training.threads(), _versions()),
+            machine=procfs.machine(place, training.threads(), versions()),
             options={
                 "sizes": ",".join(f"{size:g}" for size in sizes),
                 "rounds": ",".join(map(str, rounds)),
@@ -101,7 +101,8 @@ def _check_device(device: str) -> str:
     return torch.cuda.get_device_name()
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """The versions of the packages that are compared, if they are installed."""
     found = {}
     for name in _PACKAGES:
         try:

@@ -5,49 +5,18 @@ Invariant: pure, and based on evidence. Each cause states the observation behind
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 
-import msgspec
-
-from tierd.check.compare import Divergence, RankResult, Terms, first_difference, relative, samples
-from tierd.check.evidence import evidence, kinds_of, of_states
-from tierd.check.final import StateDifference
-from tierd.check.history import GLOBAL, Counted, History, RankHistory, Sample, Setting
+from tierd.check.cause import Cause
+from tierd.check.compare import Divergence, RankResult, Terms, first_difference, relative
+from tierd.check.evidence import evidence, first_evidence, overlap
+from tierd.check.final import StateDifference, unsteady
+from tierd.check.finding import StateFinding
+from tierd.check.history import GLOBAL, Counted, History, RankHistory, Setting
+from tierd.check.reads import from_samples, repeated, repeats, whose
 
 _CAUSES = 3  # causes that a report names, at most
 _TINY = 1e-5  # relative; how much another order of summation changes a float32 loss within few steps
-
-
-class Cause(msgspec.Struct, frozen=True):
-    """One likely cause.
-
-    Attributes:
-        kind: `not deterministic`, `never restored`, `ranks`, `steps`, `save before the step`; for data: `position`,
-            `epoch`, `shuffle`, `buffer`, `prefetch`, `order`, `data`; for the rest: `weights`, `buffers`, `optimizer`,
-            `scheduler`, `scaler`, `generator`, `gradients`, `mode`, `state`, `not in the checkpoint`, `summation`,
-            `setting`; or `unknown`.
-        says: the observation, and the remedy.
-    """
-
-    kind: str
-    says: str
-
-
-def never_restored(killed: History, start: int) -> Cause | None:
-    """Return a cause if every launch began at the first step, because nothing was checked then."""
-    if any(killed.resumes(rank, start) for rank in range(len(killed.launches[0]))):
-        return None
-    saves = sorted({step for launch in killed.launches for seen in launch for step in seen.saves})
-    if not saves:
-        return Cause(
-            "never restored", f"every launch began at step {start}: none had saved through tierd when it ended"
-        )
-    return Cause(
-        "never restored",
-        f"every launch began at step {start}, though saves of steps {', '.join(map(str, saves[:5]))} were made: "
-        "nothing is restored, or each kill came before the first save was complete",
-    )
 
 
 def causes(
@@ -72,12 +41,53 @@ def causes(
     return tuple(found)
 
 
-def from_final_states(killed: History, states: Sequence[StateDifference]) -> tuple[Cause, ...]:
-    """Return the causes of differences in the final state that neither samples nor losses show."""
-    return tuple(
-        Cause(one.kind, one.says)
-        for rank in sorted({one.rank for one in states})
-        for one in list(of_states([one for one in states if one.rank == rank], kinds_of(killed, rank)))[:_CAUSES]
+def from_final_states(
+    reference: History, killed: History, again: History | None, states: Sequence[StateDifference]
+) -> tuple[Cause, ...]:
+    """Return the causes of differences in the final state that neither samples nor losses show.
+
+    Args:
+        again: a second uninterrupted run, whose states were captured where the killed run resumed.
+    """
+    found: list[Cause] = []
+    for rank in sorted({one.rank for one in states}):
+        found += _of_rank(reference, killed, again, rank, [one for one in states if one.rank == rank])[:_CAUSES]
+    return tuple(found)
+
+
+def _of_rank(
+    reference: History, killed: History, again: History | None, rank: int, states: Sequence[StateDifference]
+) -> list[Cause]:
+    seen: list[StateFinding] = []
+    if again is not None:
+        shaky = unsteady([one.launches[0][rank] for one in (reference, again)])
+        for one in states:
+            if one.path in shaky:
+                return [
+                    Cause(
+                        "not deterministic",
+                        f"two launches from the very start end with another {one.path} as well, though their losses "
+                        "are equal: sums taken in another order, or values drawn without a seed",
+                    )
+                ]
+        begun = min(killed.resumes(rank, reference.launches[0][rank].first or 0).values(), default=0)
+        used = _drawn(reference.effective(rank), begun, max(one.step for one in states))
+        seen = [one for one in first_evidence(again, killed, rank) if one.path not in GLOBAL or one.path in used]
+    itself = {one.path for one in seen if any(overlap(one.path, other.path) for other in states)}
+    if any(one.is_sure and one.path in itself for one in seen):
+        seen = [one for one in seen if one.path in itself]
+    return [Cause(one.kind, one.says) for one in seen] or [_follows(states)]
+
+
+def _follows(states: Sequence[StateDifference]) -> Cause:
+    one = states[0]
+    return Cause(
+        "unknown",
+        f"samples and losses are right, but not {one.path}: {one.expected} uninterrupted and {one.got} in launch "
+        f"{one.launch} after step {one.step}"
+        + ("; some steps later it is equal again" if one.passing else "")
+        + ". No value is seen to be lost by the load or set after it: it may follow from a generator or an order of "
+        "sums that was not seen",
     )
 
 
@@ -88,26 +98,29 @@ def _from_states(reference: History, killed: History, again: History | None, wor
         return []
     begun = killed.resumes(rank, reference.launches[0][rank].first or 0)
     launch = divergence.launch if divergence.launch in begun else min(begun, default=None)
-    if launch is None or _whose(reference, rank, divergence) is not None:
+    if launch is None or whose(reference, rank, divergence) is not None:
         return []
     what = "samples"
     if divergence.what == "loss":
         what = "first loss" if divergence.step == begun[launch] else "later loss"
-    found = evidence(again, killed, rank, launch, what)
-    distance = relative(divergence.expected_loss, divergence.got_loss)
-    # A generator would change the loss by more than this.
-    if what != "samples" and distance is not None and distance <= _TINY:
-        found = [one for one in found if one.kind != "generator" or one.path not in GLOBAL]
+    # A generator that nobody seeded has another state in each launch.
+    shaky = unsteady([one.launches[0][rank] for one in (reference, again)])
+    found = [one for one in evidence(again, killed, rank, launch, what) if one.path not in shaky]
+    if what != "samples":  # what nobody drew from changed no loss
+        used = _drawn(reference.effective(rank), begun[launch], divergence.step)
+        found = [one for one in found if one.path not in GLOBAL or one.path in used]
     return [Cause(one.kind, one.says) for one in found[:_CAUSES]]
 
 
-def _whose(reference: History, rank: int, divergence: Divergence) -> int | None:
-    """Return the other rank that should have got these samples."""
-    for other in range(len(reference.launches[0])):
-        theirs = reference.effective(other).get(divergence.step)
-        if other != rank and theirs and theirs.observation.samples == divergence.got != ():
-            return other
-    return None
+def _drawn(expected: Mapping[int, Counted], begun: int, last: int) -> set[str]:
+    """Return the process's generators that an uninterrupted run drew from in the steps `begun` to `last`.
+
+    Where the step before is unknown, every generator may have been drawn from.
+    """
+    steps = [expected[step].observation.generators for step in range(begun - 1, last + 1) if step in expected]
+    if len(steps) < last - begun + 2:
+        return set(steps[-1]) if steps else set(GLOBAL)
+    return {name for name, state in steps[-1].items() if any(one.get(name) != state for one in steps)}
 
 
 def _not_deterministic(
@@ -150,8 +163,8 @@ def _resume(reference: History, killed: History, rank: int, divergence: Divergen
         )
     elif launch not in begun:  # nothing had been resumed yet; a later resume may explain more
         for later in begun:
-            if again := _repeated(expected, got, later, terms.steps):
-                yield _repeats(later, again)
+            if again := repeated(expected, got, later, terms.steps):
+                yield repeats(later, again)
                 return
     elif divergence.what == "order":
         yield Cause(
@@ -160,81 +173,10 @@ def _resume(reference: History, killed: History, rank: int, divergence: Divergen
             "a shuffle within the batch, is not in the checkpoint",
         )
     elif divergence.what == "samples":
-        yield from _samples(reference, expected, got, rank, divergence, terms)
+        yield from from_samples(reference, expected, got, rank, divergence, terms)
     else:
         a, b = reference.launches[0][rank], killed.launches[0][rank]
         yield _loss(expected, got, begun[launch], divergence, _steady(a, b))
-
-
-def _samples(
-    reference: History,
-    expected: Mapping[int, Counted],
-    got: Mapping[int, Counted],
-    rank: int,
-    divergence: Divergence,
-    terms: Terms,
-) -> Iterator[Cause]:
-    step, launch = divergence.step, divergence.launch
-    if (other := _whose(reference, rank, divergence)) is not None:
-        yield Cause("ranks", f"rank {rank} got the samples of rank {other} at step {step}: each needs its own state")
-        return
-    whole = samples(expected)
-    before = len(samples(expected, step - 1))
-    place = _find(whole, divergence.got, before)
-    if place is not None and place < before:
-        where = "from the very first sample" if place == 0 else f"from sample {place} of the run"
-        yield Cause(
-            "position",
-            f"launch {launch} went back and read {where} at step {step}, where sample {before} was next: the position "
-            "in the data set is not in the checkpoint, or not restored (save the loader's or sampler's state_dict())"
-            + (", or the step to go on from is one too high" if before - place == len(divergence.expected) else ""),
-        )
-    elif place is not None and place > before:
-        ahead = place - before
-        size = len(divergence.expected) or 1
-        batches = f" ({ahead // size} batches)" if ahead % size == 0 else ""
-        yield Cause(
-            "prefetch",
-            f"launch {launch} skipped exactly {ahead} samples{batches} at step {step}: the position that was saved "
-            "counts what was prefetched, not what was trained on",
-        )
-    else:
-        yield Cause(
-            "shuffle",
-            f"launch {launch} went on at step {step} in an order that is nowhere in an uninterrupted run: the "
-            "shuffle's seed, epoch or generator is not in the checkpoint, or not restored",
-        )
-
-
-def _repeats(launch: int, again: int) -> Cause:
-    return Cause(
-        "position",
-        f"launch {launch} read {again} samples again that had been trained on, in an order of its own: the position in "
-        "the data set is not in the checkpoint, or not restored (save the loader's or sampler's state_dict())",
-    )
-
-
-def _find(whole: Sequence[Sample], batch: Sequence[Sample], near: int) -> int | None:
-    """Return the index of `batch` in `whole` that is nearest to `near`; None if it does not occur."""
-    if not batch:
-        return None
-    places = [
-        start
-        for start in range(len(whole) - len(batch) + 1)
-        if whole[start] == batch[0] and tuple(whole[start : start + len(batch)]) == tuple(batch)
-    ]
-    return min(places, key=lambda place: abs(place - near), default=None)
-
-
-def _repeated(expected: Mapping[int, Counted], got: Mapping[int, Counted], launch: int, last: int) -> int:
-    """Count the samples that this launch or a later one read again.
-
-    Only reads beyond the highest count of any sample in an uninterrupted run are counted.
-    """
-    most = max(Counter(samples(expected, last)).values(), default=0)
-    earlier = {one for step in got if got[step].launch < launch for one in got[step].observation.samples}
-    counts = Counter(samples(got, last))
-    return sum(count - most for one, count in counts.items() if one in earlier and count > most)
 
 
 def _steady(reference: RankHistory, first: RankHistory) -> set[str]:
@@ -254,21 +196,22 @@ def _loss(
     steady: Set[str],
 ) -> Cause:
     step, launch = divergence.step, divergence.launch
-    distance = relative(divergence.expected_loss, divergence.got_loss)
-    if distance is not None and distance <= _TINY:
-        return Cause(
-            "summation",
-            f"the losses of step {step} are {distance:.1e} apart: sums were taken in another order (threads, kernels), "
-            "or something small was stored rounded; --loss-tolerance allows it",
-        )
     a, b = expected[begun].observation.generators, got[begun].observation.generators
-    differing = sorted(name for name in steady & a.keys() & b.keys() if a[name] != b[name])
+    used = steady & _drawn(expected, begun, step)
+    differing = sorted(name for name in used & a.keys() & b.keys() if a[name] != b[name])
     if differing:
         return Cause(
             "generator",
             f"same samples, other loss at step {step}; at launch {launch}'s first step, {begun}, the random number "
             f"generator of {', '.join(differing)} stood elsewhere than uninterrupted (dropout and augmentation draw "
             'from them): put tierd.RngState() into the state, as "rng"',
+        )
+    distance = relative(divergence.expected_loss, divergence.got_loss)
+    if distance is not None and distance <= _TINY:
+        return Cause(
+            "summation",
+            f"the losses of step {step} are {distance:.1e} apart: sums were taken in another order (threads, kernels), "
+            "or something small was stored rounded; --loss-tolerance allows it",
         )
     seen = f"launch {launch} began with step {begun}; its samples are right, and so are the process's generators"
     if step == begun:

@@ -74,7 +74,9 @@ class Witness:
         self._orders = orders
         self._states = States()
         self._ended = self._resumed = False
-        self._forward: int | None = None  # the step after which the next forward pass is captured
+        # The step after which the next forward pass, and the next backward pass, is captured.
+        self._forward: int | None = None
+        self._backward: int | None = None
 
     def observe(
         self,
@@ -105,7 +107,7 @@ class Witness:
             self._resumed = False  # the first step after a restore: its state is evidence for causes
             self._write(RecordLine(taken=self._states.take(number, "step")))
             if number in self._orders.looks:
-                self._forward = number
+                self._forward = self._backward = number
         if self._kill is not None and number >= self._kill.step:
             self._near(self._kill, number)
 
@@ -174,7 +176,7 @@ class Witness:
             if found is not None:
                 self._resumed = True
                 self._write(RecordLine(taken=self._states.take(found.step, "loaded")))
-                self._forward = found.step
+                self._forward = self._backward = found.step
             return found
 
         kind.save, kind.restore = beginning, restoring
@@ -186,6 +188,17 @@ class Witness:
 
         modules: Any = sys.modules["torch.nn.modules.module"]
         modules.register_module_forward_pre_hook(before_forward)
+        autograd: Any = sys.modules["torch.autograd"]
+        backward = autograd.backward
+
+        @wraps(backward)
+        def going_back(*args: Any, **kwargs: Any) -> Any:
+            if self._backward is not None and os.getpid() == self._pid:
+                after, self._backward = self._backward, None
+                self._write(RecordLine(taken=self._states.take_gradients(after)))
+            return backward(*args, **kwargs)
+
+        autograd.backward = going_back
 
     def _settle(self, before: float = math.inf) -> None:
         """Wait until the saves of steps below `before` are durable on every rank.

@@ -11,7 +11,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tierd.check.causes import Cause, causes, from_final_states, never_restored
+from tierd.check.beginnings import apart_from_the_start, left_behind, never_restored
+from tierd.check.cause import Cause
+from tierd.check.causes import causes, from_final_states
 from tierd.check.compare import RankResult, Terms, compare
 from tierd.check.final import StateDifference, compared, differences, has_common_moment
 from tierd.check.history import History, KillPoint, RankHistory
@@ -66,7 +68,8 @@ def check_resume(
     # A long TMPDIR is avoided, because a daemon that the loop starts has its sockets in the spool.
     home = Path(tempfile.mkdtemp(prefix="tierd-check-", dir="/tmp" if len(tempfile.gettempdir()) > 40 else None))  # noqa: S108
     try:
-        looks = tuple(sorted({point.step for point in points}))
+        # And the step after, because a launch that is killed right after its save resumes with that one.
+        looks = tuple(sorted({step for point in points for step in (point.step, point.step + 1) if step < steps}))
         loop = CheckedLoop(target, ranks, steps, home, patience, tell, looks, every_save)
         terms = Terms(steps, allowance, loss_tolerance, tuple(ignore))
         report = _check(loop, points, terms, str(home) if keep else None)
@@ -104,7 +107,10 @@ def _check(loop: CheckedLoop, points: Sequence[KillPoint], terms: Terms, kept: s
     reference = _once(loop, "uninterrupted", margin)
     killed = _killed(loop, points, margin)
     start = min((seen.first or 0 for seen in reference.launches[0]), default=0)
-    _check_isolated(reference, killed)
+    apart = apart_from_the_start(reference, killed)
+    if apart is None:
+        _check_isolated(reference, killed)
+    fresh = apart or never_restored(killed, start) or left_behind(killed, start)
     results = [compare(reference, killed, rank, terms) for rank in range(loop.ranks)]
     closer = loop.closer({*loop.looks, *_looks(killed)})
     again = None
@@ -115,14 +121,15 @@ def _check(loop: CheckedLoop, points: Sequence[KillPoint], terms: Terms, kept: s
     leaked = leaks(reference, killed, loop.ranks, terms.steps)
     if terms.allowance:
         leaked = [one for one in leaked if one.kind not in ("twice", "skipped")]
-    fresh = never_restored(killed, start)
     found: tuple[Cause, ...] = (fresh,) if fresh else ()
     if not all(one.ok for one in results):
         if again is None and _begins_alike(reference, killed, terms):
             again = _once(closer, "uninterrupted again", margin)
         found += causes(reference, killed, again, results, terms)
     elif states and not fresh:
-        found += from_final_states(killed, states)
+        if again is None:
+            again = _once(closer, "uninterrupted again", margin)
+        found += from_final_states(reference, killed, again, states)
     return Report(
         target=loop.target,
         steps=terms.steps,

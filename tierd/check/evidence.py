@@ -2,46 +2,37 @@
 
 Invariant: pure. Four moments are compared: the save, the end of the load, and, in both runs, the moment before the
 first step after the resume. A value that differs then is a cause only if it was already wrong after the load, or was
-set since. Consequences of a cause cannot exist yet at that moment.
+set since. A value that training itself changes until then was not set: it may only follow from another one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-import msgspec
-
-from tierd.check.final import StateDifference, unsteady
+from tierd.check.buffers import filled_again
+from tierd.check.final import of_other_forms, unsteady
+from tierd.check.finding import StateFinding
 from tierd.check.history import GLOBAL, History, RankHistory, Taken
-from tierd.check.leaves import ValueLeaf
+from tierd.check.kinds import DATA, kind_of_path, same, values
 
-_EPOCH, _SEED = re.compile(r"epoch"), re.compile(r"seed")
-_POSITION = re.compile(r"position|pos|sample|index|idx|offset|cursor|consumed|yielded|drawn|read|at")
-_AHEAD = re.compile(r"queue|prefetch")
 _LOCAL = re.compile(r"\w+\(\) \w")
-_LAST = re.compile(r"[A-Za-z_]\w*")
+_OBJECTS = frozenset({"weights", "optimizer", "scheduler", "scaler"})
+# A loop does not set these because of a loss, so that a change of them is no consequence of other losses.
+_UNCONDITIONAL = frozenset({"weights", "buffers", "mode", "optimizer", "generator"})
+_SET_BY_STEPS = frozenset({"optimizer", "scheduler", "scaler"})
 
-# The order of the kinds by how well they explain: other samples; a wrong first loss; a wrong later loss.
+# The order of the kinds by how well they explain. A generator counts only if training draws from it: it then explains
+# each value that was drawn, and so comes before values of no known purpose.
 _ORDERS = {
     "samples": "shuffle, epoch, buffer, prefetch, position, data, state, generator, order",
-    "first loss": "weights, buffers, mode, not in the checkpoint, state, generator, data, position, buffer, optimizer, "
+    "first loss": "weights, buffers, mode, generator, not in the checkpoint, state, data, position, buffer, optimizer, "
     "scheduler, scaler, gradients",
     "later loss": "scheduler, optimizer, scaler, mode, gradients, generator, not in the checkpoint, state, data, "
     "position, buffer, buffers, weights",
+    "state": "scheduler, optimizer, scaler, weights, buffers, mode, generator, not in the checkpoint, state, position, "
+    "epoch, shuffle, buffer, prefetch, data, order, gradients",
 }
-
-
-class StateFinding(msgspec.Struct, frozen=True):
-    """One value that was not restored (`lost`), or that was set since.
-
-    `says` has its path and its values at both moments.
-    """
-
-    kind: str
-    path: str
-    says: str
-    lost: bool = False
 
 
 def evidence(again: History, killed: History, rank: int, launch: int, what: str) -> list[StateFinding]:
@@ -49,7 +40,7 @@ def evidence(again: History, killed: History, rank: int, launch: int, what: str)
 
     Args:
         again: an uninterrupted run whose states were captured at the step where this launch begins.
-        what: `samples`, `first loss` or `later loss`.
+        what: `samples`, `first loss`, `later loss`, or `state` if all of these are right.
     """
     here, whole = killed.launches[launch - 1][rank], again.launches[0][rank]
     loaded = _one(here, "loaded")
@@ -65,51 +56,93 @@ def evidence(again: History, killed: History, rank: int, launch: int, what: str)
                 "after the checkpoint's is the next",
             )
         ]
-    before, then = _beginning(here, begun), _beginning(whole, begun)
     saved = None if loaded is None else _one(whole, "save", loaded.step)
-    if before is None or then is None:
+    if (both := _beginnings(whole, here, begun)) is None:
         return []
+    then, before = both
     shaky = unsteady([again.launches[0][rank], killed.launches[0][rank]])
-    found = [one for one in _findings(saved, loaded, then, before, begun) if one.path not in shaky]
+    earlier = saved or _one(whole, "step", begun - 1)
+    found = [one for one in _findings(saved, loaded, earlier, then, before, begun) if one.path not in shaky]
+    if what == "samples" and saved is not None and loaded is not None:
+        found += filled_again(saved, loaded, then, before, begun)
     if what != "samples" and loaded is not None and (early := _saved_early(whole, loaded.step)):
         return [early]
+    if what in ("later loss", "state") and saved is not None and loaded is not None:
+        found += _left_alone(saved, loaded, whole, here, launch)
     order = _ORDERS[what].split(", ")
-    known = [one for one in found if one.kind in order]
-    # If the batch was drawn, or the step made, before the capture, a difference may be only a consequence.
-    followed = what == "samples" or before.at != "forward"
-    known.sort(key=lambda one: (followed and not one.lost, order.index(one.kind)))
+    idle = _idle(whole, begun, what)
+    known = [one for one in found if one.kind in order and one.path not in idle and _is_cause(one, what)]
+    added_to = _added_to(whole, here, begun)
+    known = [one for one in known if one.kind != "gradients" or one.path in added_to]
+    # A batch is drawn before the forward pass, so that what was not lost may be only a consequence of other samples.
+    known.sort(key=lambda one: (not one.lost if what == "samples" else not one.is_sure, order.index(one.kind)))
     # Gradients follow from any stronger cause.
     return [one for one in known if one.kind != "gradients" or known[0].kind == "gradients"]
 
 
-def of_states(states: list[StateDifference], kinds: Mapping[str, str]) -> Iterator[StateFinding]:
-    """Name the kind of each difference that no sample and no loss shows."""
-    for one in states:
-        kind = "not in the checkpoint" if one.saved is False else _kind(one.path, kinds, one.expected, one.got)
-        yield StateFinding(
-            "state" if kind == "data" else kind,
-            one.path,
-            f"{one.path}: {one.expected} uninterrupted and {one.got} in launch {one.launch} after step {one.step}, "
-            + (
-                "and the state that is saved does not have it: put it there"
-                if one.saved is False
-                else "though the state that is saved has it: it is not restored, or set again after the restore"
-            ),
-        )
+def first_evidence(again: History, killed: History, rank: int) -> list[StateFinding]:
+    """Return the findings of the first resume after which anything differs, where samples and losses do not.
+
+    A later resume loads what differs already, so that nothing that it loads tells of a cause.
+    """
+    for launch, begun in killed.resumes(rank, again.launches[0][rank].first or 0).items():
+        if found := evidence(again, killed, rank, launch, "state"):
+            return found
+        both = _beginnings(again.launches[0][rank], killed.launches[launch - 1][rank], begun)
+        if both is None or any(not same(leaf, both[1].entries.get(path)) for path, leaf in both[0].entries.items()):
+            return []
+    return []
 
 
-def kinds_of(killed: History, rank: int) -> dict[str, str]:
-    """Return the kinds of objects by the prefix of their paths, as far as any launch recorded them."""
-    return {path: kind for launch in killed.launches for one in launch[rank].taken for path, kind in one.kinds.items()}
+def overlap(one: str, other: str) -> bool:
+    """Return whether one of two paths is the other, or below it."""
+    return _within(one, {other}) or _within(other, {one})
+
+
+def _is_cause(one: StateFinding, what: str) -> bool:
+    """Return whether a value can be a cause, and does not only follow from one."""
+    if one.is_sure or one.kind == "generator":  # a generator moves by the number of draws, and not by other values
+        return True
+    if what == "samples":  # the data's own values are as close to the samples as anything
+        return one.kind in DATA
+    if what == "later loss" and one.kind in _SET_BY_STEPS and not one.late:
+        return True  # no step was made since the load that could have moved it
+    return not one.moved and (what != "first loss" or one.kind in _UNCONDITIONAL)
+
+
+def _idle(whole: RankHistory, begun: int, what: str) -> set[str]:
+    """Return the generators from which an uninterrupted run did not draw before the losses differed."""
+    start = _one(whole, "step", begun - 1)
+    end = _one(whole, "step", begun) if what == "first loss" else _one(whole, "end")
+    if what == "samples" or start is None or end is None:
+        return set()
+    after = values(end)
+    return {
+        path
+        for path, leaf in values(start).items()
+        if kind_of_path(path, start.kinds, leaf.text) == "generator" and path in after and same(leaf, after[path])
+    }
 
 
 def _one(seen: RankHistory, at: str, step: int | None = None) -> Taken | None:
     return next((one for one in seen.taken if one.at == at and step in (None, one.step)), None)
 
 
-def _beginning(seen: RankHistory, begun: int) -> Taken | None:
-    """Return the state right before the first step: at its forward pass, or else when the step was observed."""
-    return _one(seen, "forward", begun - 1) or _one(seen, "step", begun) or _one(seen, "end", begun)
+def _beginnings(whole: RankHistory, here: RankHistory, begun: int) -> tuple[Taken, Taken] | None:
+    """Return both runs' states at the first step: right before its forward pass, or else when it was observed."""
+    for at, step in (("forward", begun - 1), ("step", begun), ("end", begun)):
+        then, before = _one(whole, at, step), _one(here, at, step)
+        if then is not None and before is not None:
+            return then, before
+    return None
+
+
+def _added_to(whole: RankHistory, here: RankHistory, begun: int) -> set[str]:
+    """Return the gradients that differ when the first backward pass adds to them; most loops clear them before."""
+    both = [one.looks for seen in (whole, here) if (one := _one(seen, "backward", begun - 1)) is not None]
+    if len(both) < 2:
+        return set()
+    return {path for path in both[0].keys() | both[1].keys() if not same(both[0].get(path), both[1].get(path))}
 
 
 def _saved_early(whole: RankHistory, step: int) -> StateFinding | None:
@@ -121,7 +154,9 @@ def _saved_early(whole: RankHistory, step: int) -> StateFinding | None:
     moved = [
         path
         for path, leaf in save.entries.items()
-        if (other := done.entries.get(path)) and other.digest != leaf.digest and _kind(path, save.kinds) == "weights"
+        if (other := done.entries.get(path))
+        and other.digest != leaf.digest
+        and kind_of_path(path, save.kinds) == "weights"
     ]
     if not moved:
         return None
@@ -133,52 +168,76 @@ def _saved_early(whole: RankHistory, step: int) -> StateFinding | None:
     )
 
 
-def _findings(
-    saved: Taken | None, loaded: Taken | None, then: Taken, before: Taken, begun: int
+def _left_alone(
+    saved: Taken, loaded: Taken, whole: RankHistory, here: RankHistory, launch: int
 ) -> Iterator[StateFinding]:
-    expected, got = _all(then), _all(before)
+    """Report objects of the state that training changes, and that stay after the load as they were loaded."""
+    then, now = _one(whole, "end"), _one(here, "end")
+    if then is None or now is None or then.step != now.step:
+        return
+    apart = of_other_forms(then, now)
+    for key, kind in then.kinds.items():
+        if kind not in _OBJECTS or key not in then.forms or key in apart:
+            continue
+        paths = [path for path in then.entries if path.startswith(f"{key}[")]
+        moved = [path for path in paths if not same(saved.entries.get(path), then.entries[path])]
+        if moved and all(same(loaded.entries.get(path), now.entries.get(path)) for path in paths):
+            yield StateFinding(
+                kind,
+                moved[0],
+                f"{moved[0]}: {then.entries[moved[0]].text} uninterrupted after step {then.step}, and all of {key} is "
+                f"in launch {launch} still as it was loaded: the loop goes on with another object than it restored",
+                lost=True,
+            )
+
+
+def _findings(
+    saved: Taken | None, loaded: Taken | None, earlier: Taken | None, then: Taken, before: Taken, begun: int
+) -> Iterator[StateFinding]:
+    expected, got = values(then), values(before)
     kinds = then.kinds | before.kinds
-    differ = {path for path in expected.keys() | got.keys() if not _same(expected.get(path), got.get(path))}
-    at_save, at_load = (_all(saved), _all(loaded)) if saved and loaded else ({}, {})
+    differ = {path for path in expected.keys() | got.keys() if not same(expected.get(path), got.get(path))}
+    at_save, at_load = (values(saved), values(loaded)) if saved and loaded else ({}, {})
+    saved_looks = saved.looks if saved else {}
     told: set[str] = set()
     for path, was in at_save.items():
         now = at_load.get(path)
         if now is None and _LOCAL.match(path):  # a local variable that the loop assigns only later
             continue
-        if _same(was, now) or _within(path, told) or not (path in differ or _within_any(path, differ)):
+        if same(was, now) or _within(path, told) or not (path in differ or _within_any(path, differ)):
             continue
         told.add(path)
         unsaved = was.saved is False
-        kind = _kind(path, kinds, was.text, now.text if now else "", was, now)
-        if unsaved and kind != "generator":
+        kind = kind_of_path(path, kinds, was.text, now.text if now else "", was, now)
+        if now is None and kind == "data" and path in saved_looks:
+            continue  # a variable of a stream that begins only with the next sample
+        if unsaved and kind in DATA:
+            kind = "buffer" if kind == "order" else kind
+        elif unsaved and kind != "generator":
             kind = "not in the checkpoint"
         at = f"{was.text} at the save of step {saved.step if saved else 0}"
         says = f"{path}: {at}, {now.text if now else 'gone'} right after the load"
         says += "; the state that is saved does not have it" if unsaved else ""
         says += "; put tierd.RngState() into the state" if path in GLOBAL else ""
         yield StateFinding(kind, path, says, lost=True)
+    at_first = values(earlier) if earlier else {}
+    moment = f"{'before' if before.at == 'forward' else 'after'} step {begun}"
     for path in sorted(differ):
         if path in expected and path in got and not _within(path, told):
             if _LOCAL.match(path) and path not in at_load:
                 continue  # a consequence of another value
             was, is_ = expected[path], got[path]
-            kind = _kind(path, kinds, was.text, is_.text, was, is_)
-            if was.saved is False and kind != "generator":
+            kind = kind_of_path(path, kinds, was.text, is_.text, was, is_)
+            if was.saved is False and kind not in DATA | {"generator"}:
                 kind = "not in the checkpoint"
-            when = "as at the save right after the load, and" if path in at_load else ""
+            when = "as at the save right after the load, and " if path in at_load else ""
             yield StateFinding(
                 kind,
                 path,
-                f"{path}: {when} {is_.text} before step {begun}, {was.text} uninterrupted".replace(":  ", ": "),
+                f"{path}: {when}{is_.text} {moment}, {was.text} uninterrupted",
+                moved=not same(at_first.get(path), was),
+                late=before.at != "forward",
             )
-
-
-def _all(one: Taken) -> dict[str, ValueLeaf]:
-    return one.entries | one.beside | one.looks
-
-
-def _same(a: ValueLeaf | None, b: ValueLeaf | None) -> bool:
-    return a is b is None or (a is not None and b is not None and a.digest == b.digest)
 
 
 def _within(path: str, told: set[str]) -> bool:
@@ -187,43 +246,3 @@ def _within(path: str, told: set[str]) -> bool:
 
 def _within_any(path: str, differ: set[str]) -> bool:
     return any(one.startswith((f"{path}[", f"{path}.")) for one in differ)
-
-
-def _kind(
-    path: str,
-    kinds: Mapping[str, str],
-    was: str = "",
-    now: str = "",
-    a: ValueLeaf | None = None,
-    b: ValueLeaf | None = None,
-) -> str:
-    if path.startswith("gradient of "):
-        return "gradients"
-    if path.endswith(".training"):
-        return "mode"
-    if "generator" in (was[:9], now[:9]):
-        return "generator"
-    if path in kinds:
-        return kinds[path]
-    owner = max((one for one in kinds if path.startswith(one)), key=len, default="")
-    kind = kinds.get(owner, "data" if "() ." in path or "()." in path else "state")
-    if kind == "weights":
-        return "buffers" if not path.startswith(f'{owner}["') else kind
-    return _data_kind(path, a, b) if kind == "data" else kind
-
-
-def _data_kind(path: str, a: ValueLeaf | None, b: ValueLeaf | None) -> str:
-    """Name the kind of a data pipeline's attribute, by its name and its content."""
-    names = _LAST.findall(path)
-    name = names[-1].lower() if names else ""
-    if a is not None and b is not None and a.count is not None and a.count == b.count:
-        return "order"  # different items, in the same number
-    if (a is not None and a.count is not None) or (b is not None and b.count is not None):
-        return "prefetch" if _AHEAD.search(name) else "buffer"
-    if _SEED.search(name):
-        return "shuffle"
-    if _EPOCH.search(name):
-        return "epoch"
-    if re.search(r"\[\d+\]$", path):
-        return "data"
-    return "position" if any(_POSITION.fullmatch(part) for part in name.split("_")) else "data"

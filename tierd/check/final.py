@@ -10,7 +10,7 @@ and saves. A restored entry is therefore compared with nothing until the loop's 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 import msgspec
@@ -33,6 +33,7 @@ class StateDifference(msgspec.Struct, frozen=True):
         magnitude: the largest distance between two of its numbers; None if it holds no numbers or the shapes differ.
         relative: the magnitude relative to the largest number.
         saved: whether the saved state contains it; None if no state was captured.
+        passing: whether it is equal again after the last step; all other members are then of `step`.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class StateDifference(msgspec.Struct, frozen=True):
     magnitude: float | None
     relative: float | None
     saved: bool | None
+    passing: bool = False
 
 
 def differences(
@@ -54,7 +56,11 @@ def differences(
     ignore: Sequence[str] = (),
     again: History | None = None,
 ) -> list[StateDifference]:
-    """Return the differences after the last step, each with the first step that shows it.
+    """Return the differences after the last step, each with the first step that shows it, and then the passing ones.
+
+    An entry that was lost may be right again after some steps, as the last few samples of a filter are. It was not
+    restored all the same. Only entries of the saved state are passing differences, because other objects may be worked
+    out again after a restore.
 
     The result is empty if only one of the runs was captured after the last step.
 
@@ -71,16 +77,38 @@ def differences(
     launch = pieces[last][0]
     first: dict[str, int] = {}
     for key in sorted(key for key in whole.keys() & pieces.keys() if pieces[key][0] > 1):
-        for path, *_ in _differing(a := whole[key][1], b := pieces[key][1], 0.0, _of_other_forms(a, b)):
+        for path, *_ in _differing(a := whole[key][1], b := pieces[key][1], 0.0, of_other_forms(a, b)):
             first.setdefault(path, key[0])
+
+    def counts(path: str) -> bool:
+        return path not in shaky and not any(_matches(path, pattern) for pattern in ignore)
+
     found = []
     ends = whole[last][1], pieces[last][1]
-    for path, one, other in _differing(*ends, tolerance, _of_other_forms(*ends)):
-        if path in shaky or any(_matches(path, pattern) for pattern in ignore):
+    for path, one, other in _differing(*ends, tolerance, of_other_forms(*ends)):
+        if counts(path):
+            apart = _apart(one, other)
+            found.append(StateDifference(rank, path, first[path], launch, one.text, other.text, *apart, other.saved))
+    found.sort(key=lambda one: one.saved is False)
+    return found + [one for one in _passing(whole, pieces, rank, tolerance, found) if counts(one.path)]
+
+
+def _passing(
+    whole: _Looks, pieces: _Looks, rank: int, tolerance: float, found: Sequence[StateDifference]
+) -> Iterator[StateDifference]:
+    """Yield the entries that differed at a step or a save after a resume, and not after the last step."""
+    known = {one.path for one in found}
+    for step, at in sorted(whole.keys() & pieces.keys()):
+        launch, now = pieces[step, at]
+        if launch == 1 or at not in ("step", "save"):
             continue
-        apart = _apart(one, other)
-        found.append(StateDifference(rank, path, first[path], launch, one.text, other.text, *apart, other.saved))
-    return sorted(found, key=lambda one: one.saved is False)
+        then = whole[step, at][1]
+        for path, one, other in _differing(then, now, tolerance, of_other_forms(then, now)):
+            if path in then.entries.keys() | now.entries.keys() and not _is_below(path, known):
+                known.add(path)
+                yield StateDifference(
+                    rank, path, step, launch, one.text, other.text, *_apart(one, other), other.saved, passing=True
+                )
 
 
 def compared(reference: History, killed: History, rank: int) -> int:
@@ -90,7 +118,7 @@ def compared(reference: History, killed: History, rank: int) -> int:
     if last is None:
         return 0
     a, b = whole[last][1], pieces[last][1]
-    apart = _of_other_forms(a, b)
+    apart = of_other_forms(a, b)
     entries = sum(not path.startswith(apart) for path in a.entries.keys() & b.entries.keys())
     return entries + len(a.beside.keys() & b.beside.keys())
 
@@ -103,7 +131,7 @@ def _last(whole: _Looks, pieces: _Looks) -> tuple[int, str] | None:
     return max((key for key in whole.keys() & pieces.keys() if key[1] == "end"), default=None)
 
 
-def _of_other_forms(a: Taken, b: Taken) -> tuple[str, ...]:
+def of_other_forms(a: Taken, b: Taken) -> tuple[str, ...]:
     """Return the keys of the state that cannot be compared.
 
     - A key that is an object in one run and plain values in the other.
@@ -195,6 +223,10 @@ def _apart(a: ValueLeaf, b: ValueLeaf) -> tuple[float | None, float | None]:
     return distance, distance / largest if largest else 0.0
 
 
+def _is_below(path: str, known: Collection[str]) -> bool:
+    return path in known or any(path.startswith((f"{one}[", f"{one}.")) for one in known)
+
+
 def _matches(path: str, pattern: str) -> bool:
     if path == pattern or path.startswith((f"{pattern}[", f"{pattern}.", f"{pattern} ")):
         return True
@@ -219,4 +251,5 @@ def _line(one: StateDifference) -> str:
         if one.expected != one.got:
             apart += f": {one.expected} uninterrupted, {one.got} in the killed run"
     where = "; not in the checkpoint" if one.saved is False else ""
+    where += "; equal again later" if one.passing else ""
     return f"{one.path}: after step {one.step} {apart}{where}"

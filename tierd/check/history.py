@@ -84,7 +84,8 @@ class Taken(msgspec.Struct, frozen=True):
     Attributes:
         step: the last step before the capture; for `loaded`, the checkpoint's step.
         at: the moment: `step` or `end`, when a step was observed; `save`, when a save began; `loaded`, after a restore;
-            `forward`, at the first forward pass after that step.
+            `forward`, at the first forward pass after that step; `backward`, right before the first backward pass
+            after it, with nothing but gradients.
         entries: the values of the saved state by path, without loaders, samplers and datasets.
         forms: the form of each key of the saved state, by path: `object` (it returns its state at any moment),
             `values`, `both`, or `unread`. The prefix `other ` marks a key whose save got another object than the

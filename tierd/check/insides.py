@@ -9,40 +9,79 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
-from types import GeneratorType
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from itertools import chain, islice
+from types import CellType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
+import msgspec
 import xxhash
 
 from tierd.check.history import CUDA, NUMPY, PYTHON, TORCH
 from tierd.check.leaves import ValueLeaf, is_generator, leaf_of, run_of
-from tierd.check.objects import generators, is_data, is_users
+from tierd.check.objects import LiveObjects, is_data
+from tierd.check.places import is_users, users_frames
 
 _MOST = 2000  # leaves in one capture, at most
 _DEEPEST = 12
+_FEW = 100  # items of a list that may hold generators
 _INSIDES = ("torch.utils.data", "torchdata")
 
 
-def insides(state: Mapping[str, Any] | None) -> dict[str, ValueLeaf]:
+def insides(
+    objects: LiveObjects, state: Mapping[str, Any] | None, entries: Collection[str] = ()
+) -> dict[str, ValueLeaf]:
     """Return the leaves of all loaders, samplers and datasets in `state`, and of the user's generator functions."""
-    found: dict[str, ValueLeaf] = {}
     seen: set[int] = set()
+    leaves = chain(_in_state(state, seen), _running(objects, seen), _beside(state, entries, seen))
+    return dict(islice(leaves, _MOST))
+
+
+def _in_state(state: Mapping[str, Any] | None, seen: set[int]) -> Iterator[tuple[str, ValueLeaf]]:
     for key, value in (state or {}).items():
         if is_data(value):
-            for path, leaf in _walk(value, f'state["{key}"]', seen, 0):
-                if len(found) < _MOST:
-                    found[path] = leaf
+            yield from _walk(value, f'state["{key}"]', seen, 0)
+
+
+def _running(objects: LiveObjects, seen: set[int]) -> Iterator[tuple[str, ValueLeaf]]:
     names: dict[str, int] = {}
-    for one in generators():
+    for one in objects.generators:
         if id(one) in seen:
             continue
         name = f"{one.gi_code.co_qualname if hasattr(one.gi_code, 'co_qualname') else one.gi_code.co_name}()"
         names[name] = names.get(name, 0) + 1
-        for path, leaf in _walk(one, name if names[name] == 1 else f"{name} {names[name]}", seen, 0):
-            if len(found) < _MOST:
-                found[path] = leaf
-    return found
+        yield from _walk(one, name if names[name] == 1 else f"{name} {names[name]}", seen, 0)
+
+
+def _beside(
+    state: Mapping[str, Any] | None, entries: Collection[str], seen: set[int]
+) -> Iterator[tuple[str, ValueLeaf]]:
+    """Yield what the checkpoint lacks of what gives the samples or counts the steps.
+
+    These are the attributes of loaders, samplers and the like in the loop's variables, because one of them may read
+    ahead of the source that is saved, and the numbers of the user's own objects in `state` that its
+    entries do not have.
+    """
+    there = False if state is not None else None
+    for name, value in _variables():
+        if is_data(value) and not isinstance(value, GeneratorType) and _is_looked_into(value):
+            for path, leaf in _walk(value, name, seen, 0):
+                yield path, msgspec.structs.replace(leaf, saved=there)
+    for key, value in (state or {}).items():
+        if not is_data(value) and _is_looked_into(value):
+            for attribute, inner in list(vars(value).items()):
+                if f'state["{key}"]["{attribute}"]' in entries:
+                    continue
+                if type(inner) in (int, float) and (number := leaf_of(inner)) is not None:
+                    yield f'state["{key}"].{attribute}', msgspec.structs.replace(number, saved=False)
+
+
+def _variables() -> Iterator[tuple[str, Any]]:
+    """Yield the local variables of the loop's own functions."""
+    for frame in users_frames():
+        for name, value in list(frame.f_locals.items()):
+            yield f"{frame.f_code.co_name}() {name}", value
 
 
 def global_generators() -> dict[str, ValueLeaf]:
@@ -58,13 +97,72 @@ def global_generators() -> dict[str, ValueLeaf]:
     return {name: ValueLeaf(digest, f"generator {digest[:8]}") for name, digest in digests.items()}
 
 
+def held_generators(state: Mapping[str, Any] | None) -> dict[str, ValueLeaf]:
+    """Return the generators that the loop's own functions reach: through objects, closures and global variables.
+
+    `insides` has those of the data in `state`.
+    """
+    found: dict[str, ValueLeaf] = {}
+    seen = {id(value) for value in (state or {}).values() if is_data(value)}
+    for frame in users_frames():
+        held = {f"{frame.f_code.co_name}() {name}": value for name, value in list(frame.f_locals.items())}
+        for path, value in [*held.items(), *list(frame.f_globals.items())]:
+            if not path.startswith("__"):
+                found |= _generators(value, path, seen, 0)
+    return found
+
+
+def _generators(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, ValueLeaf]]:
+    if is_generator(value):
+        if id(value) not in seen and (leaf := leaf_of(value)) is not None:
+            yield path, leaf
+        seen.add(id(value))
+        return
+    if id(value) in seen or depth > _DEEPEST or len(seen) > _MOST:
+        return
+    inside = _reached(value, path)
+    if inside:
+        seen.add(id(value))
+    for place, inner in inside:
+        yield from _generators(inner, place, seen, depth + 1)
+
+
+def _reached(value: Any, path: str) -> list[tuple[str, Any]]:
+    """Return what a container, an object of the user's own code, a module or a function refers to."""
+    torch = sys.modules.get("torch")
+    if isinstance(value, dict) and len(value) < _MOST:
+        return [(f"{path}[{key!r}]", inner) for key, inner in list(value.items())]
+    if isinstance(value, list | tuple) and len(value) < _FEW:
+        return [(f"{path}[{index}]", inner) for index, inner in enumerate(value)]
+    if isinstance(value, partial):
+        return [(path, one) for one in (value.func, *value.args, *value.keywords.values())]
+    if isinstance(value, MethodType):
+        return [(path, value.__self__)]
+    if isinstance(value, FunctionType) and is_users(value.__code__.co_filename):
+        names = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        return [(f"{path}.{name}", inner) for name, cell in names for inner in _content(cell)]
+    if torch is not None and isinstance(value, torch.nn.Module):
+        own = [(name, inner) for name, inner in list(vars(value).items()) if not name.startswith("_")]
+        return [(f"{path}.{name}", inner) for name, inner in [*own, *value._modules.items()]]
+    if _is_looked_into(value) and not isinstance(value, GeneratorType):
+        return [(f"{path}.{name}", inner) for name, inner in list(vars(value).items())]
+    return []
+
+
+def _content(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # a variable that the loop assigns only later
+        return []
+
+
 def _walk(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, ValueLeaf]]:
     if depth > _DEEPEST:
         return
-    if is_generator(value) or (leaf := leaf_of(value)) is not None:
-        leaf = leaf_of(value)
-        if leaf is not None:
-            yield path, leaf
+    if (leaf := leaf_of(value)) is not None:
+        yield path, leaf
+    elif is_generator(value):
+        return
     elif isinstance(value, Mapping) and len(value) < _MOST:
         yield path, _count(len(value))
         for key, inner in list(value.items()):

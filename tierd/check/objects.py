@@ -8,80 +8,18 @@ from __future__ import annotations
 
 import gc
 import sys
-import sysconfig
 import threading
-import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache, wraps
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from multiprocessing import active_children
-from pathlib import Path
-from types import FrameType, GeneratorType, ModuleType
+from types import GeneratorType
 from typing import Any
 
-from tierd.check.imported import once_imported
 from tierd.check.leaves import ValueLeaf, is_generator, leaf_of, leaves
+from tierd.check.places import ObjectPlaces, is_users, users_frames
 
-_OURS = str(Path(__file__).parent.parent)
-_HOOKED = {
-    "torch.nn.modules.module": "Module",
-    "torch.optim.optimizer": "Optimizer",
-    "torch.optim.lr_scheduler": "LRScheduler",
-    "torch.amp.grad_scaler": "GradScaler",
-}
 _DEEPEST = 30  # frames and containers
-
-
-@lru_cache(maxsize=4096)
-def is_users(file: str) -> bool:
-    """Return whether code is neither in Python's library, nor in an installed package, nor in tierd."""
-    paths = sysconfig.get_paths()
-    return not file.startswith(("<", _OURS, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))))
-
-
-class ObjectPlaces:
-    """Records where objects were created, for classes whose constructors can be wrapped."""
-
-    def __init__(self) -> None:
-        self._made: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
-        self._count = 0
-
-    def hook(self) -> None:
-        """Begin to record where modules, optimizers, schedulers and scalers are created."""
-
-        def wrap(name: str) -> Callable[[ModuleType], None]:
-            return lambda module: self._wrap(getattr(module, name))
-
-        once_imported({module: wrap(name) for module, name in _HOOKED.items()})
-
-    def _wrap(self, kind: Any) -> None:
-        made: Callable[..., None] = kind.__init__
-
-        @wraps(made)
-        def making(one: Any, *args: Any, **kwargs: Any) -> None:
-            made(one, *args, **kwargs)
-            try:
-                self._count += 1
-                self._made[one] = self._count, _caller(sys._getframe(1), one)
-            except TypeError:  # the object cannot be weakly referenced or hashed
-                pass
-
-        kind.__init__ = making
-
-    def of(self, one: object) -> tuple[int, str]:
-        """Return the object's number in order of creation, and `file:line`; (0, "") if neither was recorded."""
-        try:
-            return self._made.get(one, (0, ""))
-        except TypeError:
-            return 0, ""
-
-
-def _caller(frame: FrameType | None, one: object) -> str:
-    while frame is not None:
-        if is_users(frame.f_code.co_filename) and not any(value is one for value in frame.f_locals.values()):
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 def is_data(value: object) -> bool:
@@ -128,19 +66,20 @@ def kind_of(value: object) -> str:
     return "data" if is_data(value) else "state"
 
 
-def live(places: ObjectPlaces, state: Mapping[str, Any] | None) -> tuple[dict[str, ValueLeaf], dict[str, str]]:
+def live(
+    places: ObjectPlaces, objects: LiveObjects, state: Mapping[str, Any] | None
+) -> tuple[dict[str, ValueLeaf], dict[str, str]]:
     """Return the leaves of objects in this process outside of `state`, and the objects' kinds by name.
 
     The leaves are parameters, buffers and numbers of modules, and the state dicts of optimizers, schedulers, scalers
     and others. The generators and tensors that the loop holds are leaves as well.
     """
     torch = sys.modules.get("torch")
-    gc.collect()  # so that the collector's order is by age
     saved = _Saved(state)
     found: dict[str, ValueLeaf] = {}
     kinds: dict[str, str] = {}
     if torch is not None:
-        for name, one in _named(places, _objects(torch), saved):
+        for name, one in _named(places, objects.stateful, saved):
             kinds[name] = kind_of(one)
             found |= _of_module(torch, one, name, saved) if isinstance(one, torch.nn.Module) else _of(one, name, saved)
     for name, value in _held():
@@ -151,19 +90,14 @@ def live(places: ObjectPlaces, state: Mapping[str, Any] | None) -> tuple[dict[st
     return found, kinds
 
 
-def details(places: ObjectPlaces, known: bool) -> dict[str, ValueLeaf]:
+def details(places: ObjectPlaces, objects: LiveObjects, known: bool) -> dict[str, ValueLeaf]:
     """Return the attributes of modules outside of parameters and buffers: gradients, numbers, and training mode.
 
     Args:
         known: whether the saved state was captured; it does not contain the numbers.
     """
-    torch: Any = sys.modules["torch"]
-    found: dict[str, ValueLeaf] = {}
-    modules = (one for one in _objects(torch) if isinstance(one, torch.nn.Module))
-    for name, one in _named(places, modules, _Saved(None)):
-        for path, weight in one.named_parameters():
-            if weight.grad is not None and (leaf := leaf_of(weight.grad)) is not None:
-                found[f'gradient of {name}["{path}"]'] = leaf
+    found = gradients(places, objects)
+    for name, one in _modules(places, objects):
         for path, inner in one.named_modules():
             where = f"{name}{f'.{path}' if path else ''}"
             found[f"{where}.training"] = ValueLeaf(str(inner.training), str(inner.training))
@@ -171,6 +105,21 @@ def details(places: ObjectPlaces, known: bool) -> dict[str, ValueLeaf]:
                 if type(value) in (int, float) and (leaf := leaf_of(value)) is not None:
                     found[f"{where}.{key}"] = ValueLeaf(leaf.digest, leaf.text, saved=False if known else None)
     return found
+
+
+def gradients(places: ObjectPlaces, objects: LiveObjects) -> dict[str, ValueLeaf]:
+    """Return the gradients of all modules' parameters."""
+    found: dict[str, ValueLeaf] = {}
+    for name, one in _modules(places, objects):
+        for path, weight in one.named_parameters():
+            if weight.grad is not None and (leaf := leaf_of(weight.grad)) is not None:
+                found[f'gradient of {name}["{path}"]'] = leaf
+    return found
+
+
+def _modules(places: ObjectPlaces, objects: LiveObjects) -> Iterator[tuple[str, Any]]:
+    torch: Any = sys.modules["torch"]
+    return _named(places, (one for one in objects.stateful if isinstance(one, torch.nn.Module)), _Saved(None))
 
 
 class _Saved:
@@ -202,14 +151,34 @@ class _Saved:
         return tensor.data_ptr() in self.memory if self.known else None
 
 
-def _objects(torch: Any) -> Iterator[Any]:
+@dataclass(frozen=True, slots=True)
+class LiveObjects:
+    """The objects of this process that a capture is about.
+
+    Attributes:
+        stateful: objects with `state_dict()` and `load_state_dict()` that are no part of another module, and no data.
+        generators: the running generator functions of the user's own code, because often only a `for` loop refers to
+            them.
+    """
+
+    stateful: list[Any]
+    generators: list[GeneratorType[Any, Any, Any]]
+
+
+def find_live() -> LiveObjects:
+    """Go through all objects of the process once, because they are many. Requires torch."""
     from tierd.state.kinds.rng import RngState
 
+    torch: Any = sys.modules["torch"]
+    gc.collect()  # so that the collector's order is by age
+    running: list[GeneratorType[Any, Any, Any]] = []
     kinds: dict[type, bool] = {}
     modules: list[Any] = []
     others: list[Any] = []
     for one in gc.get_objects():
         kind = type(one)
+        if kind is GeneratorType and one.gi_frame is not None and is_users(one.gi_code.co_filename):
+            running.append(one)
         wanted = kinds.get(kind)
         if wanted is None:
             wanted = kinds[kind] = not issubclass(kind, type | RngState) and (
@@ -218,11 +187,11 @@ def _objects(torch: Any) -> Iterator[Any]:
         if wanted:
             (modules if isinstance(one, torch.nn.Module) else others).append(one)
     inner = {id(child) for one in modules for child in one.children()}
-    yield from (one for one in modules if id(one) not in inner)
-    yield from (one for one in others if not is_data(one))
+    top = [one for one in modules if id(one) not in inner]
+    return LiveObjects(top + [one for one in others if not is_data(one)], running)
 
 
-def _named(places: ObjectPlaces, objects: Iterator[Any], saved: _Saved) -> Iterator[tuple[str, Any]]:
+def _named(places: ObjectPlaces, objects: Iterable[Any], saved: _Saved) -> Iterator[tuple[str, Any]]:
     """Name each object by its type, its place of creation, and its number among equal ones."""
     kinds: defaultdict[str, list[tuple[int, Any]]] = defaultdict(list)
     for one in objects:
@@ -268,17 +237,12 @@ def _is_of_data(generator: object) -> bool:
 
 def _held() -> Iterator[tuple[str, Any]]:
     """Yield the tensors and random number generators in local variables of the loop's own functions."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_DEEPEST):
-        if frame is None:
-            return
+    for frame in users_frames(1 + _DEEPEST):  # this call is one of them
         code = frame.f_code
-        if is_users(code.co_filename):
-            inside = code.co_name == "<module>"
-            for name, value in list(frame.f_locals.items()):
-                if not name.startswith("__"):
-                    yield from _tensors(value, name if inside else f"{code.co_name}() {name}", 0)
-        frame = frame.f_back
+        inside = code.co_name == "<module>"
+        for name, value in list(frame.f_locals.items()):
+            if not name.startswith("__"):
+                yield from _tensors(value, name if inside else f"{code.co_name}() {name}", 0)
 
 
 def _tensors(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
@@ -291,12 +255,3 @@ def _tensors(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
             yield from _tensors(inner, f"{path}[{index}]", depth + 1)
     elif (torch is not None and isinstance(value, torch.Tensor)) or is_generator(value):
         yield path, value
-
-
-def generators() -> list[GeneratorType[Any, Any, Any]]:
-    """Return the running generator functions of the user's own code, because often only a `for` loop refers to them."""
-    return [
-        one
-        for one in gc.get_objects()
-        if type(one) is GeneratorType and one.gi_frame is not None and is_users(one.gi_code.co_filename)
-    ]

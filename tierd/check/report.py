@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tierd.check.causes import Cause
+from tierd.check.cause import Cause
 from tierd.check.compare import Divergence, RankResult
 from tierd.check.final import StateDifference, summary
 from tierd.check.history import Sample
@@ -45,7 +45,8 @@ class Report(msgspec.Struct, frozen=True):
         exact: whether every rank is equal, and the state at the end as well.
         allowance: samples that each rank may read again or skip, for each resume.
         entries: the number of values, inside and outside of the state, that were compared after the last step.
-        states: the values, inside and outside of the state, that differ after the last step.
+        states: the values, inside and outside of the state, that differ after the last step, and the entries of the
+            state that differed at an earlier step after a resume.
         leaks: samples that were read twice in an epoch, skipped, read on two ranks or taken from the validation split,
             beyond those of an uninterrupted run.
         kept: the directory in which records, output and spools were kept.

@@ -13,9 +13,10 @@ from contextlib import suppress
 from typing import Any
 
 from tierd.check.history import Taken
-from tierd.check.insides import global_generators, insides
+from tierd.check.insides import global_generators, held_generators, insides
 from tierd.check.leaves import ValueLeaf, leaves
-from tierd.check.objects import ObjectPlaces, details, is_alone, is_data, kind_of, live
+from tierd.check.objects import details, find_live, gradients, is_alone, is_data, kind_of, live
+from tierd.check.places import ObjectPlaces
 
 
 class States:
@@ -54,13 +55,23 @@ class States:
         if "torch" not in sys.modules:  # without torch tierd saves nothing, and no state is known
             return Taken(step, at, {}, {}, generators)
         entries, forms = _entries(self._state or {}, self._kept)
-        beside, kinds = live(self._places, self._state)
+        objects = find_live()
+        beside, kinds = live(self._places, objects, self._state)
         for key, value in (self._state or {}).items():
             kinds[f'state["{key}"]'] = kind = kind_of(value)
             if kind == "weights":
                 kinds |= {f'state["{key}"]["{name}"]': "buffers" for name, _ in value.named_buffers()}
-        looks = generators | insides(self._state) | details(self._places, self._state is not None)
+        generators |= {path: leaf for path, leaf in held_generators(self._state).items() if path not in beside}
+        looks = (
+            generators
+            | insides(objects, self._state, entries)
+            | details(self._places, objects, self._state is not None)
+        )
         return Taken(step, at, entries, beside, looks, kinds, forms, self._told)
+
+    def take_gradients(self, step: int) -> Taken:
+        """Capture the gradients that the first backward pass after a step adds to."""
+        return Taken(step, "backward", {}, {}, gradients(self._places, find_live()))
 
 
 def _is_scalar(value: object) -> bool:
@@ -70,7 +81,7 @@ def _is_scalar(value: object) -> bool:
 
 def _entries(state: Mapping[str, Any], kept: Set[str]) -> tuple[dict[str, ValueLeaf], dict[str, str]]:
     """Return the leaves of a state, and the form of each of its keys."""
-    from tierd.state.values import is_stateful  # torch is imported here
+    from tierd.state.classify import is_stateful  # torch is imported here
 
     found: dict[str, ValueLeaf] = {}
     forms: dict[str, str] = {}
@@ -87,7 +98,7 @@ def _entries(state: Mapping[str, Any], kept: Set[str]) -> tuple[dict[str, ValueL
 
 def _given(value: Any, objects: list[Any], depth: int = 0) -> Any:
     """Replace each object inside `value` by its `state_dict()`, and add the object to `objects`."""
-    from tierd.state.values import is_stateful
+    from tierd.state.classify import is_stateful
 
     if is_stateful(value):
         objects.append(value)

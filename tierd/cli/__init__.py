@@ -1,71 +1,53 @@
 """The command line: typer for the grammar, rich for the tables, JSON for programs.
 
 Invariant: every error ends in one line on stderr and an exit code that `EXIT_CODES` lists; a traceback is a bug.
+
+A command loads its own module alone, because all of them together load most of the daemon, which takes longer than most
+commands.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
+import os
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+from typer.main import get_command
 
 from tierd import __version__
-from tierd.cli.acting import act, disown, ending, move, pause, prepare, prune, space, watch
-from tierd.cli.measuring import advise, bench, check
-from tierd.cli.reading import doctor, export, follow, inspect, read, restore, runs, status, top
 from tierd.cli.tables import complain, print_json
 from tierd.core import errors, manifest
 from tierd.ipc.messages import EXIT_HELD
 from tierd.ipc.protocol import PROTOCOL
 from tierd.logs import formatter
 
-app = typer.Typer(
-    name="tierd",
-    help="Async tiered checkpoint storage: verified, retained, restored.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
-act.register(app)
-prune.register(app)
-read.register(app)
-runs.register(app)
-status.register(app)
-top.register(app)
-doctor.register(app)
-pause.register(app)
-space.register(app)
-ending.register(app)
-disown.register(app)
-advise.register(app)
-bench.register(app)
-check.register(app)
-inspect.register(app)
-follow.register(app)
-export.register(app)
-watch.register(app)
-restore.register(app)
-prepare.register(app)
-move.register(app)
-
-EXIT_CODES: dict[int, str] = {
-    0: "done; nothing wrong was found",
-    1: "an unexpected failure: a bug, or an error of the operating system",
-    2: "the command line was not understood",
-    3: "bad input: configuration, URL, name, step, a spool that cannot be used, a loop that fails by itself",
-    4: "not found: no such checkpoint, or none verified; `inspect`, `import`: a checkpoint is incomplete or unknown",
-    5: "corruption was found",
-    6: "a store or the daemon did not answer, or refused; this proves nothing wrong",
-    EXIT_HELD: "another daemon holds the spool",
-    check.EXIT_NOT_EXACT: "`check-resume`: the killed run differs from the uninterrupted one",
-    ending.EXIT_UNFINISHED: "`run` after SIGTERM, `drain`: some tier still lacks a part that it wants; "
-    "`--until-idle`: a checkpoint in a watched directory was not taken",
-    status.EXIT_WARNING: "`status --check`: a warning, and no alert; `doctor`: it works, at a cost or a risk; "
-    "`advise --notice`: the state is not in time",
-    status.EXIT_ALERT: "`status --check`: an alert: somebody has to act, or checkpoints may be lost; "
-    "`doctor`: something that is needed will fail",
-    follow.EXIT_UNDELIVERED: "`follow --once`: a checkpoint could not be delivered, or its command failed",
+MODULES: dict[str, tuple[str, ...]] = {  # the commands of each module; the help shows the modules in this order
+    "acting.act": ("run", "pin", "unpin", "config"),
+    "acting.prune": ("prune",),
+    "reading.read": ("ls", "show", "verify"),
+    "reading.runs": ("runs",),
+    "reading.status": ("status",),
+    "reading.top": ("top",),
+    "reading.doctor": ("doctor",),
+    "acting.pause": ("pause", "resume"),
+    "acting.space": ("rm", "du"),
+    "acting.ending": ("drain", "wait"),
+    "acting.disown": ("disown",),
+    "measuring.advise": ("advise",),
+    "measuring.bench": ("bench",),
+    "measuring.check": ("check-resume",),
+    "reading.inspect": ("inspect",),
+    "reading.follow": ("follow",),
+    "reading.export": ("export",),
+    "acting.watch": ("watch",),
+    "reading.restore": ("restore",),
+    "acting.prepare": ("prepare",),
+    "acting.move": ("copy", "import"),
 }
 _CODES: dict[type[errors.TierdError], int] = {
     errors.CheckpointNotFound: 4,
@@ -79,7 +61,6 @@ _CODES: dict[type[errors.TierdError], int] = {
 }
 
 
-@app.callback(invoke_without_command=True)
 def _main(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the versions and exit.")] = False,
@@ -97,13 +78,49 @@ def _main(
         context.fail("Missing command.")
 
 
+@functools.cache
+def _app(module: str | None) -> typer.Typer:
+    """The commands of one module, or of all."""
+    app = typer.Typer(
+        name="tierd",
+        help="Async tiered checkpoint storage: verified, retained, restored.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+    )
+    app.callback(invoke_without_command=True)(_main)
+    for name in MODULES if module is None else (module,):
+        importlib.import_module(f"tierd.cli.{name}").register(app)
+    return app
+
+
+def __getattr__(name: str) -> Any:
+    """`app`: all commands, for those that document or test them."""
+    if name == "app":
+        return _app(None)
+    raise AttributeError(name)
+
+
+def _module_of(arguments: list[str]) -> str | None:
+    """The module of the command that is asked for; None for help, completion, or a command that does not exist."""
+    if "_TIERD_COMPLETE" in os.environ:
+        return None
+    command = next((one for one in arguments if not one.startswith("-")), "")
+    return next((module for module, commands in MODULES.items() if command in commands), None)
+
+
+@functools.cache
+def _grammar(module: str | None) -> Callable[[list[str] | None], Any]:
+    """The commands and their options; cached because to read them off the functions takes longer than most commands."""
+    return get_command(_app(module))
+
+
 def run(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
-        app(arguments)
+        _grammar(_module_of(sys.argv[1:] if arguments is None else arguments))(arguments)
         return 0
     except SystemExit as end:  # typer's own end; 2 if it did not understand the command line
         return end.code if isinstance(end.code, int) else 1

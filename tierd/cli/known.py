@@ -10,7 +10,7 @@ from tierd.cli.options import Places
 from tierd.cli.tables import complain
 from tierd.core.errors import CheckpointNotFound, TierdError
 from tierd.core.timeline.alternatives import runs_there, steps_there
-from tierd.daemon.service import open_tiers
+from tierd.daemon.opening import open_tiers
 from tierd.daemon.tiers.observe import TierObserver
 from tierd.ipc import messages
 from tierd.ipc.client import Link
@@ -43,6 +43,12 @@ def note_unknown(where: Places, run: str) -> None:
     """Say on the standard error which runs there are if no place has this one: it may be new, or misspelt."""
     if there := unknown(where, run):
         complain(f"run {run!r}: no place has a checkpoint of it; {there}")
+
+
+def check_known(where: Places, run: str) -> None:
+    """Raise `CheckpointNotFound` with the runs that there are if no place has this one."""
+    if there := unknown(where, run):
+        raise CheckpointNotFound(f"run {run!r}: no place has a checkpoint of it\n  {there}")
 
 
 def unknown(where: Places, run: str) -> str | None:

@@ -5,6 +5,9 @@ Invariant: commands that only read accept a place by its URL and need neither a 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,16 +16,22 @@ import typer
 
 from tierd.core.config import LONGEST, Config, from_toml, from_urls
 from tierd.core.errors import ConfigError
+from tierd.core.ids import check_run
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.save_policy import Goal, check_goal
+from tierd.spool.permissions import as_account, whose
 from tierd.spool.spool import Spool
 
 SpoolOption = Annotated[
-    Path | None, typer.Option("--spool", metavar="DIR", help="The node's spool.", show_default=False)
+    Path | None,
+    # typer's own check of a path that cannot be read would end the command before it can say whose the spool is.
+    typer.Option("--spool", metavar="DIR", help="The node's spool.", show_default=False, readable=False),
 ]
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="A tierd.toml: spool, tiers, retention.", show_default=False),
+    typer.Option(
+        "--config", metavar="FILE", help="A tierd.toml: spool, tiers, retention.", show_default=False, readable=False
+    ),
 ]
 UrlArgument = Annotated[
     list[str] | None,
@@ -76,8 +85,9 @@ def places(
     config: Path | None,
     keep_last: int | None = None,
     key_file: Path | None = None,
+    run_option: bool = False,
 ) -> Places:
-    """Resolve the options.
+    """Resolve the options. `run_option` says whether the command takes a run by `--run`, for a hint.
 
     Raises:
         ConfigError: no place was named, options exclude each other, or a place cannot be used.
@@ -89,18 +99,44 @@ def places(
                 "leave --spool, URLs, --keep-last and --key-file out"
             )
         found = load_config(config)
-        return Places(_spool(Path(found.spool)) if Path(found.spool).exists() else None, found, policy=True)
+        home = Path(found.spool)
+        check_whose(home)
+        return Places(_spool(home) if home.exists() else None, found, policy=True)
     if spool is None and not urls:
         raise ConfigError("nothing to look at: give --spool DIR, a tier's URL, or --config FILE")
     retention = RetentionPolicy(keep_last=keep_last) if keep_last else None
     if key_file and not urls:
         raise ConfigError("--key-file is for tiers that are named by their URLs; name one")
     key = str(key_file.absolute()) if key_file else None
-    tiers = from_urls(str(spool.absolute()) if spool else "/", urls, retention, key) if urls else None
+    try:
+        tiers = from_urls(str(spool.absolute()) if spool else "/", urls, retention, key) if urls else None
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_run_meant(urls or ()) if run_option else ''}") from None
     return Places(_spool(spool) if spool else None, tiers, policy=keep_last is not None)
 
 
+def _run_meant(urls: Sequence[str]) -> str:
+    """Return the hint for a run's name in place of a URL, or nothing."""
+    name = next((one for one in urls if _is_run(one)), None)
+    return f"; if {name!r} is a run's name, write --run {name}" if name else ""
+
+
+def _is_run(text: str) -> bool:
+    with suppress(ConfigError):
+        return bool(check_run(text))
+    return False
+
+
+def check_whose(path: Path) -> None:
+    """Raise `ConfigError`, which says whose it is, if a directory on a spool's path is closed to this account."""
+    for one in (*reversed(path.absolute().parents), path):
+        if one.is_dir() and not os.access(one, os.X_OK):
+            owner = one.stat().st_uid
+            raise ConfigError(f"{one}: {whose(owner)}; run as its owner: {as_account(owner)} tierd ...")
+
+
 def _spool(path: Path) -> Spool:
+    check_whose(path)
     if not (path / ".tierd").is_dir():  # because opening any directory would make it a spool
         raise ConfigError(f"{path}: not a spool; a Checkpointer or `tierd run` makes one")
     return Spool(path, write=False)

@@ -6,6 +6,7 @@ is markup, because anybody may choose names in a bucket.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -44,8 +45,21 @@ def print_lines(text: object, *, error: bool = False) -> None:
 
 
 def print_json(answer: Any) -> None:
-    """Print an answer as one JSON object."""
-    sys.stdout.write(printable_json(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()) + "\n")
+    """Print an answer as one JSON object. In names of files, bytes that are not UTF-8 are escaped."""
+    try:
+        data = msgspec.json.encode(answer)
+    except UnicodeEncodeError:
+        data = json.dumps(_shown(msgspec.to_builtins(answer)), ensure_ascii=False).encode()
+    sys.stdout.write(printable_json(msgspec.json.format(data, indent=2).decode()) + "\n")
+
+
+def _shown(value: Any) -> Any:
+    """Return an answer with every unpaired surrogate escaped."""
+    if isinstance(value, dict):
+        return {_shown(key): _shown(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(inner) for inner in value]
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 def size(count: float) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from tierd.client.acceptance import AcceptanceWatch
 from tierd.client.ranks.tier_board import TierBoard
+from tierd.client.timings import USUAL, ClientTimings
 from tierd.core.config import from_urls
 from tierd.core.errors import ConfigError, DaemonSilent, DaemonUnavailable, TierdError, VersionMismatch
 from tierd.core.ids import PartId
@@ -24,17 +25,15 @@ from tierd.core.planning.unflushed import Unflushed, backlog_of
 from tierd.core.timeline.run_view import RunView
 from tierd.core.urls import parse_url
 from tierd.ipc.client import Link, start_daemon
-from tierd.ipc.messages import Attach, Candidates, MakeRoom, Request, read_member
+from tierd.ipc.messages import Attach, Candidates, MakeRoom, Request
 from tierd.ipc.messages import Backlog as AskBacklog
+from tierd.ipc.replies import read_member
 from tierd.spool.spool import Spool
 
 log = logging.getLogger("tierd")
 
 _TOLD = 5.0  # seconds that delivering one event may take
-_ANSWER = 5.0  # seconds that naming an attempt waits for the daemon's listing of the tiers
 _ROOM = 10.0  # seconds that a save which met a full disk waits for the daemon to make room
-_SILENCE = 1.0  # seconds of `_ROOM` without a sign of work after which the daemon counts as stopped
-_ALONE = 30.0  # seconds for which no save asks a daemon that was found stopped
 
 
 class Attachment:
@@ -46,6 +45,7 @@ class Attachment:
     Args:
         to: URLs of the tiers for which a daemon is started; None if a daemon is expected to be there; empty for no
             tiers.
+        timings: how long it waits.
         run: the run that this trainer saves. The daemon observes its tiers for this run, and may treat other runs in
             the spool as finished.
 
@@ -54,8 +54,8 @@ class Attachment:
         DaemonUnavailable: the daemon for `to` did not start. A daemon that is there but silent does not raise.
     """
 
-    def __init__(self, spool: Spool, to: Sequence[str] | None, run: str) -> None:
-        self._spool, self._run = spool, run
+    def __init__(self, spool: Spool, to: Sequence[str] | None, run: str, timings: ClientTimings = USUAL) -> None:
+        self._spool, self._run, self._timings = spool, run, timings
         self.keep_last: int | None = None
         if isinstance(to, str) or not all(isinstance(url, str) for url in to or ()):
             raise ConfigError(f"to={to!r}: a list of URLs, such as to=['s3://bucket/prefix']")
@@ -108,7 +108,8 @@ class Attachment:
             seen = set()
         if self.tiers:
             try:
-                seen |= read_member(self._ask_for_save(Candidates(run=run), _ANSWER), "sight", RunView).attempts
+                found = self._ask_for_save(Candidates(run=run), self._timings.names_s)
+                seen |= read_member(found, "sight", RunView).attempts
             except (TierdError, TimeoutError):
                 pass  # the spool and the clock decide then
         return seen
@@ -162,16 +163,17 @@ class Attachment:
             return False
 
     def _ask_for_save(self, request: Request, timeout_s: float) -> dict[str, Any]:
-        """Ask while a save waits. A stopped daemon costs `_SILENCE` seconds, and is then not asked for a while."""
+        """Ask while a save waits. A stopped daemon costs `room_silence_s`, and is then not asked for a while."""
         begun = time.monotonic()
         if begun < self._not_before:
             raise DaemonUnavailable("the daemon was silent a moment ago")
         try:
-            with Link(self._spool, silence_s=_SILENCE) as link:
+            with Link(self._spool, silence_s=self._timings.room_silence_s) as link:
                 return link.ask(request, timeout_s)
         except DaemonUnavailable:
-            if time.monotonic() - begun >= _SILENCE:  # the daemon is stopped: an absent one would have failed at once
-                self._not_before = time.monotonic() + _ALONE
+            # Then the daemon is stopped: an absent one would have failed at once.
+            if time.monotonic() - begun >= self._timings.room_silence_s:
+                self._not_before = time.monotonic() + self._timings.alone_s
             raise
 
     def tell(self, request: Request) -> None:
@@ -197,7 +199,7 @@ class Attachment:
 
     def _backlog(self, run: str, hurry: bool) -> Unflushed:
         with Link(self._spool) as link:
-            return backlog_of(link.ask(AskBacklog(hurry=hurry, run=run), _ANSWER))
+            return backlog_of(link.ask(AskBacklog(hurry=hurry, run=run), self._timings.names_s))
 
     def close(self, patience_s: float = _TOLD) -> None:
         """Close the connection. The daemon flushes what is left and ends by itself. `renew` registers again.
@@ -220,7 +222,7 @@ class Attachment:
         try:
             self._link = self._reach(to)
             self._link.greet()
-            answer = self._link.ask(Attach(run=self._run), None if to is not None else _ANSWER)
+            answer = self._link.ask(Attach(run=self._run), None if to is not None else self._timings.names_s)
         except VersionMismatch as error:
             # That daemon flushes what it finds in the spool, with or without a registration.
             self._let_go()
@@ -229,7 +231,7 @@ class Attachment:
                 log.warning("%s", error)
             return
         except (DaemonSilent, TimeoutError) as error:
-            self._silence, self._not_before = str(error), time.monotonic() + _ALONE
+            self._silence, self._not_before = str(error), time.monotonic() + self._timings.alone_s
             raise
         self._not_before, self._warned = 0.0, ""
         self._tiers = tiers = answer["tiers"]

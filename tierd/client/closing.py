@@ -7,11 +7,13 @@ daemon flushes on alone.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from tierd.client.outliving import ends_with_us
 from tierd.client.terminal_line import TerminalLine, pace
+from tierd.client.timings import USUAL
 from tierd.core.errors import ConfigError, DaemonUnavailable, SaveFailed, StoreRefused, TierdError
 from tierd.core.ids import PartId
 from tierd.core.planning.place import SPOOL
@@ -23,7 +25,6 @@ from tierd.spool.spool import Spool
 log = logging.getLogger("tierd")
 
 LAST_FLUSH_S = 600.0  # how long a plain close waits for tiers if the daemon ends with this process
-_POLL_S = 0.5
 _ANSWER_S = 10.0  # how long the daemon may take to answer a question
 _SOON_S = 3.0  # how long a plain close waits for the daemon's first answer
 _LEAST_S = 0.25  # how long a question may take if no time is left
@@ -39,11 +40,19 @@ class Closing:
         mine: returns whether this launch saved a part.
         renew: makes sure that a daemon runs, if one was asked for.
         node_ends: whether the node ends soon, and the daemon with it.
+        poll_s: the time between two questions to the daemon.
     """
 
     def __init__(
-        self, spool: Spool, mine: Callable[[PartId], bool], renew: Callable[[], None], *, node_ends: bool = False
+        self,
+        spool: Spool,
+        mine: Callable[[PartId], bool],
+        renew: Callable[[], None],
+        *,
+        node_ends: bool = False,
+        poll_s: float = USUAL.close_poll_s,
     ) -> None:
+        self._poll_s = poll_s
         self._spool, self._mine, self._renew, self._node_ends = spool, mine, renew, node_ends
         self._ends_with_us = node_ends
 
@@ -134,7 +143,8 @@ class Closing:
                 if not shown and now - logged >= _PROGRESS_S:
                     logged = now
                     log.info("%s; %s", what, sizes)
-                time.sleep(_POLL_S if end_s is None else max(0.0, min(_POLL_S, end_s - time.monotonic())))
+                left_s = math.inf if end_s is None else end_s - time.monotonic()
+                time.sleep(max(0.0, min(self._poll_s, left_s)))
                 try:
                     backlog = self._ask(end_s)
                 except TimeoutError:

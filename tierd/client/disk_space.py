@@ -17,18 +17,25 @@ class SpaceCheck:
 
     Args:
         keep_last: returns how many checkpoints the daemon keeps in the spool; None if no daemon has said so.
+        behind: runs the comparison behind training, because a disk may be slow to answer.
     """
 
-    def __init__(self, spool: Spool, keep_last: Callable[[], int | None]) -> None:
-        self._spool, self._keep_last = spool, keep_last
+    def __init__(
+        self, spool: Spool, keep_last: Callable[[], int | None], behind: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._spool, self._keep_last, self._behind = spool, keep_last, behind
         self.done = False
 
     def check(self, size_bytes: int) -> None:
-        """Compare the sizes, at the first call only.
+        """Compare the sizes once, behind training.
 
         Args:
             size_bytes: size of one rank's state. The ranks of a node are assumed to share the disk (`local_ranks`).
         """
+        if not self.done:
+            self._behind(lambda: self._compare(size_bytes))
+
+    def _compare(self, size_bytes: int) -> None:
         if self.done:
             return
         self.done = True

@@ -1,4 +1,4 @@
-"""Encode and decode one chunk: numbers as byte planes, text as zstd, noise raw. Synchronous.
+"""Encode and decode one chunk: numbers as byte planes, text as zstd, noise raw, few changes as a patch. Synchronous.
 
 Raw bytes and stored bytes each have a digest.
 
@@ -12,17 +12,18 @@ from dataclasses import dataclass
 
 import zstandard
 
-from tierd.codec import byte_planes
+from tierd.codec import byte_planes, patch
+from tierd.codec.byte_planes import Buffer
 from tierd.codec.detect import ChunkKind, kind
 from tierd.core.errors import CorruptChunk, FormatTooNew
 from tierd.core.ids import PartId, chunk_key
-from tierd.core.manifest import Chunk, Stored
+from tierd.core.manifest import PATCH, Chunk, Stored, is_patch
 from tierd.spool.file_io import digest
 
 RAW = "raw"
 ZSTD = "zst"
 PLANES = "planes"
-CODECS = (RAW, ZSTD, PLANES)  # all codecs that this version of tierd reads
+CODECS = (RAW, ZSTD, PLANES)  # what `encode` chooses from; `encode_patch` makes patches
 _LEVEL = 1  # because data other than numbers is mostly small: headers and JSON
 _SMALL = 1 << 20  # bytes; for smaller chunks both codecs are tried, because a small sample is unreliable
 _PIECE, _PIECES = 64 << 10, 4  # bytes of a sampled piece, and the most pieces; at most one piece per MiB
@@ -34,7 +35,7 @@ class Encoded:
     """A chunk as a tier stores it, and its entry for the manifest."""
 
     chunk: Chunk
-    data: bytes | bytearray | memoryview
+    data: Buffer
 
     @property
     def stored(self) -> Stored:
@@ -42,7 +43,7 @@ class Encoded:
         return self.chunk.stored
 
 
-def encode(part: PartId, chunk: Chunk, raw: bytes | bytearray | memoryview, pack: bool = True) -> Encoded:
+def encode(part: PartId, chunk: Chunk, raw: Buffer, pack: bool = True) -> Encoded:
     """Encode one chunk of `part`. Equal input gives equal output.
 
     Args:
@@ -57,13 +58,30 @@ def encode(part: PartId, chunk: Chunk, raw: bytes | bytearray | memoryview, pack
     return Encoded(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored), data)
 
 
-def _pack(raw: bytes | bytearray | memoryview) -> tuple[str, bytes | bytearray | memoryview]:
+def encode_patch(part: PartId, chunk: Chunk, raw: Buffer, base: Chunk, base_raw: Buffer, token: str) -> Encoded | None:
+    """Encode one chunk of `part` as a patch of `base`, which is stored on the same tier; None if too much differs.
+
+    Args:
+        raw, base_raw: the bytes of both, already verified.
+        token: 11 hex digits of this flush alone. The key contains them, because another flush of the part may have
+            another base, and must not overwrite the patch.
+    """
+    data = patch.make(raw, base_raw)
+    if data is None:
+        return None
+    codec = PATCH + token
+    key = chunk_key(part, chunk.xxh3_128, codec)
+    stored = Stored(codec=codec, size=len(data), xxh3_128=digest(data), key=key, base=base)
+    return Encoded(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored), data)
+
+
+def _pack(raw: Buffer) -> tuple[str, Buffer]:
     # The result is never longer than `raw`. Of equally short results the older codec is taken, because it comes first.
     found_kind = kind(raw)
     if found_kind is ChunkKind.NOISE and len(raw) >= _SMALL and not _repeats(raw):
         return RAW, raw
     numbers = found_kind is ChunkKind.NUMBERS
-    found: list[tuple[str, bytes | bytearray | memoryview]] = [(RAW, raw)]
+    found: list[tuple[str, Buffer]] = [(RAW, raw)]
     if not numbers or len(raw) < _SMALL:
         found.append((ZSTD, _zstd(raw)))
     if numbers and (packed := byte_planes.pack(raw)) is not None:
@@ -71,11 +89,11 @@ def _pack(raw: bytes | bytearray | memoryview) -> tuple[str, bytes | bytearray |
     return min(found, key=lambda each: len(each[1]))
 
 
-def _zstd(raw: bytes | bytearray | memoryview) -> bytes:
+def _zstd(raw: Buffer) -> bytes:
     return zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True).compress(raw)
 
 
-def _repeats(raw: bytes | bytearray | memoryview) -> bool:
+def _repeats(raw: Buffer) -> bool:
     """Return whether zstd shortens a sample of bytes whose values are equally frequent, by finding repetitions.
 
     Only a sample is compressed, because compressing all of a chunk that does not shrink costs as much as sending it.
@@ -86,27 +104,37 @@ def _repeats(raw: bytes | bytearray | memoryview) -> bool:
     return len(_zstd(sample)) < len(sample)
 
 
-def check_stored(stored: Stored, data: bytes | bytearray | memoryview, where: str) -> None:
+def check_stored(stored: Stored, data: Buffer, where: str) -> None:
     """Compare stored bytes with their entry in the manifest.
 
     Raises:
         CorruptChunk: size or digest differ.
     """
-    if len(data) != stored.size:
-        raise CorruptChunk(f"{where}: {stored.key}: {len(data)} bytes, not the {stored.size} of its manifest")
-    if digest(data) != stored.xxh3_128:
+    check_digest(stored, len(data), digest(data) if len(data) == stored.size else "", where)
+
+
+def check_digest(stored: Stored, size: int, found: str, where: str) -> None:
+    """Compare the size and the digest of stored bytes with their entry in the manifest; raises as `check_stored`."""
+    if size != stored.size:
+        raise CorruptChunk(f"{where}: {stored.key}: {size} bytes, not the {stored.size} of its manifest")
+    if found != stored.xxh3_128:
         raise CorruptChunk(f"{where}: {stored.key}: its bytes differ from their digest")
 
 
 def decode(
-    chunk: Chunk, data: bytes | bytearray | memoryview, where: str, into: memoryview | None = None
-) -> bytes | bytearray | memoryview:
+    chunk: Chunk,
+    data: Buffer,
+    where: str,
+    into: memoryview | None = None,
+    base: Buffer | None = None,
+) -> Buffer:
     """Return the raw bytes of a chunk, verified before and after decoding.
 
     Args:
         where: the place that supplied the bytes, for messages.
-        into: writable memory of the chunk's size for decoded numbers; its content is undefined after an error. Other
-            chunks are not copied into it.
+        into: writable memory of the chunk's size for decoded numbers and patches; its content is undefined after an
+            error. Other chunks are not copied into it.
+        base: the raw bytes of a patch's base; they may be in `into`.
 
     Raises:
         CorruptChunk: the stored bytes, the frame or the raw bytes differ from the manifest.
@@ -116,15 +144,13 @@ def decode(
     if stored is None:
         raise CorruptChunk(f"{where}: the manifest does not say how chunk {chunk.xxh3_128} is stored")
     check_stored(stored, data, where)
-    raw = data if stored.codec == RAW else _expand(chunk, stored, data, where, into)
+    raw = data if stored.codec == RAW else _expand(chunk, stored, data, where, into, base)
     if len(raw) != chunk.size or digest(raw) != chunk.xxh3_128:
         raise CorruptChunk(f"{where}: {stored.key}: its decoded bytes differ from their digest")
     return raw
 
 
-def recognize(
-    chunk: Chunk, codec: str, key: str, data: bytes | bytearray | memoryview, where: str
-) -> tuple[Chunk, bytes | bytearray | memoryview]:
+def recognize(chunk: Chunk, codec: str, key: str, data: Buffer, where: str) -> tuple[Chunk, Buffer]:
     """Check whether an object that no manifest at hand describes holds `chunk`.
 
     Returns the object's entry for a manifest, and the raw bytes.
@@ -142,9 +168,18 @@ def recognize(
 
 
 def _expand(
-    chunk: Chunk, stored: Stored, data: bytes | bytearray | memoryview, where: str, into: memoryview | None
-) -> bytes | bytearray | memoryview:
+    chunk: Chunk,
+    stored: Stored,
+    data: Buffer,
+    where: str,
+    into: memoryview | None,
+    base: Buffer | None,
+) -> Buffer:
     try:
+        if is_patch(stored.codec):
+            if base is None:
+                raise ValueError("its base is not known")
+            return patch.apply(data, base, into)
         if stored.codec == PLANES:
             return byte_planes.unpack(data, chunk.size, into)
         if stored.codec == ZSTD:
@@ -154,7 +189,7 @@ def _expand(
     raise FormatTooNew(f"{where}: {stored.key}: codec {stored.codec!r} is not known; use a newer tierd")
 
 
-def _expand_zstd(chunk: Chunk, data: bytes | bytearray | memoryview) -> bytes:
+def _expand_zstd(chunk: Chunk, data: Buffer) -> bytes:
     # Compared first, because decompress() would trust the size that the frame itself names.
     if zstandard.get_frame_parameters(bytes(data[:32])).content_size != chunk.size:
         raise ValueError(f"the frame does not promise {chunk.size} bytes")

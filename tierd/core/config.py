@@ -17,13 +17,21 @@ from msgspec import Meta
 from tierd.core.errors import ConfigError
 from tierd.core.event_kinds import CHOICES
 from tierd.core.ids import check_run
-from tierd.core.rate import Rate, rate
-from tierd.core.retention.policy import Duration, RetentionPolicy, seconds
+from tierd.core.rate import RATE_PATTERN, Rate, rate
+from tierd.core.retention.policy import DURATION_PATTERN, Duration, RetentionPolicy, seconds
 from tierd.core.urls import parse_url
 from tierd.core.webhook import check_webhook, is_reference, shown
 
 LONGEST = 64 << 10  # characters in a file
 _DEEP = re.compile(r"^(?:[^.#\n]*\.){65}", re.MULTILINE)  # tomllib takes quadratic time or more for a dotted key
+_TIER_NAME, _ABSOLUTE, _DIRECTORY = r"^[a-z][a-z0-9-]{0,31}\Z", "^/", r"^/[^\x00]*\Z"
+_FORMS = {  # what to write where a pattern does not match, for messages
+    RATE_PATTERN: "a rate, such as 800kB/s, 200MB/s or 1GiB/s",
+    DURATION_PATTERN: "a time, such as 90s, 10m, 12h or 7d",
+    _TIER_NAME: "at most 32 lower case letters, digits and hyphens, a letter first",
+    _ABSOLUTE: "an absolute path",
+    _DIRECTORY: "an absolute path",
+}
 _RESERVED = frozenset({"local"})  # the spool's own name among the tiers
 
 
@@ -44,13 +52,13 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             tiers; `retention` says which of their checkpoints.
     """
 
-    name: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9-]{0,31}\Z")]
+    name: Annotated[str, Meta(pattern=_TIER_NAME)]
     url: str
     retention: RetentionPolicy | None = None
     verify: Literal["checksum", "read"] = "checksum"
     limit_up: Rate | None = None
     limit_down: Rate | None = None
-    key_file: Annotated[str, Meta(pattern="^/")] | None = None
+    key_file: Annotated[str, Meta(pattern=_ABSOLUTE)] | None = None
     backfill: bool = False
 
 
@@ -88,9 +96,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     listen: str
-    token_file: Annotated[str, Meta(pattern="^/")] | None = None
-    cert_file: Annotated[str, Meta(pattern="^/")] | None = None
-    key_file: Annotated[str, Meta(pattern="^/")] | None = None
+    token_file: Annotated[str, Meta(pattern=_ABSOLUTE)] | None = None
+    cert_file: Annotated[str, Meta(pattern=_ABSOLUTE)] | None = None
+    key_file: Annotated[str, Meta(pattern=_ABSOLUTE)] | None = None
 
     @property
     def address(self) -> tuple[str, int]:
@@ -114,7 +122,7 @@ class WatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         run: the name of the run that they become; no trainer and no other `[[watch]]` saves to it.
     """
 
-    directory: Annotated[str, Meta(pattern=r"^/[^\x00]*\Z")]
+    directory: Annotated[str, Meta(pattern=_DIRECTORY)]
     run: str
 
 
@@ -143,7 +151,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         watch: the directories of other programs, each a `[[watch]]`.
     """
 
-    spool: Annotated[str, Meta(pattern=r"^/[^\x00]*\Z")]
+    spool: Annotated[str, Meta(pattern=_DIRECTORY)]
     tier: Annotated[tuple[TierConfig, ...], Meta(min_length=1)]
     retention: RetentionPolicy | None = None
     rescan: Duration = "30s"
@@ -310,5 +318,7 @@ def _check_rate(text: str | None, where: str) -> None:
 def _readable(message: str) -> str:
     # msgspec writes "... - at `$.tier[0].url`". The path is moved to the front, and `$.`, which users do not know, is
     # removed.
+    for pattern, form in _FORMS.items():  # a pattern says nothing to a person
+        message = message.replace(f"Expected `str` matching regex {pattern!r}", f"write {form}")
     match = re.fullmatch(r"(.*) - at `\$\.?(.*)`", message)
     return f"{match[2]}: {match[1]}" if match else message

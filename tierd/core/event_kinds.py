@@ -24,12 +24,15 @@ class EventKind(NamedTuple):
         level: how serious an event of this kind is.
         usual: whether receivers get it that choose no kinds.
         urgent: whether it is sent even if a receiver got too many events in this minute.
+        stays: whether the status counts it as a problem until the daemon starts again, because nothing that can be
+            observed later shows that it happened.
     """
 
     means: str
     level: Literal["info", "error", "alert"] = "info"
     usual: bool = True
     urgent: bool = False
+    stays: bool = False
 
 
 KINDS: dict[str, EventKind] = {
@@ -73,6 +76,7 @@ KINDS: dict[str, EventKind] = {
         "older copy of the tier in its place",
         "alert",
         urgent=True,
+        stays=True,
     ),
     "samples leaked": EventKind(
         "a trainer's `SampleWatch` saw samples twice in an epoch, or of the validation split; sent once an epoch",
@@ -84,7 +88,10 @@ KINDS: dict[str, EventKind] = {
         urgent=True,
     ),
     "given up": EventKind(
-        "the daemon deleted the last copy of a checkpoint although a tier still wanted it", "alert", urgent=True
+        "the daemon deleted the last copy of a checkpoint although a tier still wanted it",
+        "alert",
+        urgent=True,
+        stays=True,
     ),
     MORE: EventKind(
         "the number of events that this receiver did not get: too many a minute, no room in the queue, or given up"

@@ -94,13 +94,32 @@ def next_attempt(now_ms: int, seen: Iterable[str], token: str) -> str:
     return check_attempt(f"{max(now_ms, latest + 1, 0):012x}-{token}")
 
 
+class _Hashed:
+    """Room for a hash, which is computed once because a plan looks up thousands of ids; it is no field."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+
 @dataclass(frozen=True, slots=True, order=True)
-class CheckpointId:
+class CheckpointId(_Hashed):
     """`(run, attempt, step)`, compared in this order, so that the latest attempt is the newest whatever its step."""
 
     run: str
     attempt: str
     step: int
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CheckpointId):
+            return NotImplemented
+        return self.step == other.step and self.attempt == other.attempt and self.run == other.run
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            object.__setattr__(self, "_hash", hash((self.run, self.attempt, self.step)))
+            return self._hash
 
     @property
     def name(self) -> str:
@@ -120,6 +139,9 @@ class CheckpointId:
         if match is None or int(match[2][:12], 16) >= LATEST_MS or not _RUN.fullmatch(run):
             return None
         return CheckpointId(run, match[2], int(match[1]))
+
+
+in_order = operator.attrgetter("attempt", "step")  # sorts the ids of one run, and faster than by comparing them
 
 
 @dataclass(frozen=True, slots=True, order=True)

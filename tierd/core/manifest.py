@@ -20,6 +20,9 @@ from tierd.core.seal import seal, unsealed, version_of
 
 VERSION = 1
 ENCRYPTED = 2  # the version of the object that an encrypted tier has in place of a manifest
+PATCHED = 3  # a manifest's version if it names patches, because a deleter that knew nothing of bases would delete them
+PATCH = "patch"  # how the codec of a chunk begins that is stored as its difference from another one, its base
+MAX_PATCHES = 16  # the most patches in a row that are read, from a chunk to the whole chunk at which its bases end
 MANIFEST_NAME = "manifest.json"  # inside a part's directory in the spool
 TENSORS = "tensors.safetensors"  # the file in which `save` stores every tensor
 TREE = "state.json"  # the file in which `save` stores all other values, with references to the tensors
@@ -44,7 +47,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A chunk's encoded form on a tier, which is byte-identical on every tier.
 
     `checked` names the checksum by which the tier itself verified the put; if it is empty, the object was read back and
-    compared.
+    compared. `base` is the chunk from which a patch differs, of equal size; only a patch has one.
     """
 
     codec: Annotated[str, Meta(pattern=r"^[a-z0-9]{1,16}\Z")]
@@ -52,6 +55,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     xxh3_128: Digest
     key: Annotated[str, Meta(max_length=128)]  # relative to the run; may lie under another checkpoint of the same rank
     checked: Annotated[str, Meta(pattern=r"^[a-z0-9-]{0,16}\Z")] = ""
+    base: Chunk | None = None
 
     @property
     def form(self) -> tuple[str, int, str]:
@@ -65,6 +69,17 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     size: Annotated[int, Meta(ge=1, le=MAX_CHUNK_SIZE)]
     xxh3_128: Digest
     stored: Stored | None = None
+
+    def chain(self) -> Iterator[Chunk]:
+        """Yield the chunk, and the bases below it if it is stored as a patch."""
+        chunk: Chunk | None = self
+        while chunk is not None:
+            yield chunk
+            chunk = chunk.stored.base if chunk.stored else None
+
+    def objects(self) -> Iterator[Stored]:
+        """Yield all objects that are needed to read the chunk from a tier: its own, and those of its bases."""
+        return (chunk.stored for chunk in self.chain() if chunk.stored)
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,19 +188,30 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def stored_size(self) -> int:
-        """Bytes on a tier; 0 for a manifest of the spool."""
+        """Bytes on a tier, without the bases of patches; 0 for a manifest of the spool."""
         return sum(chunk.stored.size for chunk in self.chunks() if chunk.stored)
 
     @property
     def owners(self) -> frozenset[CheckpointId]:
-        """The checkpoints under whose names the chunks are stored on a tier: its own, and those of shared chunks."""
-        keys = {chunk.stored.key.rpartition("/")[0]: chunk.stored.key for chunk in self.chunks() if chunk.stored}
+        """The checkpoints under whose names the objects are stored on a tier: its own, and those of shared chunks and
+        of bases."""
+        keys = {stored.key.rpartition("/")[0]: stored.key for stored in self.objects()}
         found = {chunk_owner(self.run, key) for key in keys.values()}
         return frozenset(owner for owner in found if owner)
 
     def chunks(self) -> Iterator[Chunk]:
         for file in self.files:
             yield from file.chunks
+
+    def objects(self) -> Iterator[Stored]:
+        """Yield every object on a tier that the manifest names, also those of bases; one that it names twice, twice."""
+        for chunk in self.chunks():
+            yield from chunk.objects()
+
+    def with_files(self, files: tuple[File, ...]) -> Manifest:
+        """The same part with other entries for its chunks, of the version that these need."""
+        patched = any(chunk.stored and chunk.stored.base for file in files for chunk in file.chunks)
+        return msgspec.structs.replace(self, files=files, version=PATCHED if patched else VERSION)
 
     def under(self, run: str) -> Manifest:
         """The same part under another run's name, which remembers this one's."""
@@ -210,6 +236,11 @@ class Wrapped(msgspec.Struct, frozen=True, kw_only=True):
     cipher: Literal["aes-256-gcm"]
     key_id: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
     encrypted: str
+
+
+def is_patch(codec: str) -> bool:
+    """Whether a codec is that of a patch, which nobody can read without its base."""
+    return codec.startswith(PATCH)
 
 
 def is_metric_name(name: object) -> bool:
@@ -256,7 +287,7 @@ def unwrap(data: bytes, where: str) -> Wrapped | None:
     body = unsealed(data, where)
     try:
         version = version_of(body)
-        if version == VERSION:
+        if version in (VERSION, PATCHED):
             return None
         if version != ENCRYPTED:
             raise FormatTooNew(f"{where}: format version {version}; use a newer tierd")
@@ -283,8 +314,8 @@ def decode(data: bytes, expected: PartId | None = None) -> Manifest:
         version = version_of(body)
         if version == ENCRYPTED and (key_id := _key_id(body)):
             raise WrongKey(f"{where}: encrypted with key {key_id}: name its file by the tier's key_file, or --key-file")
-        if version != VERSION:
-            raise FormatTooNew(f"{where}: format version {version}; this tierd reads {VERSION}: use a newer one")
+        if version not in (VERSION, PATCHED):
+            raise FormatTooNew(f"{where}: format version {version}; this tierd reads up to {PATCHED}: use a newer one")
         manifest = _decoder.decode(body)
         manifest.numbers  # noqa: B018  # raises if a metric is neither a number nor a string that float() parses
         created = manifest.created_at
@@ -336,16 +367,33 @@ def _check_files(manifest: Manifest, where: str) -> None:
         if sum(chunk.size for chunk in file.chunks) != file.size:
             raise ManifestError(f"{where}: the chunks of {file.path!r} do not add up to its {file.size} bytes")
         for chunk in file.chunks:
-            _check_key(chunk, manifest.rank, f"{where}: {file.path!r}")
+            _check_stored(chunk, manifest, f"{where}: {file.path!r}")
     for path in seen:
         pieces = path.split("/")
         if any("/".join(pieces[:depth]) in seen for depth in range(1, len(pieces))):
             raise ManifestError(f"{where}: {path!r} lies inside another file")
 
 
+def _check_stored(chunk: Chunk, manifest: Manifest, where: str) -> None:
+    for patches, one in enumerate(chunk.chain()):
+        if one.stored is None:
+            if patches:
+                raise ManifestError(f"{where}: a patch of chunk {chunk.xxh3_128} has no stored base")
+            return
+        if patches > MAX_PATCHES:
+            raise ManifestError(f"{where}: chunk {chunk.xxh3_128} needs more than {MAX_PATCHES} patches")
+        _check_key(one, manifest.rank, where)
+        if one.size != chunk.size:
+            raise ManifestError(f"{where}: a base of chunk {chunk.xxh3_128} has {one.size} bytes, not {chunk.size}")
+        if is_patch(one.stored.codec) != (one.stored.base is not None):
+            what = "has no stored base" if one.stored.base is None else "is no patch, and has a base"
+            raise ManifestError(f"{where}: {one.stored.key!r} {what}")
+        if one.stored.base is not None and manifest.version != PATCHED:
+            raise ManifestError(f"{where}: {one.stored.key!r} is a patch, in a manifest of version {manifest.version}")
+
+
 def _check_key(chunk: Chunk, rank: int, where: str) -> None:
-    if chunk.stored is None:
-        return
+    assert chunk.stored is not None
     match = _CHUNK_KEY.fullmatch(chunk.stored.key)
     if match is None or int(match[1]) != rank:
         raise ManifestError(f"{where}: {chunk.stored.key!r} is no key of a chunk of rank {rank}")

@@ -17,7 +17,8 @@ _UNITS = {
 }
 _FORM = rf"([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?)({'|'.join(_UNITS)})/s"
 _RATE = re.compile(_FORM)
-Rate = Annotated[str, Meta(pattern=rf"^{_FORM}\Z")]  # "200MB/s", "1.5GiB/s"
+RATE_PATTERN = rf"^{_FORM}\Z"
+Rate = Annotated[str, Meta(pattern=RATE_PATTERN)]  # "200MB/s", "1.5GiB/s"
 
 
 def rate(text: str) -> int:

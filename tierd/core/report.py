@@ -15,7 +15,7 @@ from tierd.core.planning.inventory import Inventory, runs
 from tierd.core.planning.place import SPOOL, Place
 from tierd.core.planning.verdicts import judge
 from tierd.core.retention.policies import known_policy
-from tierd.core.retention.policy import HOPED_FOR, Verdict
+from tierd.core.retention.ranking import HOPED_FOR, Verdict
 from tierd.core.timeline.candidates import restore_candidates
 
 

@@ -1,9 +1,9 @@
-"""The control socket: it answers requests of trainers and of the command line over the spool's unix socket.
+"""The control socket: connections of trainers and of the command line to the spool's unix socket.
+
+`daemon/request_handler.py` does what their requests ask for.
 
 Invariants:
 
-- A request changes nothing that reconciling would not change, except pins, pauses and the removal of a run.
-- Reports of trainers are passed on as events.
 - The daemon continues after any bytes from a peer and after any disconnection.
 - The socket is for its owner alone (mode 0600); only its owner and root get answers.
 """
@@ -15,60 +15,39 @@ import concurrent.futures
 import functools
 import logging
 import math
-import os
 import socket
-import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 
 from tierd.core.errors import (
-    CheckpointNotFound,
-    ConfigError,
     RequestUnknown,
-    StoreRefused,
-    StoreUnavailable,
     TierdError,
 )
-from tierd.core.ids import CheckpointId, PartId, pin_key
-from tierd.core.planning.inventory import Inventory
-from tierd.core.planning.place import SPOOL
-from tierd.core.report import report
-from tierd.core.retention.policies import policy_for
-from tierd.core.timeline.head import newest
-from tierd.core.timeline.launches import beside
-from tierd.core.timeline.run_view import run_view_of
-from tierd.core.urls import parse_url
+from tierd.core.ids import PartId
 from tierd.daemon.handoff import HandoffServer
 from tierd.daemon.peers import Peers, unknown
-from tierd.daemon.rank_notes import RankNotes
 from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.remove import remove_from_spool
-from tierd.daemon.reports.runs import runs
+from tierd.daemon.request_handler import RequestHandler
 from tierd.daemon.status import Status, status
-from tierd.daemon.tier_worker import TierWorker
 from tierd.events.notifier import Notifier
-from tierd.ipc import messages
-from tierd.priority import hasten
+from tierd.ipc import decoding, messages, replies
 from tierd.spool.permissions import listen, peer_pid, stranger
-from tierd.spool.records import policies
 
 log = logging.getLogger("tierd.daemon")
 
 _ROOM = 15.0  # seconds that a thread waits for disk space to be freed, which takes less
-_PATIENCE = 60.0  # seconds that a restore waits for a tier's answer if the spool suffices
-_FLUSHES = 600.0  # seconds that a removal waits for flushes under way
 
 
 class Control:
-    """Answer requests on the control socket.
+    """Read requests from the control socket, and write their answers.
 
     Attributes:
         trainers: how many trainers are attached.
         seen: whether a trainer ever attached.
+        handler: does what requests ask for.
         notifier: the notifier whose receivers `status` shows.
         working: the requests under way.
     """
@@ -80,7 +59,7 @@ class Control:
         self._handoff = handoff
         self._connections: set[asyncio.Task[None]] = set()
         self._peers = Peers("control")
-        self._meetings = RankNotes(reconciler.tiers.who)
+        self.handler = RequestHandler(reconciler, handoff, self.status)
         self.trainers = 0
         self.seen = False
         reconciler.requests.attended = lambda: self.trainers > 0
@@ -89,7 +68,8 @@ class Control:
     async def listening(self) -> AsyncIterator[None]:
         """Listen on the spool's socket while the context lasts."""
         spool = self._reconciler.spool
-        listener = listen(spool.socket, socket.SOCK_STREAM)  # safe to replace: the spool's lock excludes another daemon
+        # A socket that is there may be replaced, because the spool's lock excludes another daemon.
+        listener, remove = listen(spool.socket, socket.SOCK_STREAM)
         server = await asyncio.start_unix_server(self._serve, sock=listener, limit=messages.MAX_REQUEST)
         self._handoff.room = functools.partial(self._make_room, asyncio.get_running_loop())
         try:
@@ -100,8 +80,7 @@ class Control:
             for task in self._connections:
                 task.cancel()
             await asyncio.gather(*self._connections, return_exceptions=True)
-            with suppress(OSError):  # so that a failing disk does not prevent an orderly end
-                spool.socket.unlink(missing_ok=True)
+            remove()
 
     def status(self) -> Status:
         """Describe the daemon."""
@@ -122,8 +101,8 @@ class Control:
             pid = peer_pid(writer.get_extra_info("socket"))
             while line := await reader.readline():
                 try:
-                    request: messages.Hello | messages.AnyRequest | RequestUnknown = messages.decode_request(line)
-                except messages.UnknownKind as error:
+                    request: messages.Hello | messages.AnyRequest | RequestUnknown = decoding.decode_request(line)
+                except decoding.UnknownKind as error:
                     request = unknown(error)
                 if isinstance(request, messages.Attach) and attached is None:
                     attached, self.seen = request, True
@@ -131,7 +110,7 @@ class Control:
                     self._reconciler.requests.presence.came(request.run)
                 match request:
                     case RequestUnknown():
-                        reply = messages.error_reply(request)
+                        reply = replies.error_reply(request)
                     case messages.Hello():
                         reply, greeted = self._peers.answer(pid, request), True
                     case _:
@@ -161,7 +140,7 @@ class Control:
     async def _answer(
         self, request: messages.AnyRequest, writer: asyncio.StreamWriter, held: set[PartId]
     ) -> dict[str, Any]:
-        work = asyncio.ensure_future(self._do(request, held))
+        work = asyncio.ensure_future(self.handler.handle(request, held))
         self.working.add(work)
         work.add_done_callback(self.working.discard)
         beat_s = min(
@@ -173,162 +152,16 @@ class Control:
                 done, _ = await asyncio.wait([work], timeout=beat_s)
                 if done:
                     return {"ok": True, **work.result()}
-                writer.write(messages.encode_line({"working": True, **self._progress(request)}))
+                writer.write(messages.encode_line({"working": True, **self.handler.progress(request)}))
                 await writer.drain()
         except (TierdError, TimeoutError) as error:
-            return messages.error_reply(error)
+            return replies.error_reply(error)
         except OSError as error:
             if isinstance(error, ConnectionError):
                 raise
-            return messages.error_reply(error)
+            return replies.error_reply(error)
         finally:
             work.cancel()
-
-    async def _do(self, request: messages.AnyRequest, held: set[PartId]) -> dict[str, Any]:
-        hasten()  # this task's threads do not yield to training, because a peer waits
-        match request:
-            case messages.Attach(run=run):
-                self._reconciler.wake()
-                tiers = {tier.name: tier.url for tier in self._reconciler.config.tier}
-                return {"pid": os.getpid(), "tiers": tiers, "keep_last": await self._keep_last(run)}
-            case messages.Status():
-                return {"status": self.status()}
-            case messages.Report(run=run):
-                await self._look(run)
-                return {"report": report(self._reconciler.inventory(), self._reconciler.config, run)}
-            case messages.Runs():
-                return {"runs": await runs(self._reconciler)}
-            case messages.Candidates(run=run, metrics=metrics):
-                await self._handoff.settled()  # to include snapshots that a dead trainer handed over
-                slow, silent = await self._look(run, patient=False)
-                inventory = self._reconciler.inventory()
-                there = {name: None if name in slow else place for name, place in inventory.tiers.items()}
-                inventory = replace(inventory, tiers=there)
-                sight = await asyncio.to_thread(run_view_of, inventory, run, metrics)
-                return {"sight": msgspec.structs.replace(sight, silent=self._located(silent, sight.unreached))}
-            case messages.Fetch(part=part, wanted=wanted):
-                if part not in held:
-                    self._reconciler.repairs.hold(part)
-                    held.add(part)
-                try:
-                    return {"tiers": await self._reconciler.repairs.fetch(part, wanted=wanted)}
-                except (StoreUnavailable, StoreRefused) as error:
-                    raise type(error)(f"node {socket.gethostname()}: {error}") from error
-            case messages.Wait(part=part, tier=tier, timeout_s=timeout, needed=needed):
-                with self._reconciler.requests.waiting(part, needed=needed):
-                    return await self._wait(part, tier, timeout)
-            case messages.Backlog(hurry=hurry, run=run, newest=newest):
-                if newest:
-                    self._reconciler.send_newest_first()
-                if hurry:
-                    await self._handoff.settled()
-                    self._reconciler.retry_now()
-                    await self._look(run)
-                return {"backlog": self._reconciler.backlog.summary()}
-            case messages.Pin(checkpoint=checkpoint, pinned=pinned):
-                return await self._pin(checkpoint, pinned)
-            case messages.Failed(part=part, why=why):
-                self._reconciler.save_events.given_up(part, why)
-                return {}
-            case messages.Leaked(part=part, why=why):
-                self._reconciler.journal.tell("samples leaked", SPOOL, part, why)
-                return {}
-            case messages.Preempted(part=part, why=why):
-                if self._reconciler.send_newest_first():  # the node's other ranks say the same
-                    self._reconciler.journal.tell("preempted", SPOOL, part, why)
-                return {}
-            case messages.FellBack(checkpoint=checkpoint, skipped=skipped):
-                self._reconciler.save_events.fell_back(checkpoint, skipped)
-                return {}
-            case messages.Restored(part=part, place=place, seconds=took):
-                known = place if place in self._reconciler.stores else SPOOL
-                self._reconciler.save_events.restored(part, known, took)
-                return {}
-            case messages.Launches(run=run):
-                return {"launches": beside(self._reconciler.inventory(), run, time.time())}
-            case messages.Notes():
-                return await self._meetings.handle(request, self._reconciler.stores)
-            case messages.MakeRoom(run=run, size_bytes=size, quota=quota):
-                return asdict(await self._reconciler.room.make(run, size, quota=quota))
-            case messages.Remove(run=run):
-                return await self._remove(run)
-            case messages.Pause(for_s=for_s):
-                return await self._pause(self._reconciler.pause.begin(for_s))
-            case messages.Resume():
-                return await self._pause(self._reconciler.pause.end())
-
-    def _progress(self, request: messages.AnyRequest) -> dict[str, Any]:
-        if isinstance(request, messages.Fetch) and (at := self._reconciler.repairs.under_way.get(request.part)):
-            return {"done": at.done, "total": at.total, "tiers": at.tiers}
-        if isinstance(request, messages.Wait):
-            asked = (request.tier, request.part)
-            moving = (it for tier, part, it in self._reconciler.tiers.moving() if (tier, part) == asked)
-            return next(({"done": it.done, "total": it.total} for it in moving), {})
-        return {}
-
-    async def _keep_last(self, run: str | None) -> int:
-        """Return how many checkpoints of a run the spool keeps.
-
-        The policies are read anew, because the run's trainer may have recorded its own after the last observation.
-        """
-        inventory, config = self._reconciler.inventory(), self._reconciler.config
-        with suppress(OSError):
-            given = await asyncio.to_thread(policies, self._reconciler.spool.control, [run] if run else [])
-            inventory = replace(
-                inventory, spool=replace(inventory.spool, policies={**inventory.spool.policies, **given})
-            )
-        return policy_for(inventory, config, run or "", SPOOL).keep_last
-
-    def _located(self, silent: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-        """Say for each of these tiers that does not answer at which node and URL, and why."""
-        urls = {tier.name: str(parse_url(tier.url)) for tier in self._reconciler.config.tier}
-        return {
-            name: f"node {socket.gethostname()}: {urls[name]}: {silent[name]}"
-            for name in names
-            if name in silent and name in urls
-        }
-
-    async def _look(self, run: str | None, *, patient: bool = True) -> tuple[list[str], dict[str, str]]:
-        """Observe all places afresh. A tier that fails becomes unknown in the inventory.
-
-        Until every tier has answered, no observation leaves the run out, because a restore would take that for a fresh
-        start.
-
-        Args:
-            run: the run that is asked for; None: all runs of the spool.
-            patient: wait for each tier's answer, however slow it is. Otherwise wait `_PATIENCE` seconds if the newest
-                known checkpoint is complete in the spool.
-
-        Returns:
-            The tiers that were too slow, and the reason for each tier that did not answer.
-        """
-        reconciler = self._reconciler
-        with reconciler.requests.asking(run):
-            looks = {name: asyncio.ensure_future(reconciler.look(name)) for name in reconciler.workers}
-            try:
-                await asyncio.wait([looks[SPOOL]])
-                local = run is not None and _is_whole_here(reconciler.inventory(), run)
-                await asyncio.wait(looks.values(), timeout=None if patient or not local else _PATIENCE)
-            finally:
-                # Only this wait ends: other callers share the observation.
-                slow = [name for name, look in looks.items() if look.cancel()]
-        for name in slow:
-            log.warning(
-                "%s: slow, not down: no answer within %.0f s; a restore of %s, whose newest checkpoint is whole in the "
-                "spool, goes without it",
-                name,
-                _PATIENCE,
-                run,
-            )
-        silent = dict.fromkeys(slow, f"slow, not down: no answer within {_PATIENCE:.0f} s")
-        for name, look in looks.items():
-            failed = None if name in slow else look.exception()
-            if isinstance(failed, TierdError) and name != SPOOL:
-                log.warning("%s: cannot be asked: %s", name, failed)
-                silent[name] = str(failed)
-            elif failed:
-                raise failed
-        return slow, silent
 
     def _make_room(self, loop: asyncio.AbstractEventLoop, part: PartId, size_bytes: int, quota: bool) -> bool:
         """Free disk space for a part. Called in a thread that persists the part and that waits only for this."""
@@ -341,73 +174,3 @@ class Control:
             making.cancel()
             log.warning("control: no room was made for %s: %s", part, error or type(error).__name__)
             return False
-
-    async def _wait(self, part: PartId, tier: str, timeout: float | None) -> dict[str, Any]:
-        worker = self._worker(tier)
-
-        def is_there() -> bool:
-            nonlocal worker
-            worker = self._worker(tier)  # a reload may have replaced or removed it
-            if self._reconciler.tiers.has(part, tier):
-                return True
-            if self._reconciler.backlog.is_retired(part, tier):
-                raise CheckpointNotFound(
-                    f"{tier}: {part} is not there and will not come: newer ones have retired it, or it is gone"
-                )
-            if isinstance(worker.last_error, StoreRefused):
-                raise StoreRefused(f"{tier}: {part} is not there yet, and the tier refuses: {worker.last_error}")
-            return False
-
-        await self._reconciler.look(SPOOL)
-        self._reconciler.wake()
-        try:
-            async with asyncio.timeout(timeout):
-                await self._reconciler.until(is_there)
-        except TimeoutError:
-            why = f"; its last error: {worker.last_error}" if worker.last_error else ""
-            why += f"; paused: {until}" if (until := self._reconciler.pause.until) else ""
-            # The message omits the timeout, because the caller shares one timeout among several parts and reports it.
-            raise TimeoutError(f"{tier}: {part} is not verified there yet{why}") from None
-        return {}
-
-    async def _remove(self, run: str) -> dict[str, Any]:
-        reconciler = self._reconciler
-        if reconciler.requests.is_trained(run):
-            raise ConfigError(f"run {run!r}: a trainer that saves it, or may, is attached to the daemon; end it first")
-        if any(one.run == run for one in reconciler.requests.held):
-            raise ConfigError(f"run {run!r}: somebody is restoring it; try again when that has ended")
-        await asyncio.to_thread(remove_from_spool, reconciler.spool, run)
-        reconciler.requests.interest.discard(run)
-        await reconciler.look(SPOOL)
-        log.warning("spool %s: run %s was deleted, as asked", reconciler.spool.root, run)
-        async with asyncio.timeout(_FLUSHES):  # because one may still put a manifest
-            await reconciler.until(lambda: all(one.checkpoint.run != run for one in reconciler.inventory().busy))
-        return {}
-
-    def _worker(self, tier: str) -> TierWorker:
-        if tier not in self._reconciler.stores:
-            names = ", ".join([SPOOL, *self._reconciler.stores])
-            raise ConfigError(f"tier {tier!r}: the daemon has no tier of that name; it has {names}")
-        return self._reconciler.workers[tier]
-
-    async def _pause(self, change: Coroutine[Any, Any, None]) -> dict[str, Any]:
-        await asyncio.shield(change)  # so that file and memory agree even if the peer disconnects
-        self._reconciler.wake()
-        until = self._reconciler.pause.until
-        log.info("paused: %s", until) if until else log.info("resumed")
-        return {"paused": until}
-
-    async def _pin(self, checkpoint: CheckpointId, pinned: bool) -> dict[str, Any]:
-        await asyncio.to_thread(self._reconciler.spool.pin, checkpoint, pinned=pinned)
-        for store in self._reconciler.stores.values():
-            await (store.put(pin_key(checkpoint), b"") if pinned else store.delete([pin_key(checkpoint)]))
-        self._reconciler.wake()
-        return {}
-
-
-def _is_whole_here(inventory: Inventory, run: str) -> bool:
-    """Whether the spool has all of the newest checkpoint of a run that any place has, or remembers in a head."""
-    one = newest(inventory.remembered(run), run)
-    last = max((*inventory.copies(run), *([one] if one else ())), default=None)
-    seen = inventory.spool.checkpoints.get(last) if last else None
-    return seen is not None and seen.usable

@@ -6,6 +6,9 @@ whether or not the trainer still lives to get the reply.
 A dead trainer's arena is kept here for a while, so that its successor restores from memory. Each trainer has its own
 thread, because persisting blocks; nothing here touches the event loop. A refused trainer gets the reason, and writes
 its checkpoints itself.
+
+The module is longer than 300 lines because the accepting thread and the trainers' threads share the connections and the
+memory of dead trainers under one lock.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 
 import msgspec
@@ -31,7 +34,8 @@ from tierd.core.manifest import TENSORS, TREE, decode
 from tierd.daemon import handoff_lines
 from tierd.daemon.handoff_lines import HandedOverSnapshot, TrainerConnection
 from tierd.daemon.peers import THIS, Peers, unknown
-from tierd.ipc import messages
+from tierd.daemon.timings import USUAL, DaemonTimings
+from tierd.ipc import decoding, handoff_messages, messages, replies
 from tierd.spool.arena import Arena
 from tierd.spool.commit import CommittedPart, Room, write_part, write_with_room
 from tierd.spool.conditions import condition
@@ -40,8 +44,6 @@ from tierd.spool.spool import Spool
 
 log = logging.getLogger("tierd.daemon")
 
-_ORPHAN = 30.0  # seconds for which a dead trainer's memory is kept for its successor
-_TICK = 0.5  # seconds between two polls
 _SAID = 60.0  # seconds between two log lines about refused connections
 
 
@@ -51,14 +53,25 @@ class HandoffServer:
     Args:
         spool: the local tier.
         told: callback, run in a thread, for every part that was committed from a trainer's memory, or with the error.
+        timings: the daemon's.
+
+    Attributes:
+        timings: the daemon's.
+        connections: the trainers' connections, oldest first.
+        orphans: by writer, the connection of a dead trainer whose memory waits for a successor.
     """
 
-    def __init__(self, spool: Spool, told: Callable[[PartId, CommittedPart | Exception], None]) -> None:
-        self._spool = spool
+    def __init__(
+        self,
+        spool: Spool,
+        told: Callable[[PartId, CommittedPart | Exception], None],
+        timings: DaemonTimings = USUAL,
+    ) -> None:
+        self._spool, self.timings = spool, timings
         self._told = told
         self._changed = threading.Condition()
-        self._lines: list[TrainerConnection] = []
-        self._orphans: dict[str, TrainerConnection] = {}
+        self.connections: list[TrainerConnection] = []
+        self.orphans: dict[str, TrainerConnection] = {}
         self._peers = Peers("hand-off")
         self._pool = ThreadPoolExecutor(64, thread_name_prefix="tierd-persist")
         self._waiters = ThreadPoolExecutor(8, thread_name_prefix="tierd-settle")
@@ -73,17 +86,17 @@ class HandoffServer:
     def busy(self) -> bool:
         """Whether a trainer is connected, or a dead trainer's memory waits for its successor."""
         with self._changed:
-            return bool(self._lines or self._orphans)
+            return bool(self.connections or self.orphans)
 
     def writers(self) -> frozenset[str]:
         """`PartId.writer` of every rank that will write again, and whose pruned files are therefore worth keeping."""
         with self._changed:
-            return frozenset(line.writer for line in (*self._lines, *self._orphans.values()) if line.writer)
+            return frozenset(line.writer for line in (*self.connections, *self.orphans.values()) if line.writer)
 
     def handed_over_bytes(self) -> int:
         """The memory, in bytes, that trainers, living and dead, share with this daemon."""
         with self._changed:
-            lines = (*self._lines, *self._orphans.values())
+            lines = (*self.connections, *self.orphans.values())
             return sum(arena.size for line in lines for arena in line.arenas.values())
 
     async def settled(self) -> None:
@@ -92,16 +105,15 @@ class HandoffServer:
 
     def _settle(self) -> None:
         with self._changed:
-            dead = [line for line in self._lines if line.hung_up]
-            while not self._stopping and any(line in self._lines for line in dead):
-                self._changed.wait(_TICK)
+            dead = [line for line in self.connections if line.hung_up]
+            while not self._stopping and any(line in self.connections for line in dead):
+                self._changed.wait(self.timings.tick_s)
 
     @contextmanager
     def listening(self, drain: float) -> Iterator[None]:
         """Accept snapshots while the context lasts; its exit waits `drain` seconds for snapshots in progress."""
-        path = self._spool.handoff_socket
         self._tidy()
-        listener = listen(path, socket.SOCK_SEQPACKET)
+        listener, remove = listen(self._spool.handoff_socket, socket.SOCK_SEQPACKET)
         listener.listen(128)
         listener.setblocking(False)
         wake = os.eventfd(0, os.EFD_CLOEXEC)
@@ -115,13 +127,12 @@ class HandoffServer:
             accepting.join()
             listener.close()
             os.close(wake)
-            with suppress(OSError):  # so that a failing disk does not prevent the commits under way
-                path.unlink(missing_ok=True)
+            remove()
             self._stop(drain)
 
     def _stop(self, drain: float) -> None:
         with self._changed:
-            lines = list(self._lines)
+            lines = list(self.connections)
         for line in lines:
             try:
                 line.socket.shutdown(socket.SHUT_RD)  # packets that were sent are still read, then EOF
@@ -142,7 +153,7 @@ class HandoffServer:
         ready.register(wake, select.POLLIN)
         while not self._stopping:
             self._expire()
-            ready.poll(_TICK * 1000)
+            ready.poll(self.timings.tick_s * 1000)
             try:
                 connection, _ = listener.accept()
             except BlockingIOError:
@@ -150,7 +161,7 @@ class HandoffServer:
             except OSError as error:
                 if not self._stopping:
                     log.warning("hand-off: %s", error)
-                    time.sleep(_TICK)
+                    time.sleep(self.timings.tick_s)
                 continue
             if (uid := stranger(connection)) is not None:
                 connection.close()  # also closes descriptors that were already sent
@@ -162,9 +173,9 @@ class HandoffServer:
     def _take(self, line: TrainerConnection) -> None:
         line.thread = threading.Thread(target=self._serve, args=(line,), name="tierd-line", daemon=True)
         with self._changed:
-            has_room = handoff_lines.has_room(self._lines)
+            has_room = handoff_lines.has_room(self.connections)
             if has_room:
-                self._lines.append(line)
+                self.connections.append(line)
         if not has_room:
             many = f"it has {handoff_lines.MOST} connections, as many as it takes, and none of them is idle"
             self._refuse(line, f"{many}; end processes that hold some and save nothing")
@@ -173,13 +184,13 @@ class HandoffServer:
             line.thread.start()
         except RuntimeError as error:  # no more threads for this process
             with self._changed:
-                self._lines.remove(line)
+                self.connections.remove(line)
             self._refuse(line, f"it gets no thread for one more ({error}); raise its limit (TasksMax=, ulimit -u)")
 
     def _refuse(self, line: TrainerConnection, why: str) -> None:
         """Send the reason in place of the greeting, and close the connection."""
         error = DaemonUnavailable(f"the daemon of spool {self._spool.root} refuses this connection: {why}")
-        self._reply(line, messages.error_reply(error))
+        self._reply(line, replies.error_reply(error))
         line.socket.close()
         self._refused += 1
         if time.monotonic() - self._said >= _SAID:
@@ -188,8 +199,8 @@ class HandoffServer:
 
     def _expire(self) -> None:
         with self._changed:
-            expired = [writer for writer, line in self._orphans.items() if line.expires <= time.monotonic()]
-            gone = [self._orphans.pop(writer) for writer in expired]
+            expired = [writer for writer, line in self.orphans.items() if line.expires <= time.monotonic()]
+            gone = [self.orphans.pop(writer) for writer in expired]
         for line in gone:  # without the lock: unmapping takes long, and other connections must send beats
             line.close()
         if gone:
@@ -203,7 +214,7 @@ class HandoffServer:
             log.warning("spool %s: %s", self._spool.root, error)
 
     def _serve(self, line: TrainerConnection) -> None:
-        self._reply(line, messages.greeting(THIS.version))  # also shows that this daemon is awake
+        self._reply(line, replies.greeting(THIS.version))  # also shows that this daemon is awake
         try:
             while True:
                 packet, fds = _received(line.socket)
@@ -221,12 +232,12 @@ class HandoffServer:
 
     def _ended(self, line: TrainerConnection) -> None:
         with self._changed:
-            self._lines.remove(line)
+            self.connections.remove(line)
             gone: TrainerConnection | None = line
             if not (line.left or line.last is None or self._stopping):
-                gone = self._orphans.pop(line.writer, None)
-                line.expires = time.monotonic() + _ORPHAN
-                self._orphans[line.writer] = line
+                gone = self.orphans.pop(line.writer, None)
+                line.expires = time.monotonic() + self.timings.orphan_s
+                self.orphans[line.writer] = line
             line.socket.close()
             self._changed.notify_all()
         if gone:
@@ -237,11 +248,11 @@ class HandoffServer:
         """Process one packet; return whether the connection stays open."""
         arenas: list[Arena] = []
         try:
-            message = messages.decode_handed(packet)
+            message = decoding.decode_handed(packet)
             while fds:
                 arenas.append(Arena.received(fds.pop(0)))
-        except messages.UnknownKind as error:
-            self._reply(line, messages.error_reply(unknown(error)))
+        except decoding.UnknownKind as error:
+            self._reply(line, replies.error_reply(unknown(error)))
             return True
         finally:
             for fd in fds:
@@ -252,22 +263,22 @@ class HandoffServer:
         match message, arenas:
             case messages.Hello(), []:
                 return bool(self._peers.answer(peer_pid(line.socket), message)["ok"])
-            case messages.Lend(slot=slot), [arena]:
+            case handoff_messages.Lend(slot=slot), [arena]:
                 former = line.arenas.pop(slot, None)
                 if former:
                     former.close()
                 line.arenas[slot] = arena
-            case messages.Persist(), [box]:
+            case handoff_messages.Persist(), [box]:
                 self._reply(line, self._persist(line, message, box))
-            case messages.Recall(part=part), []:
+            case handoff_messages.Recall(part=part), []:
                 self._recall(line, part)
-            case messages.Leave(), []:
+            case handoff_messages.Leave(), []:
                 line.left = True
             case _:
                 raise ValueError("a message with the wrong number of descriptors")
         return True
 
-    def _persist(self, line: TrainerConnection, message: messages.Persist, box: Arena) -> dict[str, object]:
+    def _persist(self, line: TrainerConnection, message: handoff_messages.Persist, box: Arena) -> dict[str, object]:
         began, part, arena = time.monotonic(), message.part, line.arenas.get(message.slot)
         if arena is None or message.tensors > arena.size or message.manifest + message.tree > box.size:
             raise ValueError(f"{part}: its snapshot lies outside what was lent")
@@ -275,7 +286,7 @@ class HandoffServer:
         tree = box.view[message.manifest : message.manifest + message.tree]
         with self._changed:
             line.writer = part.writer
-            former = self._orphans.pop(part.writer, None)
+            former = self.orphans.pop(part.writer, None)
             line.last = None
         if former:
             self._pool.submit(former.close)  # in the pool, because unmapping much memory takes long
@@ -291,7 +302,7 @@ class HandoffServer:
             error = condition(raised, f"spool {self._spool.root}") if isinstance(raised, OSError) else raised
             if not isinstance(error, StepRefused) and not self._spool.has(part):
                 self._told(part, error)
-            return messages.error_reply(error)
+            return replies.error_reply(error)
         written = work.result()
         line.last = HandedOverSnapshot(message, arena, box)
         durable_s = None if message.asked_s is None else message.asked_s + time.monotonic() - began
@@ -301,12 +312,12 @@ class HandoffServer:
 
     def _recall(self, line: TrainerConnection, part: PartId) -> None:
         with self._changed:
-            orphan = self._orphans.get(part.writer)
+            orphan = self.orphans.get(part.writer)
             if orphan is None or orphan.last is None or orphan.last.message.part != part:
-                self._reply(line, messages.error_reply(ObjectNotFound(f"no trainer left {part} in memory")))
+                self._reply(line, replies.error_reply(ObjectNotFound(f"no trainer left {part} in memory")))
                 return
             last = orphan.last
-            del self._orphans[part.writer]
+            del self.orphans[part.writer]
             for arena in orphan.arenas.values():
                 if arena is not last.arena:
                     arena.close()
@@ -340,7 +351,7 @@ def _received(connection: socket.socket) -> tuple[bytes, list[int]]:
     """
     for _ in range(2):
         try:
-            packet, fds, _, _ = socket.recv_fds(connection, messages.MAX_PACKET, 8, socket.MSG_CMSG_CLOEXEC)
+            packet, fds, _, _ = socket.recv_fds(connection, handoff_messages.MAX_PACKET, 8, socket.MSG_CMSG_CLOEXEC)
             return packet, fds
         except ConnectionResetError:
             continue

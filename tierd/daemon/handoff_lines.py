@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tierd.ipc import messages
+from tierd.ipc import handoff_messages
 from tierd.spool.arena import Arena
 
 # Connections at once. Each has a thread. A node has some 16 ranks, each with one or two connections, because a trainer
@@ -26,7 +26,7 @@ QUIET = 30.0  # seconds without a packet after which a connection may be closed 
 class HandedOverSnapshot:
     """The last snapshot of a connection: the packet that described it, and the memory that holds it."""
 
-    message: messages.Persist
+    message: handoff_messages.Persist
     arena: Arena
     box: Arena
 

@@ -7,8 +7,10 @@ from typing import Any
 
 from tierd import __version__
 from tierd.core.errors import RequestUnknown, VersionMismatch
-from tierd.ipc.messages import Hello, UnknownKind, error_reply, greeting
+from tierd.ipc.decoding import UnknownKind
+from tierd.ipc.messages import Hello
 from tierd.ipc.protocol import PROTOCOL, Peer, explain
+from tierd.ipc.replies import error_reply, greeting
 
 log = logging.getLogger("tierd.daemon")
 

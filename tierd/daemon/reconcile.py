@@ -30,6 +30,7 @@ from tierd.core.planning.place import SPOOL
 from tierd.core.planning.plan import Planner
 from tierd.core.planning.unflushed import Remaining
 from tierd.core.retention.policy import seconds
+from tierd.daemon import timings as daemon_timings
 from tierd.daemon.pause import TierPause
 from tierd.daemon.reconciling.agenda import Agenda
 from tierd.daemon.reconciling.backfill import Backfill
@@ -58,7 +59,6 @@ from tierd.stores.base import Store
 log = logging.getLogger("tierd.daemon")
 
 
-_IN_HAND = 10.0  # seconds that workers have to end their current actions when the configuration changes
 _WORKER = "worker"  # names a tier worker as the subject of alerts
 
 
@@ -79,12 +79,15 @@ class Reconciler:
         pause: whether the tiers are paused.
         journal: the events, alerts and counters.
         save_events: reports what becomes of saves and restores.
+        timings: the durations that nobody configures.
 
     Args:
         config: the desired policies, tiers and limits.
         spool: the local tier, already locked for this daemon.
         stores: tier name -> open store, in order of preference.
         told: callback that gets every event as it happens.
+        timings: the durations that nobody configures; those `given` if None.
+        jitter: the source of random delays.
     """
 
     def __init__(
@@ -93,15 +96,18 @@ class Reconciler:
         spool: Spool,
         stores: Mapping[str, Store],
         told: Callable[[Event], None] | None = None,
+        timings: daemon_timings.DaemonTimings | None = None,
+        jitter: random.Random | None = None,
     ) -> None:
         self.spool = spool
+        self.timings = timings or daemon_timings.given()
         self.journal = Journal(told)
         self.pause = TierPause(spool)
         self.requests = ClientRequests()
         self._budget = Budget()
         self._repairer = Repairer(spool, stores, self.journal, self._budget)
         self._phase = Phase()
-        self._live = LiveInventory(spool, self.requests, self._repairer, self._phase, self._spool_seen)
+        self._live = LiveInventory(spool, self.requests, self._repairer, self._phase, self._spool_seen, self.timings)
         self.room = SpoolSpace(
             spool,
             self.inventory,
@@ -109,11 +115,12 @@ class Reconciler:
             lambda checkpoint, reasons: self._pruner.release(checkpoint, reasons),
             self.wake,
             lambda inventory: evictable(inventory, self.config),
+            self.timings.room_s,
         )
         self.save_events = SaveEvents(self.journal)
         self._moved = asyncio.Condition()  # notified after every observation and every action
         self._planner = Planner()
-        self._random = random.Random()  # noqa: S311  # jitter
+        self._random = jitter or random.Random()  # noqa: S311
         self._next_config: tuple[Config, Mapping[str, Store], asyncio.Event] | None = None
         self._configure(config, stores)
 
@@ -122,8 +129,8 @@ class Reconciler:
         self.config = config
         self.stores = stores
         self._repairer.use(stores)
-        self.tiers = Tiers(config, self.spool, stores, self.pause)
-        self._backfill = Backfill(config, stores, self.tiers)
+        self.tiers = Tiers(config, self.spool, stores, self.pause, self.timings)
+        self._backfill = Backfill(config, stores, self.tiers.observed, self.timings.list_again_s)
         self._live.use(config, self.tiers, self._backfill)
         self.scrubber = Scrubber(
             config,
@@ -136,8 +143,10 @@ class Reconciler:
             pause=self.pause,
             held=self.requests.held,
             wake=self.wake,
+            timings=self.timings,
+            jitter=self._random,
         )
-        self.workers = {name: TierWorker(name) for name in (SPOOL, *stores)}
+        self.workers = {name: TierWorker(name, self.timings) for name in (SPOOL, *stores)}
         setup = Setup(
             config=config,
             spool=self.spool,
@@ -154,6 +163,7 @@ class Reconciler:
             pause=self.pause,
             phase=self._phase,
             wake=self.wake,
+            timings=self.timings,
         )
         self.backlog = Backlog(setup)
         self.repairs = Repairs(setup, self._repairer)
@@ -172,7 +182,7 @@ class Reconciler:
                 scrubbing = group.create_task(self.scrubber.run())
                 await self._phase.halted.wait()
                 scrubbing.cancel()
-                await asyncio.wait(workers, timeout=_IN_HAND)
+                await asyncio.wait(workers, timeout=self.timings.in_hand_s)
                 for task in workers:
                     task.cancel()  # safe: the next try does not send chunks again that are on the tier
             assert self._next_config is not None
@@ -186,8 +196,8 @@ class Reconciler:
     async def reconfigure(self, config: Config, stores: Mapping[str, Store]) -> None:
         """Switch to another configuration of the same spool; return when the switch is complete.
 
-        Actions in progress get `_IN_HAND` seconds to end, then they are cancelled. Hand-offs and restores under way are
-        not disturbed.
+        Actions in progress get `in_hand_s` to end, then they are cancelled. Hand-offs and restores under way are not
+        disturbed.
 
         Args:
             config: the new configuration.
@@ -323,18 +333,18 @@ class Reconciler:
         tiers = self.tiers
         await self._live.look()
         if name != SPOOL:
-            before = tiers.places[name]
+            before = tiers.observed.places[name]
             backfill = self._backfill
             if await backfill.list_runs(self._live.runs()):
                 self.wake()  # every tier is observed for them
             runs = self._live.runs() | self.requests.interest | backfill.runs
-            await tiers.look(name, runs, self._live.place.ranks)
+            await tiers.observed.look(name, runs, self._live.place.ranks)
             if tiers is not self.tiers:  # the configuration changed meanwhile
                 return
-            self.save_events.durable(name, self._live.place, tiers.places)
+            self.save_events.durable(name, self._live.place, tiers.observed.places)
             self.save_events.launches(self.inventory())
             self.save_events.unvouched(name, self.inventory())
-            if tiers.places[name] != before:
+            if tiers.observed.places[name] != before:
                 self._live.changed_at = time.monotonic()
                 self.workers[SPOOL].wake.set()  # because a tier's contents decide which local copies may be deleted
                 if backfill.runs:
@@ -346,8 +356,8 @@ class Reconciler:
         self.requests.lose_interest(self._live.runs(), seconds(self.config.finished))
         self.save_events.came(place)
         self.save_events.launches(self.inventory())
-        for name in self.tiers.places:
-            self.save_events.durable(name, place, self.tiers.places)
+        for name in self.tiers.observed.places:
+            self.save_events.durable(name, place, self.tiers.observed.places)
         if changed:
             self._flusher.give_way()
             self.wake()

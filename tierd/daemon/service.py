@@ -18,14 +18,15 @@ from tierd.core.config import Config
 from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
 from tierd.core.planning.unflushed import Remaining
-from tierd.core.rate import rate
 from tierd.core.retention.policy import seconds
 from tierd.core.urls import parse_url
 from tierd.daemon.control import Control
 from tierd.daemon.fs_events import watching
 from tierd.daemon.handoff import HandoffServer
 from tierd.daemon.http.start import server_of
-from tierd.daemon.intake.intake import Intake, RunNotWatched
+from tierd.daemon.intake.intake import Intake
+from tierd.daemon.intake.watch_at_work import RunNotWatched
+from tierd.daemon.opening import open_tiers
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.reload import Reload
 from tierd.daemon.reports import last_status
@@ -38,33 +39,15 @@ from tierd.spool.permissions import leave_no_core
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.stores.directory_overlap import check_apart
-from tierd.stores.keys import read_key
-from tierd.stores.open import open_store
 
 if TYPE_CHECKING:
     from tierd.daemon.http.server import HttpServer
 
 log = logging.getLogger("tierd.daemon")
 
-_GRACE = 2.0  # seconds without a trainer before an idle daemon ends, so that a restarting trainer still finds it
 _RELOADING = 15.0  # seconds that SIGTERM waits for a reload under way
 _SHOWN = 1.0  # seconds between two lines for systemd while the daemon drains
 _FIRST = 120.0  # seconds that a daemon started by a trainer waits for one to attach
-
-
-async def open_tiers(config: Config, stack: AsyncExitStack, *, trial: bool = False) -> dict[str, Store]:
-    """Open every tier's store, in order, perhaps for a `trial` as in `open_store`; `stack` closes them.
-
-    Raises:
-        ConfigError: a key cannot be used.
-    """
-    stores: dict[str, Store] = {}
-    for tier in config.tier:
-        up, down = (rate(limit) if limit else None for limit in (tier.limit_up, tier.limit_down))
-        key = read_key(Path(tier.key_file)) if tier.key_file else None
-        stores[tier.name] = open_store(parse_url(tier.url), up, down, key, trial=trial)
-        stack.push_async_callback(stores[tier.name].aclose)
-    return stores
 
 
 async def open_all(config: Config, stack: AsyncExitStack, *, trial: bool = False) -> tuple[dict[str, Store], Notifier]:
@@ -140,7 +123,7 @@ async def serve(
         def taken(part: PartId, outcome: CommittedPart | Exception) -> None:
             loop.call_soon_threadsafe(reconciler.taken, part, outcome)
 
-        handoff = HandoffServer(spool, taken)
+        handoff = HandoffServer(spool, taken, reconciler.timings)
         reconciler.requests.writers = handoff.writers
         control = Control(reconciler, handoff, reload.notifier)
         stack.enter_context(watching(spool, reconciler.wake))
@@ -236,7 +219,7 @@ async def _idle(
     # Observe first, because `pending` knows no parts before. A tier that fails counts as lacking all of them.
     await asyncio.gather(*(reconciler.look(name) for name in reconciler.workers), return_exceptions=True)
     quiet = 0.0
-    while quiet < (_GRACE if control.seen else 0.2):
+    while quiet < (reconciler.timings.grace_s if control.seen else 0.2):
         await asyncio.sleep(0.2)
         busy = control.trainers or handoff.busy or intake.busy or reconciler.backlog.parts()
         quiet = 0.0 if busy else quiet + 0.2

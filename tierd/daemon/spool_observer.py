@@ -2,33 +2,46 @@
 
 Invariant: a directory is read again if its modification time differs, or is so recent that a later change could have
 the same time. Once a minute everything is read, because some file systems keep no modification times.
+
+A sparing observation does not ask about checkpoints that were complete and settled before. No writer adds to these, and
+this process counts what it removes. So only a part that something else removed is missed, until the next observation
+that is not sparing. It therefore suffices to find parts to send, and for no deletion.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, TierdError
-from tierd.core.ids import CheckpointId, PartId
+from tierd.core.ids import CheckpointId, PartId, in_order
 from tierd.core.planning.copies import CheckpointCopy, ManifestFacts
 from tierd.core.planning.place import Place
+from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.spool.conditions import condition
 from tierd.spool.leases import ended, trainers
-from tierd.spool.records import committed, heads, launches, policies, saved
+from tierd.spool.records import NEAR_NS, Known, committed, heads, launches, policies, saved
 from tierd.spool.spool import Spool
 
-_FULL_S = 60.0  # seconds between full observations
-_NEAR_NS = 2_000_000_000  # changes this close may have the same time, because file times are coarse
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Home:
-    """A run's directory: its checkpoints, oldest first. `stamp_ns` is 0 if it must be read again."""
+    """A run's directory.
+
+    Attributes:
+        stamp_ns: its modification time; 0 if it must be read again.
+        names: the names of directories in it, each with the checkpoint that it names.
+        looked: the directories of checkpoints, oldest first.
+        newest_ns: when its newest part was committed.
+        open: the places in `looked` that a sparing observation asks about; None if they must be found.
+    """
 
     stamp_ns: int
-    checkpoints: tuple[CheckpointId, ...]
+    names: dict[str, CheckpointId | None]
+    looked: list[_Looked]
+    newest_ns: int = 0
+    open: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +49,27 @@ class _Looked:
     """A checkpoint's directory.
 
     Attributes:
+        id: the checkpoint.
+        path: the directory's path.
         stamp_ns: its modification time; 0 if it must be read again.
         seen: the copy in it, if any.
         newest_ns: when its newest part was committed.
         childless: whether it is empty.
+        facts: by part and the stamp of its manifest, what the manifest says.
     """
 
-    stamp_ns: int
-    seen: CheckpointCopy | None
-    newest_ns: int
-    childless: bool
+    id: CheckpointId
+    path: str
+    stamp_ns: int = 0
+    seen: CheckpointCopy | None = None
+    newest_ns: int = 0
+    childless: bool = False
+    facts: Mapping[tuple[PartId, int], ManifestFacts] = field(default_factory=dict)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its checkpoint is complete, and a change would show in `stamp_ns`."""
+        return self.stamp_ns > 0 and self.seen is not None and self.seen.complete
 
 
 class SpoolObserver:
@@ -60,77 +84,111 @@ class SpoolObserver:
         childless: the checkpoints whose directories are empty.
     """
 
-    def __init__(self, spool: Spool) -> None:
-        self._spool = spool
+    def __init__(self, spool: Spool, timings: DaemonTimings = USUAL) -> None:
+        self._spool, self._full_s = spool, timings.full_look_s
         self.touched: dict[str, float] = {}
         self.childless: list[CheckpointId] = []
         self._homes: dict[str, _Home] = {}
-        self._looked: dict[CheckpointId, _Looked] = {}
-        self._facts: dict[CheckpointId, dict[tuple[PartId, int], ManifestFacts]] = {}
+        self._records: Known = {}  # of committed parts
         self._doubted: set[CheckpointId] = set()
+        self._removals = 0  # of the spool, at the last observation
         self._full_at = 0.0  # when everything was last read, monotonic seconds
+        self._is_stale = True  # whether `_homes` changed since `_place` was made of it
         self._place = Place()
 
     def doubt(self, checkpoint: CheckpointId) -> None:
         """Have a checkpoint read again, because one of its files may be replaced, which its directory does not show."""
         self._doubted.add(checkpoint)
 
-    def look(self) -> Place:
-        """Return the spool's present inventory.
+    def look(self, *, sparing: bool = False) -> Place:
+        """Return the spool's present inventory, or what a sparing observation shows of it.
 
         Raises:
             OSError: the spool cannot be read.
         """
-        before = committed(self._spool.control)
-        full = not self._full_at or time.monotonic() - self._full_at >= _FULL_S
+        full = not self._full_at or time.monotonic() - self._full_at >= self._full_s
         begun = time.monotonic()
+        if full:
+            self._records.clear()
+        before = committed(self._spool.control, self._records)
         doubted, self._doubted = self._doubted, set()
-        looked: dict[CheckpointId, _Looked] = {}
-        homes = {run: self._home(run, full=full) for run in sorted(self._spool.runs())}
-        for home in homes.values():
-            for one in home.checkpoints:
-                looked[one] = self._look_into(one, full=full or one in doubted)
-        self._spool.check_mounted()
-        self._homes, self._looked = homes, looked
-        self._facts = {one: facts for one, facts in self._facts.items() if one in looked}
-        self._full_at = begun if full else self._full_at
-        self.childless = [one for one, found in looked.items() if found.childless]
-        place = self._described({one: found.seen for one, found in looked.items() if found.seen}, before)
+        removals = self._spool.removals
+        sparing = sparing and not doubted and not full and removals == self._removals
+        try:
+            found = sorted(self._spool.runs())
+            self._is_stale |= found != list(self._homes)
+            self._homes = {run: self._home(run, full=full) for run in found}
+            for home in self._homes.values():
+                self._look_below(home, doubted, full=full, sparing=sparing)
+            self._spool.check_mounted()
+        except OSError:
+            self._doubted |= doubted
+            raise
+        self._full_at, self._removals = begun if full else self._full_at, removals
+        place = self._described(before)
         self._place = self._place if place == self._place else place  # the same object keeps its cached properties
+        self._is_stale = False
         return self._place
 
     def _home(self, run: str, *, full: bool) -> _Home:
-        known, now_ns = self._homes.get(run), time.time_ns()
-        stamp_ns = self._spool.stamp(run)
-        if known and stamp_ns and known.stamp_ns == stamp_ns and not full:
+        known, now_ns = self._homes.get(run) or _Home(0, {}, []), time.time_ns()
+        stamp_ns = self._spool.stamp(self._spool.where(run))
+        if stamp_ns and known.stamp_ns == stamp_ns and not full:
             return known
-        same = {one: one for one in known.checkpoints} if known else {}
-        found = sorted(same.get(one, one) for one in self._spool.checkpoints(run))
-        return _Home(stamp_ns if now_ns - stamp_ns > _NEAR_NS else 0, tuple(found))
+        names = self._spool.names(run)
+        settled_ns = stamp_ns if now_ns - stamp_ns > NEAR_NS else 0
+        if len(names) == len(known.names) and all(map(known.names.__contains__, names)):
+            known.stamp_ns = settled_ns
+            return known
+        self._is_stale = True
+        ids = {name: known.names[name] if name in known.names else CheckpointId.parse(run, name) for name in names}
+        same = {one.id: one for one in known.looked}
+        found = sorted((one for one in ids.values() if one), key=in_order)
+        looked = [same.get(one) or _Looked(one, self._spool.where(run, one.name)) for one in found]
+        return _Home(settled_ns, ids, looked, max((one.newest_ns for one in looked), default=0))
 
-    def _look_into(self, one: CheckpointId, *, full: bool) -> _Looked:
-        known, now_ns = self._looked.get(one), time.time_ns()
-        stamp_ns = self._spool.stamp(one.run, one.name)
-        if known and stamp_ns and known.stamp_ns == stamp_ns and not full:
-            return known
+    def _look_below(self, home: _Home, doubted: Collection[CheckpointId], *, full: bool, sparing: bool) -> None:
+        """Read the directories of checkpoints that may have changed."""
+        stamp, again = self._spool.stamp, False
+        if home.open is None:
+            home.open = [at for at, one in enumerate(home.looked) if not one.is_closed]
+        for at in list(home.open) if sparing else range(len(home.looked)):
+            known = home.looked[at]
+            stamp_ns = stamp(known.path)
+            if stamp_ns and stamp_ns == known.stamp_ns and not full and (not doubted or known.id not in doubted):
+                continue
+            home.looked[at] = fresh = self._look_into(known, stamp_ns)
+            again, home.open = True, None
+            if fresh.seen is not known.seen or fresh.childless != known.childless:
+                self._is_stale = True
+        if again:
+            home.newest_ns = max(one.newest_ns for one in home.looked)
+
+    def _look_into(self, known: _Looked, stamp_ns: int) -> _Looked:
+        one, now_ns = known.id, time.time_ns()
         parts, childless = self._spool.look_into(one)
-        before, cache = self._facts.get(one, {}), dict[tuple[PartId, int], ManifestFacts]()
-        read = {part: self._read(part, before, cache) for part in parts}
+        cache = dict[tuple[PartId, int], ManifestFacts]()
+        read = {part: self._read(part, known.facts, cache) for part in parts}
         facts = {part: found for part, found in read.items() if isinstance(found, ManifestFacts)}
         defects = {part: found for part, found in read.items() if isinstance(found, TierdError)}
         ranks: dict[int, set[int]] = {}
         for part in (*facts, *defects):
             ranks.setdefault(part.world, set()).add(part.rank)
-        self._facts[one] = cache
         seen = (
             CheckpointCopy(one, {world: frozenset(some) for world, some in ranks.items()}, facts, defects)
             if ranks
             else None
         )
-        if known and known.seen == seen:
-            seen = known.seen
-        settled = now_ns - stamp_ns > _NEAR_NS and not defects
-        return _Looked(stamp_ns if settled else 0, seen, max((at for _, at in cache), default=0), childless)
+        settled = now_ns - stamp_ns > NEAR_NS and not defects
+        return _Looked(
+            one,
+            known.path,
+            stamp_ns if settled else 0,
+            known.seen if known.seen == seen else seen,
+            max((at for _, at in cache), default=0),
+            childless,
+            cache,
+        )
 
     def _read(
         self,
@@ -149,13 +207,16 @@ class SpoolObserver:
             return condition(error, f"manifest of {part}")
         return cache[key]
 
-    def _described(self, checkpoints: Mapping[CheckpointId, CheckpointCopy], before: frozenset[PartId]) -> Place:
-        """Return the place with these checkpoints, and with its pins, policies, launches, leases and heads."""
+    def _described(self, before: frozenset[PartId]) -> Place:
+        """Return the place with the copies that were read, and with its pins, policies, launches, leases and heads."""
         spool, control = self._spool, self._spool.control
-        touched: dict[str, float] = {}
-        for one, found in self._looked.items():
-            if found.newest_ns:
-                touched[one.run] = max(found.newest_ns / 1e9, touched.get(one.run, 0.0))
+        if self._is_stale:
+            looked = [one for home in self._homes.values() for one in home.looked]
+            self.childless = [one.id for one in looked if one.childless]
+            bare = Place({one.id: one.seen for one in looked if one.seen})
+        else:
+            bare = Place(self._place.checkpoints).like(self._place)
+        touched = {run: home.newest_ns / 1e9 for run, home in self._homes.items() if home.newest_ns}
         own = launches(control)
         for run in own.keys() - touched.keys():
             touched[run] = spool.saved_stamp(run, own[run].attempt) / 1e9
@@ -163,13 +224,14 @@ class SpoolObserver:
         aside = {
             part: ManifestFacts.of(manifest) if manifest else None for part, manifest in spool.quarantined().items()
         }
-        place = Place(checkpoints, frozenset(spool.pins()), quarantined=aside)
-        newest = {run: max(copies.attempts) for run, copies in place.runs.items()}
+        newest = {run: max(copies.attempts) for run, copies in bare.runs.items()}
         marks, wanted = saved(control, newest), policies(control, newest | own)
         restored = frozenset(run for run, attempt in newest.items() if attempt not in marks.get(run, ()))
         alive = trainers(control, newest)
         return replace(
-            place,
+            bare,
+            pins=frozenset(spool.pins()),
+            quarantined=aside,
             policies=wanted,
             restored=restored,
             launches=own,
@@ -177,4 +239,4 @@ class SpoolObserver:
             ended=ended(control, alive, alive),
             committed=before,
             heads=heads(control),
-        )
+        ).like(bare)

@@ -18,7 +18,6 @@ from tierd.spool.spool import Spool
 
 log = logging.getLogger("tierd.daemon")
 
-_PATIENCE = 5.0  # seconds at most; flushes under way may verify more copies meanwhile
 _MARGIN = 256 << 10  # bytes for manifest and directories, in addition to a sixteenth of the save's size
 _TURN = 0.5  # seconds between two observations while no copy can be deleted
 
@@ -41,6 +40,7 @@ class SpoolSpace:
         release: deletes the spool's copy of a checkpoint if a tier still holds it; returns whether it did.
         wake: makes flushes proceed at once.
         evictable: the copies that may be deleted because the disk is full, in this order (`plan.evictable`).
+        patience_s: how long `make` may take; flushes under way may verify more copies meanwhile.
     """
 
     def __init__(
@@ -51,9 +51,10 @@ class SpoolSpace:
         release: Callable[[CheckpointId, tuple[str, ...]], Awaitable[bool]],
         wake: Callable[[], None],
         evictable: Callable[[Inventory], Iterable[CheckpointId]],
+        patience_s: float,
     ) -> None:
         self._spool, self._inventory, self._look, self._release, self._wake = spool, inventory, look, release, wake
-        self._evictable = evictable
+        self._evictable, self._patience_s = evictable, patience_s
         self._one = asyncio.Lock()
 
     async def make(self, run: str, size_bytes: int, *, quota: bool = False) -> FreedSpace:
@@ -70,7 +71,7 @@ class SpoolSpace:
             return (freed if quota else self._spool.free()[0]) >= wanted
 
         try:
-            async with asyncio.timeout(_PATIENCE), self._one:
+            async with asyncio.timeout(self._patience_s), self._one:
                 if not is_enough():
                     await asyncio.to_thread(self._spool.drop_recycled, ())
                 while not is_enough():

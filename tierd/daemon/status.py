@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tierd.core.event_kinds import Event
 from tierd.core.ids import retention_key
@@ -18,10 +18,12 @@ from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.launches import Lease, Rival, beside, leases
 from tierd.core.urls import parse_url
 from tierd.daemon.peers import THIS
-from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.scrub.scrubber import ScrubStatus
+from tierd.daemon.scrub.scrub_status import ScrubStatus
 from tierd.events.journal import AlertStatus, now
 from tierd.events.notifier import NotifyStatus
+
+if TYPE_CHECKING:  # the commands that show a status do not load the daemon
+    from tierd.daemon.reconcile import Reconciler
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +169,11 @@ def status(
         alerts=reconciler.journal.alerts(),
         notify=notify,
     )
-    lasting = (Problem("warning", SPOOL, why) for why in reconciler.journal.warnings.values())
-    return replace(found, problems=(*problems(found), *lasting))
+    journal = reconciler.journal
+    stayed = [_stayed(event, count) for event, count in journal.stayed.values()]
+    lasting = [Problem("warning", SPOOL, why) for why in journal.warnings.values()]
+    lasting += [_quarantined(*one) for one in sorted(journal.quarantined.items())]
+    return replace(found, problems=(*stayed, *problems(found), *lasting))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +219,22 @@ def problems(found: Status) -> tuple[Problem, ...]:
     if found.paused:
         warnings.append(Problem("warning", SPOOL, f"paused: {found.paused}"))
     if found.scrub.due:
-        warnings.append(Problem("warning", SPOOL, f"{found.scrub.due} copies are overdue to be verified again"))
-    if count := found.counters["quarantined"]:
-        warnings.append(Problem("warning", SPOOL, f"{count} copies were quarantined since the daemon's start"))
+        overdue = "1 copy is" if found.scrub.due == 1 else f"{found.scrub.due} copies are"
+        warnings.append(Problem("warning", SPOOL, f"{overdue} overdue to be verified again"))
     warnings += [Problem("warning", one.name, one.last_error) for one in found.notify if one.last_error]
     return (*alerts, *warnings)
+
+
+def _stayed(event: Event, count: int) -> Problem:
+    times = "" if count == 1 else f" ({count} times since the daemon's start, this is the last)"
+    return Problem(
+        "alert", event.place, f"{event.what}{times}: {event.subject}: {event.why}; shown until the daemon starts again"
+    )
+
+
+def _quarantined(place: str, copies: int) -> Problem:
+    what = "1 copy was" if copies == 1 else f"{copies} copies were"
+    return Problem("warning", place, f"{what} quarantined since the daemon's start")
 
 
 def _failing(one: AlertStatus) -> str:

@@ -17,18 +17,17 @@ from collections import deque
 from collections.abc import Hashable, Iterable
 
 from tierd.core.planning.actions import Flush
+from tierd.daemon.timings import USUAL, DaemonTimings
 
-_LONGEST = 300.0  # seconds: L above is at most this
-_SOON = 15.0  # seconds: L above is at least this
-_STUCK = 60.0  # seconds until an object that could not be sent, repaired or deleted is tried again
+_SOON = 15.0  # seconds: L above is at least this, and at most `DaemonTimings.backoff_s`
 _FIRST = 10.0  # seconds at most of an object's first deferral, because the place may have failed and not the object
 
 
 class TierWorker:
     """The action of one place's worker, and the outcome of its earlier actions."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, timings: DaemonTimings = USUAL) -> None:
+        self.name, self._timings = name, timings
         self.wake = asyncio.Event()
         self._retry = asyncio.Event()
         self.retry_at = 0.0  # monotonic seconds
@@ -70,7 +69,7 @@ class TierWorker:
         self.failures += 1
         self._retry.clear()
         self.last_error = self._last_failure = error
-        longest = min(max(_SOON, (self.now() - self._since) / 4), _LONGEST)
+        longest = min(max(_SOON, (self.now() - self._since) / 4), self._timings.backoff_s)
         delay = min(2.0 ** min(self.failures + (3 if long else 0), 16), longest) * jitter.uniform(0.5, 1.0)
         self.retry_at = self.now() + delay
         return delay
@@ -91,13 +90,14 @@ class TierWorker:
         return None
 
     def put_off(self, what: Hashable, seconds: float | None = None) -> None:
-        """Defer a part or checkpoint for `seconds` (default: `_STUCK`), so that others are tried first."""
-        self._off = {one: until for one, until in self._off.items() if until > self.now() - _LONGEST}
-        self._off[what] = self.now() + (_STUCK if seconds is None else seconds)
+        """Defer a part or checkpoint for `seconds` (default: `stuck_s`), so that others are tried first."""
+        self._off = {one: until for one, until in self._off.items() if until > self.now() - self._timings.backoff_s}
+        self._off[what] = self.now() + (self._timings.stuck_s if seconds is None else seconds)
 
     def put_off_stuck(self, what: Hashable) -> None:
-        """Defer for `_STUCK` seconds if it was put off lately; for at most `_FIRST` seconds otherwise."""
-        self.put_off(what, _STUCK if what in self._off else min(_STUCK, _FIRST))
+        """Defer for `stuck_s` if it was put off lately; for at most `_FIRST` seconds otherwise."""
+        stuck_s = self._timings.stuck_s
+        self.put_off(what, stuck_s if what in self._off else min(stuck_s, _FIRST))
 
     def is_off(self, what: Hashable) -> bool:
         return self._off.get(what, 0.0) > self.now()

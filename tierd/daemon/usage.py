@@ -76,6 +76,6 @@ class _Naming:
             self.unreadable += 1
             return
         name = part.checkpoint.name
-        for chunk in manifest.chunks():
-            if chunk.stored and self._first.setdefault(chunk.stored.key, name) != name:
-                self.shared[chunk.stored.key] = chunk.stored.size
+        for stored in manifest.objects():
+            if self._first.setdefault(stored.key, name) != name:
+                self.shared[stored.key] = stored.size

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import distributed
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from tierd.client.checkpointer import Checkpointer, made_of
 from tierd.client.restoring.restorer import Restored
 from tierd.core.errors import StateMismatch, StoreUnavailable
 from tierd.dcp.load_planner import CheckedLoadPlanner
 from tierd.dcp.optimizers import filled, stand_ins
 from tierd.dcp.reader import UNFIT, OpenReader
-
-if TYPE_CHECKING:
-    from tierd.client.checkpointer import Checkpointer
 
 
 def load(
@@ -62,7 +60,7 @@ def load(
             changed then.
         Some tensors may have been loaded if a checkpoint in the spool proves corrupt and no older one can be loaded.
     """
-    with checkpointer._ranks.attending():
+    with made_of(checkpointer).ranks.attending():
         return _load(
             state, OpenReader(checkpointer, best=best, mode=mode, weights_only=weights_only), step, attempt, planner
         )

@@ -35,10 +35,10 @@ from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS
 from tierd.core.shard_placement import REPLICATE, Box
-from tierd.dcp.native_leaves import NativeLeaf, SavedArray, arrays_in, read_leaves
+from tierd.dcp.native_leaves import NativeLeaf, SavedArray, SavedTensor, read_leaves
 from tierd.state.aliasing import alike
-from tierd.state.kinds.device_meshes import replaced
-from tierd.state.kinds.generators import generators_in
+from tierd.state.containers import instances, replaced
+from tierd.state.kinds.generators import SavedGenerator
 from tierd.state.tensor_file import TensorEntry
 from tierd.state.values import fill
 
@@ -160,8 +160,9 @@ class SavedState:
                 raise StateMismatch(f"{self._files.checkpoint}: {name!r}: {reason}")
         self._files.bring(self._spans(plan))
         for name in names:
-            for entry in arrays_in(self.own(name)[1]):
-                self._stored(self.own(name)[0], entry.entry)
+            rank, value = self.own(name)
+            for _, array in instances(value, SavedArray):
+                self._stored(rank, array.entry)
 
     def contradiction(self, name: str) -> str | None:
         """Return why what the ranks saved under a name is not one value; None if it is. Raises as `Files.read`."""
@@ -174,8 +175,10 @@ class SavedState:
                 return "a DTensor on some of the ranks that saved it, and none on others"
             return _misplaced([leaf for _, leaf in claims]) or self._collision(claims)
         _, own = self.own(name)
-        if any(True for _ in generators_in(own, ())):
+        if any(True for _ in instances(own, SavedGenerator)):
             return "a torch.Generator, which DCP does not load; leave it out of the state that is loaded"
+        if any(tensor.sharded for _, tensor in instances(own, SavedTensor)):
+            return "a DTensor in a tuple or deque, which DCP does not enter; save it in a dict or a list"
         if self._is_as_before:
             return None
         others = claims[1:]
@@ -215,8 +218,8 @@ class SavedState:
                 return False
             pairs = [(one[1].entry, other[1].entry)]
         else:
-            found = zip(arrays_in(one[1]), arrays_in(other[1]), strict=True)
-            pairs = [(mine.entry, theirs.entry) for mine, theirs in found]
+            found = zip(instances(one[1], SavedArray), instances(other[1], SavedArray), strict=True)
+            pairs = [(mine.entry, theirs.entry) for (_, mine), (_, theirs) in found]
         return all(are_equal(self._files, here, mine, there, theirs) for mine, theirs in pairs)
 
     # -- bytes ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ position.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +20,13 @@ from tierd.client.restoring.ranged_reader import PartRanges
 from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.shard_placement import Box, Placement
-from tierd.state.json_tree import DEFECTS, Copies, check_depth, check_view, decoder, tree_text
+from tierd.state.containers import members, replaced
 from tierd.state.kinds import numpy_arrays
-from tierd.state.kinds.device_meshes import replaced
 from tierd.state.kinds.dtensors import SavedDTensor
-from tierd.state.kinds.packed_tensors import BYTES, check_form, is_plain, unpack
+from tierd.state.kinds.packed_tensors import BYTES, check_form, unpack
+from tierd.state.stored_dtypes import check_view, logical
 from tierd.state.tensor_file import TensorEntry
+from tierd.state.tree_parser import DEFECTS, Copies, check_depth, decoder, tree_text
 
 Name = str
 Path = tuple[str | int, ...]  # of a value in the state, as DCP writes it: a mapping's keys are text
@@ -80,15 +82,30 @@ class SavedBytes(SavedArray):
 
 
 @dataclass(frozen=True, slots=True)
+class SavedTensor(SavedArray):
+    """A tensor in a container that DCP takes as one value, such as a tuple.
+
+    Attributes:
+        sharded: whether it is a DTensor's local shard.
+    """
+
+    sharded: bool
+
+    def made(self, stored: torch.Tensor) -> Any:
+        dtype = getattr(torch, self.dtype)
+        return stored if stored.dtype == dtype else logical(stored, dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class Leaves:
     """The state in one part.
 
     Attributes:
-        values: by DCP's name, a `NativeLeaf` or a value without tensors. In such a value a `SavedArray` stands for each
-            array and for long bytes.
+        values: by DCP's name, a `NativeLeaf` or another value. In such a value a `SavedArray` stands for each tensor,
+            for each array and for long bytes.
         paths: by the same names, the path that DCP's planner keeps as its own data.
         tree: the nested state, with the keys that were saved.
-        stand_ins: by name, the objects in `tree`: a meta tensor in the place of each tensor.
+        stand_ins: by name, the objects in `tree`: a meta tensor in the place of each tensor that has a name.
     """
 
     values: dict[Name, Any]
@@ -146,12 +163,17 @@ def read_leaves(files: PartRanges, part: PartId) -> Leaves:
             raise ValueError(f"{saved}, whose local shard is {local.shape}")
         return stand_in(NativeLeaf(local.entry, local.dtype, local.shape, saved.placement))
 
+    def nameless(tensor: torch.Tensor) -> SavedTensor:
+        leaf = known[id(tensor)]
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        return SavedTensor(leaf.entry, dtype, leaf.shape, leaf.placement is not None)
+
     try:
         state = decoder(stored, viewed, array, values).decode(tree_text(tree))
         check_depth(state)
         if type(state) is not dict:
             raise ValueError("its root is no mapping of names")
-        state = replaced(state, SavedDTensor, sharded)
+        state = _with_whole_values(replaced(state, SavedDTensor, sharded), nameless)
         flat, paths = flatten_state_dict(state)
     except (*DEFECTS, RecursionError) as error:
         raise StateMismatch(f"{part}: the state tree: {str(error)[:300] or type(error).__name__}") from error
@@ -159,13 +181,12 @@ def read_leaves(files: PartRanges, part: PartId) -> Leaves:
     return Leaves(found, dict(paths), state, flat)
 
 
-def arrays_in(value: Any) -> Iterator[SavedArray]:
-    """Yield the arrays and long bytes in a value that is not a tensor, in order."""
-    if isinstance(value, SavedArray):
-        yield value
-    elif isinstance(value, Mapping) and not is_plain(value.values()):
-        for inner in value.values():
-            yield from arrays_in(inner)
-    elif isinstance(value, list | tuple) and not is_plain(value):
-        for inner in value:
-            yield from arrays_in(inner)
+def _with_whole_values(value: Any, by: Callable[[torch.Tensor], SavedTensor]) -> Any:
+    """Replace the tensors that DCP's `flatten_state_dict` does not name, because it enters only mappings and lists."""
+    if isinstance(value, tuple | deque):
+        return replaced(value, torch.Tensor, by)
+    if isinstance(value, dict | list):
+        for key, inner in members(value) or ():
+            if (new := _with_whole_values(inner, by)) is not inner:
+                value[key] = new
+    return value

@@ -18,13 +18,14 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as Reader
 from torch.futures import Future
 
+from tierd.client.checkpointer import Checkpointer, made_of
 from tierd.client.restoring.ranged_reader import Files, Span
 from tierd.client.restoring.search import Skipped
 from tierd.core.errors import CheckpointNotFound, ConfigError, ManifestError, StateMismatch, StateRefused
@@ -36,9 +37,6 @@ from tierd.core.timeline.candidates import Candidate
 from tierd.dcp import metadata as dcp_metadata
 from tierd.dcp.entries import check_plain, load_tensor, position_of
 from tierd.dcp.native_checkpoint import SavedState
-
-if TYPE_CHECKING:
-    from tierd.client.checkpointer import Checkpointer
 
 UNFIT = (StateMismatch, StateRefused, ConfigError)  # the checkpoint is sound, but does not fit this load
 
@@ -67,9 +65,14 @@ class OpenReader(Reader):
         weights_only: bool = True,
     ) -> None:
         self._best = None if best is None else Goal(best, mode)
-        self.restorer = checkpointer._restorer(keep=False, best=best)
-        self._spool, self._launch, self._weights_only = checkpointer._spool, checkpointer._launch, weights_only
-        self._choice = checkpointer._choice
+        made_of(checkpointer).check_open()
+        self.restorer = made_of(checkpointer).state_restorer.restorer(keep=False, best=best)
+        self._spool, self._launch, self._weights_only = (
+            made_of(checkpointer).spool,
+            made_of(checkpointer).launch,
+            weights_only,
+        )
+        self._choice = made_of(checkpointer).schedule
         self.step: int | None = None
         self.checkpoint: CheckpointId | None = None
         self.metrics: dict[str, float] = {}
@@ -293,7 +296,7 @@ class StorageReader(OpenReader):
     ) -> None:
         super().__init__(checkpointer, best=best, mode=mode, weights_only=weights_only)
         try:
-            with checkpointer._ranks.attending():
+            with made_of(checkpointer).ranks.attending():
                 if next(self.candidates(step, attempt), None) is not None:
                     self.go_on()  # here, because every rank that passed the gather reaches this line
         except BaseException:

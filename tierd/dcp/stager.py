@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tierd.client.checkpointer import Checkpointer, made_of
 from tierd.client.saving.arena_staging import Staged
 from tierd.client.saving.save import Save
 from tierd.core.errors import StateRefused
+from tierd.state.classify import IMMUTABLE
 from tierd.state.kinds.dtensors import is_dtensor, local_of
-from tierd.state.values import IMMUTABLE, is_storable
+from tierd.state.values import is_storable
 
 if TYPE_CHECKING:
-    from tierd.client.checkpointer import Checkpointer
     from tierd.core.manifest import Manifest
 
 _CONTAINERS = frozenset((dict, OrderedDict, list, tuple))
@@ -60,7 +61,7 @@ def stage(checkpointer: Checkpointer, draft: Manifest, state: dict[str, Any], ot
         elif type(value) not in IMMUTABLE:
             others[str(len(others))] = value
     try:
-        staged = checkpointer._staging.stage(Save(draft.part, checkpointer._spool), draft, tensors)
+        staged = made_of(checkpointer).staging.stage(Save(draft.part, made_of(checkpointer).spool), draft, tensors)
     except (StateRefused, MemoryError):
         return None
     copies, rest = iter(staged.tensors), iter(other(others).values() if others else ())

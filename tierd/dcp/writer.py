@@ -6,6 +6,9 @@ holds `.metadata`. So a save that failed on any rank leaves no complete checkpoi
 
 From torch the module uses `FileSystemWriter` with its `fs` and `path`, and the documented methods of `StorageWriter`.
 `set_up_storage_writer` accepts keywords that only newer versions of torch pass (`rank`, `use_collectives`).
+
+The module is longer than 300 lines because torch calls one object through a whole save, and each call depends on what
+the call before it left in that object.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -29,6 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from tierd.client.checkpointer import Checkpointer, made_of
 from tierd.client.saving.arena_staging import Staged
 from tierd.client.saving.save import checked_metrics
 from tierd.core.errors import ConfigError, SaveFailed, StepRefused
@@ -40,10 +44,6 @@ from tierd.dcp.streams import Streams
 from tierd.dcp.written import RankWritten, check_same
 from tierd.spool.conditions import is_full, translated
 from tierd.spool.stage import Stage, describe_directory
-
-if TYPE_CHECKING:
-    from tierd.client.checkpointer import Checkpointer
-
 
 _LAST = 1.0  # seconds to wait for a save's thread to end after its future is done
 
@@ -79,7 +79,7 @@ class StorageWriter(FileSystemWriter):
         per_thread_copy_ahead: int = 10_000_000,
         cache_staged_state_dict: bool = False,
     ) -> None:
-        self._spool = checkpointer._spool
+        self._spool = made_of(checkpointer).spool
         super().__init__(
             self._spool.control / "stage",
             single_file_per_rank=single_file_per_rank,
@@ -94,7 +94,7 @@ class StorageWriter(FileSystemWriter):
         self._given = self._step = None if step is None else check_step(step)
         self._staged = self._begun = False  # `stage` ran but `reset` not yet; `reset` ran but `storage_meta` not yet
         self._saver: threading.Thread | None = None  # the thread that saves
-        self._own = checkpointer._launch.rank, checkpointer._launch.world
+        self._own = made_of(checkpointer).launch.rank, made_of(checkpointer).launch.world
         self._coordinates = False
         self._copies: Staged | None = None  # copies made by `stage`, kept until they are written
         self._stage: Stage | None = None
@@ -165,7 +165,7 @@ class StorageWriter(FileSystemWriter):
             raise ConfigError("which step? give StorageWriter a step, or the save a checkpoint_id that its number ends")
         self._draft = msgspec.structs.replace(self._draft, step=self._step)
         self._check_current()
-        part = self._checkpointer._launch.part(self._step) if self._checkpointer else self._draft.part
+        part = made_of(self._checkpointer).launch.part(self._step) if self._checkpointer else self._draft.part
         if self._spool.has(part):
             raise StepRefused(f"{part} is already committed; a checkpoint is never overwritten")
 
@@ -228,7 +228,7 @@ class StorageWriter(FileSystemWriter):
             (item.tensor_data.chunk.sizes, item.tensor_data.properties) for item in plan.items if item.tensor_data
         ]
         size = sum(math.prod(sizes) * properties.dtype.itemsize for sizes, properties in chunks)
-        return self._checkpointer._daemon.make_room(self._draft.part, size, quota)
+        return made_of(self._checkpointer).daemon.make_room(self._draft.part, size, quota)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write `.metadata`, and commit the part that contains it.
@@ -261,22 +261,22 @@ class StorageWriter(FileSystemWriter):
         self._step = self._given
         self._draft = self._drafted(self._step or 0)
         if self._checkpointer is not None:
-            self._checkpointer._choice.took(self._given)
+            made_of(self._checkpointer).schedule.took(self._given)
 
     def _drafted(self, step: int) -> Manifest:
         """Return the part's manifest, without files."""
         if self._checkpointer is None:  # in another process
             return msgspec.structs.replace(self._draft, step=step)
-        self._checkpointer._check_open()
-        launch = self._checkpointer._launch
+        made_of(self._checkpointer).check_open()
+        launch = made_of(self._checkpointer).launch
         part = PartId(CheckpointId(launch.run, launch.attempt, step), *self._own)
         return launch.manifest(part, checked_metrics(self.metrics))
 
     def _check_current(self) -> None:
         if self._checkpointer is None:
             return
-        self._checkpointer._check_open()
-        if self._checkpointer._launch.attempt != self._draft.attempt:
+        made_of(self._checkpointer).check_open()
+        if made_of(self._checkpointer).launch.attempt != self._draft.attempt:
             raise SaveFailed(
                 f"{self._draft.part}: the launch went on from another checkpoint while this was being saved"
             )
@@ -317,7 +317,7 @@ class StorageWriter(FileSystemWriter):
         self._abandon()
         self._saver = None
         if self._checkpointer is not None:
-            self._checkpointer._staged(self._draft.step, self._draft.numbers)
+            made_of(self._checkpointer).records.staged(self._draft.step, self._draft.numbers)
 
     @contextmanager
     def _careful(self) -> Iterator[None]:
@@ -329,7 +329,7 @@ class StorageWriter(FileSystemWriter):
             self._abandon()
             self._saver = None
             if self._checkpointer is not None:
-                self._checkpointer._unstaged(self._draft.part, error)
+                made_of(self._checkpointer).records.unstaged(self._draft.part, error)
             raise
 
     def _abandon(self) -> None:
@@ -348,8 +348,8 @@ class StorageWriter(FileSystemWriter):
             if not self._staged:
                 self._draft = self._drafted(self._step or 0)
             self._staged = False  # because that save belongs to the other process
-            self._checkpointer._launch.shared = True
-            self._checkpointer._daemon.keep()  # because the other process does not know this daemon
+            made_of(self._checkpointer).launch.shared = True
+            made_of(self._checkpointer).daemon.keep()  # because the other process does not know this daemon
         gone = {"_checkpointer": None, "_stage": None, "_sweep": None, "state_dict_cache": None, "fs": Streams()}
         return self.__dict__ | gone | {"_saver": None, "_copies": None}
 

@@ -43,7 +43,11 @@ class State:
 
 def examine(root: Path, keep_last: int, state: State | None) -> Iterator[Finding]:
     """Yield the findings about the spool in `root`, which may be absent."""
-    home = nearest(root)
+    try:
+        home = nearest(root)
+    except OSError as error:  # a directory above it is closed to this account
+        yield finding(NODE, "spool unusable", f"{root}: {error.strerror}")
+        return
     if home == root and not root.is_dir():
         yield finding(NODE, "spool unusable", f"{root} is not a directory")
         return
@@ -83,8 +87,11 @@ def _found(root: Path, home: Path) -> Finding:
 
 def _ownership(root: Path) -> Finding:
     found, above = root.stat(), root.parent.stat()
-    with os.scandir(root) as entries:
-        filled = any(entries)
+    try:
+        with os.scandir(root) as entries:
+            filled = any(entries)
+    except PermissionError:  # another account's
+        filled = True
     return node.ownership(
         Ownership(found.st_uid, os.geteuid(), stat.S_IMODE(found.st_mode), filled, stat.S_IMODE(above.st_mode))
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import socket
 import ssl
 import time
@@ -16,9 +17,11 @@ from urllib.parse import urlsplit
 
 from tierd.core.diagnosis import tier
 from tierd.core.diagnosis.findings import Finding, finding
+from tierd.doctor.bounded import within
 
 _HEAD = 16 << 10  # bytes of an answer that are read for its Date
 _LINGER_S = 1.0  # seconds for the end of a connection
+_CONNECT_S, _ANSWER_S = 10.0, 10.0  # seconds for a connection with its handshake, and for the head of an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +64,35 @@ async def examine(where: Endpoint) -> AsyncIterator[Finding]:
     try:
         context = ssl.create_default_context(cafile=where.authorities) if where.encrypted else None
         name = where.host if context else None
-        reader, writer = await asyncio.open_connection(where.host, where.port, ssl=context, server_hostname=name)
+        connecting = asyncio.open_connection(where.host, where.port, ssl=context, server_hostname=name)
+        reader, writer = await within(connecting, _CONNECT_S)
     except ssl.SSLError as error:
-        yield finding(place, "no TLS", f"{where.host}:{where.port}: {_reason(error)}")
+        yield finding(place, "no TLS", f"{where.url}: {_reason(error)}")
+        return
+    except TimeoutError:
+        yield finding(place, "no connection", f"{where.url}: no connection within {_CONNECT_S:.0f} s")
         return
     except OSError as error:
-        yield finding(place, "no TLS", f"{where.host}:{where.port}: no connection: {error.strerror or error}")
+        yield finding(place, "no connection", f"{where.url}: {_os_reason(error)}")
         return
     try:
         yield _encryption(where, writer, addresses)
-        yield tier.skew(place, await _skew(where, reader, writer))
+        ahead_s = await within(_skew(where, reader, writer), _ANSWER_S)
+        yield finding(place, "connects", where.url)
+        yield tier.skew(place, ahead_s)
+    except TimeoutError:
+        text = f"{where.url}: it accepts a connection, and sends no answer within {_ANSWER_S:.0f} s"
+        yield finding(place, "silent server", text)
     finally:
         writer.close()
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(_LINGER_S):
                 await writer.wait_closed()
+
+
+def _os_reason(error: OSError) -> str:
+    """Describe why no connection was made; asyncio joins the errors of several addresses without their numbers."""
+    return os.strerror(error.errno) if error.errno else str(error)
 
 
 def _reason(error: ssl.SSLError) -> str:

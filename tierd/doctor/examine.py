@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
+from tierd.core.diagnosis import tier as judge
 from tierd.core.diagnosis.findings import NODE, SYSTEM, Finding, finding
 from tierd.core.errors import TierdError
 from tierd.doctor import disk, machine, service, tier
 from tierd.doctor.bounded import in_thread
+from tierd.doctor.disk import State
 from tierd.doctor.tier import Subject
 
 _GROUP_S = 30.0  # seconds for one group of checks
@@ -37,70 +39,133 @@ class Examined:
 
 async def examine(what: Examined) -> list[Finding]:
     """Try everything, and return the findings in the order of the places. Takes about 45 s if everything hangs."""
-    groups = [_node(what), *(group for one in what.tiers for group in _groups(one))]
-    return [one for found in await asyncio.gather(*groups) for one in found]
-
-
-async def _node(what: Examined) -> list[Finding]:
-    """Examine the spool, then this machine, then the service manager; each may need an answer of the one before."""
-    found: list[Finding] = []
-    pid, state = 0, None
-    if what.spool is not None:
-        root = what.spool
-        try:
-            state = await in_thread(lambda: disk.largest_state(root), _GROUP_S / 3)
-        except (TimeoutError, OSError):
-            pass  # the checks of the disk say what is wrong
-        size = state.size if state else None
-        found += await _called("spool", lambda: disk.examine(root, what.keep_last, state))
-        found += await _called("memory", lambda: machine.examine(size))
-        try:
-            answer, pid = await in_thread(lambda: service.daemon(root), _GROUP_S / 3)
-        except TimeoutError:
-            answer = _hung(NODE, "daemon", _GROUP_S / 3)
-        found.append(answer)
-        found += await _called("stop timeout", lambda: service.endings(pid, what.drain_s), SYSTEM)
+    state = await _state(what.spool)
+    size = state.size if state else None
+    groups = [_tier(one, size) for one in what.tiers]
+    (found, failures), tiers = await asyncio.gather(_node(what, state), asyncio.gather(*groups))
+    for of, group in zip(what.tiers, tiers, strict=True):
+        found += [*group, *_view(of, group, failures)]
     return found
 
 
-async def _called(check: str, call: Callable[[], Iterable[Finding]], place: str = NODE) -> list[Finding]:
+def _view(of: Subject, found: Sequence[Finding], failures: Mapping[str, str]) -> Iterable[Finding]:
+    """Compare the operations with what the daemon says of the same tier, if both were tried."""
+    works = judge.works(found)
+    if works is not None and str(of.url) in failures:
+        one = judge.view(of.place, works, failures[str(of.url)])
+        return [one] if one else []
+    return []
+
+
+async def _state(root: Path | None) -> State | None:
+    """Find the largest state of a spool. None also if it cannot be read: the checks of the disk say what is wrong."""
+    if root is None:
+        return None
+    try:
+        return await in_thread(lambda: disk.largest_state(root), _GROUP_S / 3)
+    except (TimeoutError, OSError):
+        return None
+
+
+async def _node(what: Examined, state: State | None) -> tuple[list[Finding], Mapping[str, str]]:
+    """Examine the spool, then this machine, then the service manager; each may need an answer of the one before.
+
+    Returns:
+        The findings, and what the daemon says of each tier: see `service.Asked.failures`.
+    """
+    found: list[Finding] = []
+    failures: Mapping[str, str] = {}
+    if what.spool is not None:
+        root = what.spool
+        size = state.size if state else None
+        found += await _called("spool", lambda: disk.examine(root, what.keep_last, state), hung="spool silent")
+        found += await _called("memory", lambda: machine.examine(size))
+        try:
+            answer = await in_thread(lambda: service.daemon(root), _GROUP_S / 3)
+        except TimeoutError:
+            answer = service.Asked(_hung(NODE, "daemon", _GROUP_S / 3))
+        except OSError as error:  # the spool's own checks say what is wrong
+            answer = service.Asked(finding(NODE, "not answered", str(error.strerror), "daemon"))
+        found.append(answer.finding)
+        failures = answer.failures
+        found += await _called("stop timeout", lambda: service.endings(answer.pid, what.drain_s), SYSTEM)
+    return found, failures
+
+
+async def _called(
+    check: str, call: Callable[[], Iterable[Finding]], place: str = NODE, hung: str = "not answered"
+) -> list[Finding]:
     found: list[Finding] = []
     try:
         await in_thread(lambda: found.extend(call()), _GROUP_S)
     except TimeoutError:
-        return [*found, _hung(place, check, _GROUP_S)]
+        return [*found, _hung(place, check, _GROUP_S, hung)]
     except (OSError, TierdError) as error:
         return [*found, finding(place, "not answered", str(error), check)]
     return found
 
 
-def _groups(of: Subject) -> Iterable[asyncio.Task[list[Finding]]]:
-    checks: dict[str, AsyncIterator[Finding]] = {}
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Checks of one tier that share a deadline.
+
+    Attributes:
+        check: the check that a failure of the whole group counts for.
+        source: makes the findings.
+        hung: the finding if the deadline passes.
+        checks: the checks that are reported as not tried if the tier cannot be reached.
+    """
+
+    check: str
+    source: Callable[[Subject], AsyncIterator[Finding]]
+    hung: str = "no answer"
+    checks: tuple[str, ...] = ()
+
+
+_SERVER = _Group("connection", tier.server)
+_OPERATIONS = _Group("operations", tier.operations, checks=("operations",))
+_BUCKET = _Group("lifecycle", tier.bucket, "not answered", ("lifecycle", "object lock", "versioning", "multipart"))
+_CREDENTIALS = _Group("credentials", tier.credentials, "not answered")
+
+
+async def _tier(of: Subject, state: int | None) -> list[Finding]:
     match of.url.scheme:
         case "s3":
-            checks = {"DNS": tier.server(of), "credentials": tier.credentials(of), "operations": tier.operations(of)}
-            checks["lifecycle"] = tier.bucket(of)
+            answers = _in_turn(of, (_SERVER, _OPERATIONS, _BUCKET))
+            way, credentials = await asyncio.gather(answers, _in_turn(of, (_CREDENTIALS,)))
+            return [*way, *credentials]
         case "file":
-            checks["directory"] = tier.directory(of)
+            return await _in_turn(of, (_Group("directory", lambda of: tier.directory(of, state), "mount fails"),))
         case "gs" | "az":
-            checks["operations"] = tier.operations(of)
+            return await _in_turn(of, (_OPERATIONS,))
         case _ as unknown:
             assert_never(unknown)
-    return [asyncio.ensure_future(_gathered(of.place, check, source)) for check, source in checks.items()]
 
 
-async def _gathered(place: str, check: str, source: AsyncIterator[Finding]) -> list[Finding]:
+async def _in_turn(of: Subject, groups: Iterable[_Group]) -> list[Finding]:
+    """Try one group after the other, until the tier cannot be reached: the rest would only repeat that."""
     found: list[Finding] = []
-    try:
-        async with asyncio.timeout(_GROUP_S), aclosing(source) as findings:  # type: ignore[type-var]
-            async for one in findings:
-                found.append(one)
-    except TimeoutError:
-        found.append(_hung(place, check, _GROUP_S))
-    except (OSError, TierdError) as error:
-        found.append(finding(place, "not answered", str(error), check))
+    for group in groups:
+        if judge.is_reached(found):
+            found += await _gathered(of, group)
+        else:
+            why = "not tried, because the tier did not answer"
+            found += [finding(of.place, "not tried", why, check) for check in group.checks]
     return found
 
 
-def _hung(place: str, check: str, deadline_s: float) -> Finding:
-    return finding(place, "not answered", f"no answer within {deadline_s:.0f} s", check)
+async def _gathered(of: Subject, group: _Group) -> list[Finding]:
+    found: list[Finding] = []
+    try:
+        async with asyncio.timeout(_GROUP_S), aclosing(group.source(of)) as findings:  # type: ignore[type-var]
+            async for one in findings:
+                found.append(one)
+    except TimeoutError:
+        found.append(_hung(of.place, group.check, _GROUP_S, group.hung))
+    except (OSError, TierdError) as error:
+        found.append(finding(of.place, "not answered", str(error), group.check))
+    return found
+
+
+def _hung(place: str, check: str, deadline_s: float, name: str = "not answered") -> Finding:
+    return finding(place, name, f"no answer within {deadline_s:.0f} s", check)

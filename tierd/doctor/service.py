@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tierd.core.diagnosis.findings import NODE, Finding, finding
 from tierd.core.errors import DaemonAbsent, TierdError, VersionMismatch
 from tierd.core.retention.policy import seconds
 from tierd.doctor.bounded import output
-from tierd.ipc import messages
+from tierd.ipc import messages, replies
 from tierd.ipc.client import Link
 from tierd.spool.spool import Spool
 
@@ -23,22 +24,48 @@ UNIT = "tierd.service"
 GRACE = "TIERD_GRACE_PERIOD"  # what a pod's manifest may tell, because Kubernetes tells a pod nothing of it
 
 
-def daemon(root: Path) -> tuple[Finding, int]:
-    """Return the finding about the spool's daemon, and its process id; 0 if none answers."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How the spool's daemon answered.
+
+    Attributes:
+        finding: what that amounts to.
+        pid: its process id; 0: none answered.
+        failures: for each tier that it has observed, by URL, its last error; empty: the tier answers.
+    """
+
+    finding: Finding
+    pid: int = 0
+    failures: Mapping[str, str] = field(default_factory=dict)
+
+
+def daemon(root: Path) -> Asked:
+    """Ask the spool's daemon for its status."""
     if not (root / ".tierd").is_dir():
-        return finding(NODE, "no daemon", f"none has run: this is tierd {__version__}"), 0
+        return Asked(finding(NODE, "no daemon", f"none has run: this is tierd {__version__}"))
     try:
         with Link(Spool(root, write=False)) as link:
-            status = messages.read_member(link.ask(messages.Status()), "status", dict[str, Any])
+            status = replies.read_member(link.ask(messages.Status()), "status", dict[str, Any])
     except DaemonAbsent:
-        return finding(NODE, "no daemon", f"none runs; this is tierd {__version__}"), 0
+        return Asked(finding(NODE, "no daemon", f"none runs; this is tierd {__version__}"))
     except VersionMismatch as error:
-        return finding(NODE, "versions apart", str(error)), 0
+        return Asked(finding(NODE, "versions apart", str(error)))
     except (TierdError, TimeoutError) as error:
-        return finding(NODE, "silent daemon", str(error)), 0
+        return Asked(finding(NODE, "silent daemon", str(error)))
     version, pid = str(status.get("version", "of an unknown version")), int(status.get("pid", 0))
     name = "daemon answers" if version == __version__ else "other version"
-    return finding(NODE, name, f"tierd {version} answers (pid {pid}); this is tierd {__version__}"), pid
+    text = f"tierd {version} answers (pid {pid}); this is tierd {__version__}"
+    return Asked(finding(NODE, name, text), pid, _failures(status))
+
+
+def _failures(status: dict[str, Any]) -> dict[str, str]:
+    """Read each tier's last error; a tier that was not observed yet, or an older daemon's, is left out."""
+    found = {}
+    for one in status.get("tiers", []):
+        failed = one.get("failures") or not one.get("reached")
+        if not failed or one.get("last_error"):
+            found[str(one.get("url"))] = str(one["last_error"]) if failed else ""
+    return found
 
 
 def endings(pid: int, drain_s: float) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tierd.core.diagnosis import node, tier
 from tierd.core.diagnosis.findings import Finding, finding
+from tierd.core.diagnosis.node import Mount
 from tierd.core.errors import TierdError
 from tierd.core.ids import CHECK_KEY, README_KEY
 from tierd.core.urls import StoreUrl
@@ -27,7 +28,6 @@ from tierd.stores.base import Store, clear
 _PROBE = 1 << 20  # bytes of the object that is timed
 _DIRECTORY_S = 10.0  # seconds for the mount of a tier's directory to answer
 _CLEAN_S = 5.0  # seconds for the deletion of the timed object
-_MODES = {"read-write": "read-write", "append-only": "append-only", "read-only": "takes nothing", None: "no answer"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +47,30 @@ class Subject:
     spool: Path | None
 
 
-async def directory(of: Subject) -> AsyncIterator[Finding]:
+async def directory(of: Subject, state: int | None = None) -> AsyncIterator[Finding]:
     """Yield the findings about the directory of a file tier, then about its operations.
 
     A directory that does not answer is not touched again, because a thread that hangs in it would keep this process.
+
+    Args:
+        state: the size of the largest state in the spool, bytes; None: not known.
     """
     path = Path(of.url.path)
 
-    def look() -> Finding | None:
+    def look() -> list[Finding]:
         try:
-            found, mount = path.stat(), mount_of(path)
+            found, mount, disk = path.stat(), mount_of(path), os.statvfs(path)
+        except FileNotFoundError:
+            return [finding(of.place, "directory absent", f"{path} does not exist")]
         except OSError:
-            return None  # the operations say what is wrong
-        text = f"{path}, {mount.kind} on {mount.source}" if mount else str(path)
+            return []  # the operations say what is wrong
         if not stat.S_ISDIR(found.st_mode):
-            return finding(of.place, "no directory", f"{path} is not a directory")
+            return [finding(of.place, "no directory", f"{path} is not a directory")]
+        free, total = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+        return [lies(found, mount), tier.room(of.place, free, total, state)]
+
+    def lies(found: os.stat_result, mount: Mount | None) -> Finding:
+        text = f"{path}, {mount.kind} on {mount.source}" if mount else str(path)
         if of.spool and _overlap(path.resolve(), of.spool.resolve()):
             return finding(of.place, "in the spool", f"{path} and the spool {of.spool} are one, or one holds the other")
         if mount and node.is_in_memory(mount):
@@ -70,8 +79,11 @@ async def directory(of: Subject) -> AsyncIterator[Finding]:
             return finding(of.place, "the spool's disk", f"{text}: the file system on which the spool lies")
         return finding(of.place, "own disk", text)
 
-    if found := await in_thread(look, _DIRECTORY_S):
-        yield found
+    found = await in_thread(look, _DIRECTORY_S)
+    for one in found:
+        yield one
+    if not tier.is_reached(found):
+        return
     async for one in operations(of):
         yield one
 
@@ -95,11 +107,28 @@ async def operations(of: Subject) -> AsyncIterator[Finding]:
 
 
 def _allowed(of: Subject, tried: Reach) -> Finding:
-    name = "not writable" if (of.url.scheme, tried.mode) == ("file", "read-only") else _MODES[tried.mode]
-    text = (
-        "put, get, list and delete work" if tried.mode == "read-write" else f"{tried.mode or 'none works'}: {tried.why}"
-    )
-    return finding(of.place, name, text)
+    if tried.mode == "read-write":
+        return finding(of.place, "read-write", "put, get, list and delete work")
+    local, text = of.url.scheme == "file", f"{tried.mode or tried.failure}: {tried.why}"
+    if tried.mode == "append-only":
+        return finding(of.place, "append-only", text)
+    if tried.failure == "full":
+        return finding(of.place, "full", text)
+    if tried.failure == "no answer":
+        return finding(of.place, "mount fails" if local else "no answer", text, "operations")
+    if local:
+        return finding(of.place, "not writable", f"{text}{_owner(Path(of.url.path))}")
+    return finding(of.place, "takes nothing" if tried.mode else "refused", text)
+
+
+def _owner(path: Path) -> str:
+    """Say whose a tier's directory is, and who asks; nothing of a file system that is read-only for everybody."""
+    try:
+        found, read_only = path.stat(), os.statvfs(path).f_flag & os.ST_RDONLY
+    except OSError:
+        return f"; this is uid {os.geteuid()}, which may not look at {path}"
+    whose = f"{path} belongs to uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):03o}"
+    return "" if read_only else f"; {whose}; this is uid {os.geteuid()}"
 
 
 async def _timed(of: Subject) -> AsyncIterator[Finding]:

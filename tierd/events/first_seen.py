@@ -6,10 +6,11 @@ on a tier is reported only if its rank 0 is in the spool. So one node of a job r
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import operator
+from collections.abc import Collection, Mapping
 
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.copies import differing
+from tierd.core.planning.copies import CheckpointCopy, differing
 from tierd.core.planning.place import Place
 
 
@@ -23,6 +24,8 @@ class FirstSeen:
         self._since: dict[CheckpointId, float] = {}
         self._awaited: dict[str, set[CheckpointId]] = {}  # by tier, checkpoints that were not complete there
         self._settled: dict[str, set[CheckpointId]] = {}  # by tier, checkpoints that were complete there
+        # By tier, the copies in all places at the last call of `whole`; a second call with the same finds nothing.
+        self._shown: dict[str, list[Mapping[CheckpointId, CheckpointCopy]]] = {}
 
     def take(self, part: PartId) -> bool:
         """Return whether the part is new, and do not report it again."""
@@ -48,6 +51,7 @@ class FirstSeen:
         if checkpoint not in self._settled.setdefault(tier, set()):
             self._awaited.setdefault(tier, set()).add(checkpoint)
             self._since.setdefault(checkpoint, now)
+            self._shown.pop(tier, None)
 
     def whole(
         self, tier: str, spool: Place, place: Place, now: float, others: Collection[Place] = ()
@@ -63,6 +67,11 @@ class FirstSeen:
             now: monotonic seconds.
             others: the other tiers; a checkpoint that one of them holds may still be flushed to this tier.
         """
+        shown = [some.checkpoints for some in (spool, place, *others)]
+        known = self._shown.get(tier, [])
+        if len(known) == len(shown) and all(map(operator.is_, known, shown)):
+            return []
+        self._shown[tier] = shown
         awaited, settled = self._awaited.setdefault(tier, set()), self._settled.setdefault(tier, set())
         for one in spool.checkpoints.keys() - awaited - settled:
             if any(0 in ranks for ranks in spool.checkpoints[one].ranks.values()):
@@ -74,7 +83,7 @@ class FirstSeen:
         settled.update(whole)
         awaited.difference_update(whole)
         for left in (awaited, settled):
-            left -= left.difference(*(some.checkpoints for some in (spool, place, *others)))
+            left -= left.difference(*shown)
         for gone in self._since.keys() - spool.checkpoints.keys() - set[CheckpointId]().union(*self._awaited.values()):
             del self._since[gone]
         return took

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tierd.core.event_kinds import Event
+from tierd.core.event_kinds import KINDS, Event
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.printable import printable
 from tierd.events.alerts import BACKLOG, Alert, Alerts, Thing
@@ -57,12 +57,16 @@ class Journal:
 
     Attributes:
         warnings: what lasts and is no failure, by the thing that it concerns.
+        quarantined: copies that were quarantined, by place.
+        stayed: by kind and place, the last event that stays until the daemon starts again, and how many there were.
     """
 
     def __init__(self, told: Callable[[Event], None] | None = None) -> None:
         self.counters: Counter[str] = Counter()
         self.events: deque[Event] = deque(maxlen=_KEPT)
         self.warnings: dict[Thing, str] = {}
+        self.quarantined: Counter[str] = Counter()
+        self.stayed: dict[tuple[str, str], tuple[Event, int]] = {}
         self._alerts: Alerts[Subject] = Alerts()
         self._delivered = told or (lambda event: None)
 
@@ -79,6 +83,9 @@ class Journal:
         why = printable(why)  # here, because receivers show it to people by means of their own
         event = Event(at=now(), what=what, place=place, subject=printable(subject), why=why, **_named(subject), **more)
         self.events.append(event)
+        if KINDS[what].stays:
+            _, count = self.stayed.get((what, place), (event, 0))
+            self.stayed[what, place] = event, count + 1
         log.log(_LEVELS[event.level], "%s: %s %s: %s", place, what, subject, why)
         self._delivered(event)
 

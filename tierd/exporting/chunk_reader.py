@@ -47,8 +47,9 @@ class ChunkReader:
             at += chunk.size
         if missing:
             self._files.fill(memory, missing, base=span.start)
-        for begin, size in {edges[0], edges[-1]}:  # a neighbouring range shares no other chunk
-            self._keep((part, path, begin), memory[begin - span.start : begin - span.start + size])
+        for begin, size in {edges[0], edges[-1]}:
+            if begin < offset or begin + size > offset + length:  # a neighbouring range shares no other chunk
+                self._keep((part, path, begin), memory[begin - span.start : begin - span.start + size])
         return memory[offset - span.start : offset - span.start + length]
 
     def size(self, part: PartId, path: str) -> int:

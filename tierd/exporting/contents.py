@@ -28,7 +28,7 @@ from tierd.dcp.native_leaves import NativeLeaf, SavedArray
 from tierd.exporting.archive_reader import NO_ARCHIVE, Archive
 from tierd.exporting.chunk_reader import ChunkReader, RangeStream
 from tierd.exporting.tensors import Piece, SavedTensor
-from tierd.state.kinds.device_meshes import replaced
+from tierd.state.containers import replaced
 
 Path = tuple[Any, ...]
 

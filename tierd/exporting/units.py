@@ -23,7 +23,7 @@ from tierd.exporting.archive_reader import NO_ARCHIVE, Archive
 from tierd.exporting.chunk_reader import ChunkReader, RangeStream
 from tierd.exporting.contents import Contents, Value, archived, at_place, below, chosen_names, nested, of_dcp
 from tierd.exporting.tensors import Piece, SavedTensor
-from tierd.state.kinds.device_meshes import replaced
+from tierd.state.containers import replaced
 from tierd.state.tensor_file import MAX_HEADER, parse_header
 from tierd.watching.unit_file import UNIT_NAME
 

@@ -6,6 +6,7 @@ members of the index (`weight_map`, `metadata.total_size`); torch 2.13 `distribu
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -31,7 +32,9 @@ from tierd.core.printable import printable
 from tierd.exporting.archives import ArchiveWriter
 from tierd.exporting.chunk_reader import ChunkReader
 from tierd.exporting.contents import Contents
+from tierd.exporting.new_file import NewFile
 from tierd.exporting.tensors import SavedTensor, ahead, converted
+from tierd.spool.direct_io import LARGE, PAGE
 from tierd.state.tensor_file import DTYPE_NAMES, MAX_HEADER
 
 SHARD_BYTES = 5_000_000_000  # of tensors in a file of format hf, as transformers cuts them
@@ -82,7 +85,7 @@ class Export:
 
     def file(self, name: str, write: Callable[[IO[bytes]], None]) -> None:
         """Write a new file, and make it durable."""
-        with (self.home / name).open("xb") as file:
+        with io.BufferedWriter(NewFile(self.home / name), LARGE) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -147,7 +150,7 @@ def _write_tensors(export: Export, name: str, tensors: Sequence[SavedTensor]) ->
         }
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % PAGE)  # so that large tensors begin at a page, and are written without a copy
     if len(text) > MAX_HEADER:
         raise StateMismatch(
             f"{len(tensors)} tensors need a header of {len(text)} bytes; safetensors allows {MAX_HEADER}"

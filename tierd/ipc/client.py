@@ -22,19 +22,10 @@ import msgspec
 
 from tierd import __version__
 from tierd.core.errors import DaemonAbsent, DaemonSilent, DaemonUnavailable, TierdError, VersionMismatch
-from tierd.ipc.messages import (
-    DAEMON_LOG,
-    EXIT_HELD,
-    HEARTBEAT,
-    MAX_REPLY,
-    Hello,
-    Request,
-    Status,
-    encode_line,
-    greeted,
-    raise_error,
-)
+from tierd.ipc.messages import DAEMON_LOG, EXIT_HELD, HEARTBEAT, MAX_REPLY, Hello, Request, Status, encode_line
 from tierd.ipc.protocol import BEATS, PROTOCOL, Peer, explain
+from tierd.ipc.replies import greeted, raise_error
+from tierd.ipc.starting import ways_to_start
 from tierd.spool.file_io import private
 from tierd.spool.permissions import peer_pid, stranger
 from tierd.spool.spool import Spool
@@ -103,7 +94,7 @@ class Link:
             absent = error.errno in _ABSENT
             raise (DaemonAbsent if absent else DaemonUnavailable)(
                 f"spool {spool.root}: no daemon answers ({'none is running' if absent else error.strerror or error}); "
-                f"start one: tierd run --spool {spool.root} --to URL"
+                f"start one: {ways_to_start(spool.root)}"
             ) from error
 
     def ask(

@@ -1,4 +1,7 @@
-"""The messages between client and daemon over the spool's unix sockets, as JSON objects.
+"""The requests of the control socket, and the rules of both unix sockets of the spool. All messages are JSON objects.
+
+`ipc/handoff_messages.py` has the messages of the hand-off socket, `ipc/decoding.py` checks both, `ipc/replies.py` has
+the answers.
 
 Invariant: no byte of a checkpoint crosses a socket, only names and descriptors.
 
@@ -15,18 +18,14 @@ still answers it.
 
 from __future__ import annotations
 
-from collections.abc import Container
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from tierd.core import errors
-from tierd.core.errors import ConfigError, DaemonUnavailable, TierdError
-from tierd.core.ids import CheckpointId, PartId, check_attempt, check_rank, check_run, check_step
+from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import MetricName
-from tierd.core.seal import MAX_MANIFEST_SIZE
-from tierd.ipc.protocol import PROTOCOL, PROTOCOL_TEXT, VERSION_TEXT, Peer, Protocol
+from tierd.ipc.protocol import PROTOCOL_TEXT, VERSION_TEXT, Peer, Protocol
 
 HEARTBEAT = 5.0  # seconds
 BEAT = 0.25  # seconds
@@ -35,7 +34,6 @@ EXIT_HELD = 7
 DAEMON_LOG = "daemon.log"  # in the spool's `.tierd/`: the standard error of a daemon that a trainer started
 MAX_REQUEST = 64 << 10  # bytes
 MAX_NOTE = 40_000  # bytes; 53,336 in base64, which fits into a request
-MAX_PACKET = 16 << 10  # bytes
 MAX_REPLY = 64 << 20  # bytes
 MAX_PAUSE = 366 * 86400.0  # seconds
 
@@ -283,54 +281,11 @@ class Resume(Request, frozen=True, kw_only=True, tag="resume"):
     """End a pause. Answer: `paused`, null."""
 
 
-class Lend(Request, frozen=True, kw_only=True, tag="lend"):
-    """Hand-off: the attached descriptor is the arena in which snapshots of `slot` will be. No answer."""
-
-    slot: Annotated[int, Meta(ge=0, lt=64)]
-
-
-class Persist(Request, frozen=True, kw_only=True, tag="persist"):
-    """Hand-off: the arena of `slot` holds a snapshot; commit it as a part of the spool.
-
-    The arena begins with the tensor file. The attached descriptor holds the manifest, still without files, and then the
-    state tree. Answer: `direct`, `recycled`, as in `commit.CommittedPart`.
-
-    Attributes:
-        part: the part to commit.
-        slot: the slot whose arena holds the snapshot.
-        tensors: the size of the tensor file, in bytes.
-        manifest: the size of the manifest, in bytes.
-        tree: the size of the state tree, in bytes.
-        blocked_s: the time for which `save` blocked training, in seconds; until now if it has not returned. None: not
-            measured.
-        asked_s: the time since `save` was called, in seconds; None: not measured.
-    """
-
-    part: PartId
-    slot: Annotated[int, Meta(ge=0, lt=64)]
-    tensors: Annotated[int, Meta(ge=1)]
-    manifest: Annotated[int, Meta(ge=1, le=MAX_MANIFEST_SIZE)]
-    tree: Annotated[int, Meta(ge=0)]
-    blocked_s: Measured | None = None
-    asked_s: Measured | None = None
+def encode_line(message: object) -> bytes:
+    """Encode a message or an answer of the control socket."""
+    return msgspec.json.encode(message) + b"\n"
 
 
-class Recall(Request, frozen=True, kw_only=True, tag="recall"):
-    """Hand-off: return the snapshot that a dead trainer left in its arena, and the arena with it.
-
-    Answer: `tensors`, `manifest`, `tree` as in `Persist`, with both descriptors; the arena is then handed over as slot
-    0. Error: `ObjectNotFound`.
-    """
-
-    part: PartId
-
-
-class Leave(Request, frozen=True, kw_only=True, tag="leave"):
-    """Hand-off: this trainer ends in order, so no process will recall its snapshots. No answer."""
-
-
-T = TypeVar("T")
-AnyHanded = Hello | Lend | Persist | Recall | Leave
 AnyRequest = (
     Attach
     | Status
@@ -353,147 +308,3 @@ AnyRequest = (
     | MakeRoom
     | Remove
 )
-_decoder: msgspec.json.Decoder[Hello | AnyRequest] = msgspec.json.Decoder(Hello | AnyRequest)
-_handed: msgspec.json.Decoder[AnyHanded] = msgspec.json.Decoder(AnyHanded)
-REQUESTS: dict[str, type[Request]] = {
-    kind.__struct_config__.tag: kind for kind in get_args(Hello | AnyRequest)
-}  # by `op`
-HANDED: dict[str, type[Request]] = {kind.__struct_config__.tag: kind for kind in get_args(AnyHanded)}
-
-
-class UnknownKind(msgspec.ValidationError):
-    """A message whose `op` this version of tierd does not have; a later version may have it."""
-
-
-class _Kind(msgspec.Struct):
-    op: Annotated[str, Meta(pattern=r"^[a-z-]{1,32}\Z")]
-
-
-_kind = msgspec.json.Decoder(_Kind)
-
-
-def encode_line(message: object) -> bytes:
-    return msgspec.json.encode(message) + b"\n"
-
-
-def decode_request(line: bytes) -> Hello | AnyRequest:
-    """Decode and check one request.
-
-    Raises:
-        UnknownKind: the request is of a later version.
-        msgspec.DecodeError: the line is no request, or a name in it is not valid.
-    """
-    request = _decode(_decoder, REQUESTS, line)
-    try:
-        match request:
-            case (
-                Report(run=str(run))
-                | Backlog(run=str(run))
-                | Attach(run=str(run))
-                | Candidates(run=run)
-                | Launches(run=run)
-                | Notes(run=run)
-                | MakeRoom(run=run)
-                | Remove(run=run)
-            ):
-                check_run(run)
-            case Fetch(wanted=wanted) if not all(_in_order(runs) for runs in (wanted or {}).values()):
-                raise ConfigError("runs of chunks are not in order, or one ends before it begins")
-            case (
-                Fetch(part=part)
-                | Wait(part=part)
-                | Failed(part=part)
-                | Leaked(part=part)
-                | Preempted(part=part)
-                | Restored(part=part)
-            ):
-                _check_checkpoint(part.checkpoint)
-                check_rank(part.rank, part.world)
-            case Pin(checkpoint=checkpoint) | FellBack(checkpoint=checkpoint):
-                _check_checkpoint(checkpoint)
-    except TierdError as error:
-        raise msgspec.ValidationError(str(error)) from error
-    return request
-
-
-def decode_handed(packet: bytes) -> AnyHanded:
-    """Decode and check one message of the hand-off socket; raises as `decode_request` does."""
-    message = _decode(_handed, HANDED, packet)
-    if isinstance(message, Persist | Recall):
-        try:
-            _check_checkpoint(message.part.checkpoint)
-            check_rank(message.part.rank, message.part.world)
-        except TierdError as error:
-            raise msgspec.ValidationError(str(error)) from error
-    return message
-
-
-def _in_order(runs: Ranges) -> bool:
-    # Ordered ranges bound the cost of a request by its part's number of chunks, however often it names them.
-    ends = (0, *(end for _, end in runs))
-    return all(end > first >= before for (first, end), before in zip(runs, ends, strict=False))
-
-
-def _decode(decoder: msgspec.json.Decoder[T], kinds: Container[str], data: bytes) -> T:
-    try:
-        return decoder.decode(data)
-    except RecursionError as error:
-        raise msgspec.DecodeError("nested too deeply") from error
-    except msgspec.ValidationError as error:
-        try:
-            op = _kind.decode(data).op
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise error from None
-        if op in kinds:
-            raise
-        raise UnknownKind(f"request {op!r} is not known to this version of tierd") from error
-
-
-def _check_checkpoint(checkpoint: CheckpointId) -> None:
-    check_run(checkpoint.run)
-    check_attempt(checkpoint.attempt)
-    check_step(checkpoint.step)
-
-
-def greeting(version: str) -> dict[str, Any]:
-    """Return the daemon's greeting, where `version` is its version of tierd."""
-    return {"ok": True, "protocol": str(PROTOCOL), "version": version}
-
-
-def greeted(reply: dict[str, Any]) -> Peer:
-    """Return the daemon that sent the greeting `reply`. A daemon without a protocol number predates the numbers."""
-    try:
-        return msgspec.convert(reply, Hello).peer
-    except (msgspec.ValidationError, UnicodeError):
-        return Peer(None, "")
-
-
-def read_member(reply: dict[str, Any], name: str, kind: type[T]) -> T:
-    """Read a member of an answer.
-
-    Raises:
-        DaemonUnavailable: the member is missing or differs, because the daemon is of another version.
-    """
-    try:
-        return msgspec.convert(reply[name], kind, str_keys=True)
-    except (KeyError, msgspec.ValidationError, UnicodeError) as error:
-        raise DaemonUnavailable(
-            f"the daemon is of another version of tierd ({type(error).__name__}: {error}): restart it with this version"
-        ) from error
-
-
-def error_reply(error: Exception) -> dict[str, Any]:
-    """Encode an error as an answer with the name of its condition, so that the other side raises the same one."""
-    known = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-    return {"ok": False, "error": next(known, type(error).__name__), "message": str(error)}
-
-
-def raise_error(reply: dict[str, Any]) -> None:
-    """Raise the error of an answer with ``ok: false``."""
-    name, message = str(reply.get("error")), str(reply.get("message"))
-    if name == "TimeoutError":
-        raise TimeoutError(message)
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, TierdError):
-        raise kind(message)
-    raise DaemonUnavailable(f"the daemon failed: {name}: {message}")

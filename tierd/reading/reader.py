@@ -34,9 +34,10 @@ from tierd.reading.gone import corrupt_or_gone, none_there
 from tierd.reading.listing import Listed, list_checkpoints
 from tierd.reading.tiers import RunOnTiers, TierFiles, TierView
 from tierd.reading.whole import read_part
+from tierd.state.fit import Fitting, check_fit, chosen
 from tierd.state.flatten import unflatten
 from tierd.state.kinds.wrapped_names import with_names_of
-from tierd.state.load import check_fit, chosen, load
+from tierd.state.load import load
 from tierd.stores.base import Store
 from tierd.stores.keys import read_key
 from tierd.stores.open import open_store
@@ -177,9 +178,9 @@ class Reader:
             unfit = isinstance(error, StateMismatch | ConfigError)
             if search.settle(candidate, error, unfit=unfit).load:
                 assert found is not None
-                manifest, tree, tensors = found
+                manifest, tree, tensors, fitting = found
                 into = chosen(state, names)
-                load(into, tree, lent=False, file=tensors)
+                load(into, tree, lent=False, file=tensors, fitting=fitting)
                 if into is not state and isinstance(state, MutableMapping):
                     state.update(into)
                 return Loaded(
@@ -206,19 +207,18 @@ class Reader:
         names: Collection[str] | None,
         rank: int | None,
         ignore_prefixes: bool,
-    ) -> tuple[tuple[Manifest, dict[str, Any], memoryview] | None, Exception | None]:
+    ) -> tuple[tuple[Manifest, dict[str, Any], memoryview, Fitting] | None, Exception | None]:
         """Read and verify `candidate`, and check that it fits `into`.
 
         Returns:
-            The manifest, the tree and the tensors, or None and the error.
+            The manifest, the tree, the tensors and the result of `check_fit`, or None and the error.
         """
         try:
             manifest, found = read_part(files, names, rank)
             search.check_origin(manifest)
             tree = unflatten(found[TREE], found[TENSORS])
             tree = with_names_of(into, tree) if ignore_prefixes else tree
-            check_fit(into, tree)
-            return (manifest, tree, found[TENSORS]), None
+            return (manifest, tree, found[TENSORS], check_fit(into, tree)), None
         except (CorruptChunk, ManifestError) as error:
             return None, corrupt_or_gone(self.tiers, candidate, error)
         except Exception as error:

@@ -6,7 +6,8 @@ Invariant: this module calls only `get` and `scan` of a store.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import accumulate
 
 import msgspec
@@ -19,6 +20,7 @@ from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
 from tierd.core.timeline.run_view import RunView, run_view_of
 from tierd.daemon.tiers.observe import TierObserver
+from tierd.daemon.transfer.buffers import Buffers
 from tierd.daemon.transfer.concurrency import to_the_end, together
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.daemon.transfer.replicas import Replicas, is_there
@@ -39,6 +41,7 @@ class RunOnTiers:
 
     def __init__(self, stores: Mapping[str, Store], run: str) -> None:
         self.stores, self.run, self.loop, self.budget = stores, run, LoopThread(), Budget()
+        self.buffers = Buffers()
         self.unreached: dict[str, str] = {}
         self._eyes = {name: TierObserver(store) for name, store in stores.items()}
 
@@ -187,9 +190,12 @@ class TierFiles(PartRanges):
 
         async def hand() -> None:
             for (index, offset), some in todo:
+                size, buffers = files[number].chunks[index].size, self._tiers.buffers
                 async with self._tiers.budget.take(copies.weight(number, index)):
-                    raw = memoryview(await copies.chunk(number, index, path)).cast("B")
-                    await to_the_end(_place, memory, base, raw, offset, some)
+                    with _room(memory, base, offset, size, some, buffers) as room:
+                        raw = memoryview(await copies.chunk(number, index, path, room, buffers)).cast("B")
+                        if room.obj is not memory.obj or raw.obj is not room.obj:
+                            await to_the_end(_place, memory, base, raw, offset, some)
 
         await together(_HANDS, [hand() for _ in range(min(_HANDS, len(wanted)))])
 
@@ -199,6 +205,18 @@ def _by_file(spans: Collection[Span]) -> dict[tuple[PartId, str], list[Span]]:
     for span in spans:
         found.setdefault((span.part, span.path), []).append(span)
     return found
+
+
+@contextmanager
+def _room(
+    memory: memoryview, base: int, offset: int, size: int, spans: list[Span], buffers: Buffers
+) -> Iterator[memoryview]:
+    """Provide memory to decode a chunk into: its place in `memory` if a span wants all of it, else a buffer."""
+    if any(span.offset <= offset and offset + size <= span.offset + span.length for span in spans):
+        yield memory[offset - base : offset - base + size]
+        return
+    with buffers.lend(size) as lent:
+        yield lent
 
 
 def _place(memory: memoryview, base: int, raw: memoryview, offset: int, spans: list[Span]) -> None:

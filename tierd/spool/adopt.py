@@ -21,7 +21,8 @@ from tierd.core.chunking import cut
 from tierd.core.errors import CorruptChunk
 from tierd.core.manifest import CHUNK_SIZE, Chunk, File
 from tierd.spool.direct_io import PAGE, memory_for, read_into, write_all
-from tierd.spool.file_io import describe_file, digest, sync_directory
+from tierd.spool.file_io import digest, sync_directory
+from tierd.spool.verified_reads import describe_file
 
 How: TypeAlias = Literal["reflink", "link", "copy"]
 _FICLONE = 0x40049409  # linux/fs.h

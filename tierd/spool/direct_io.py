@@ -95,6 +95,39 @@ def write_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> boo
     return direct
 
 
+def write_pages(fd: int, data: memoryview, offset: int, *, spare_bytes: int = PIECE) -> None:
+    """Write `data` at `offset`: whole pages of the file past the page cache, the rest through it.
+
+    A neighbouring write may share the first or last page with this one, so shared pages use the cache. The cache costs
+    several times the CPU of the write itself.
+
+    Args:
+        fd: the file, whose O_DIRECT is set or cleared as needed.
+        data: the bytes. If they do not lie in whole pages of memory, they are copied piece by piece.
+        offset: where they belong in the file.
+        spare_bytes: the size of such a piece, whole pages.
+
+    Raises:
+        OSError: as `write_all`.
+    """
+    edge = -offset % PAGE if len(data) >= LARGE else len(data)
+    set_direct(fd, False)
+    write_all(fd, data[:edge], offset)
+    body, offset = data[edge:], offset + edge
+    if body and set_direct(fd, True) and not _is_aligned(body):
+        spare = memory_for(spare_bytes)
+        while body:
+            piece = spare[: min(len(spare), len(body))]
+            piece[:] = body[: len(piece)]
+            write_all(fd, piece, offset)
+            body, offset = body[len(piece) :], offset + len(piece)
+    write_all(fd, body, offset)
+
+
+def _is_aligned(data: memoryview) -> bool:
+    return not data.readonly and ctypes.addressof(ctypes.c_char.from_buffer(data)) % PAGE == 0
+
+
 def read_into(fd: int, memory: memoryview, size: int, offset: int) -> int:
     """Read `size` bytes at `offset` into `memory`.
 
@@ -115,6 +148,29 @@ def read_into(fd: int, memory: memoryview, size: int, offset: int) -> int:
             break
         done += count
     return min(done, size)
+
+
+def read_cached(fd: int, memory: memoryview, size: int, offset: int) -> bool:
+    """Read `size` bytes at `offset` into `memory` if the page cache holds all of them; the disk is not waited for.
+
+    A file that was just written is in memory already. Reading it past the cache would load the disk once more.
+
+    Args:
+        fd: the file, without O_DIRECT.
+        memory: the memory, of at least `size` bytes. If the result is False, its content is undefined.
+        size: the number of bytes.
+        offset: where they lie in the file.
+    """
+    done, length = 0, PAGE  # one page first, because the kernel reads ahead after a miss, and more for a larger request
+    while done < size:
+        try:
+            count = os.preadv(fd, [memory[done : min(done + length, size)]], offset + done, os.RWF_NOWAIT)
+        except OSError:  # not in the cache; or a kernel or a file system that does not say so
+            return False
+        if not count:
+            return False
+        done, length = done + count, PIECE
+    return True
 
 
 def memory_for(size: int) -> memoryview:

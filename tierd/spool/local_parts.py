@@ -15,9 +15,10 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import MANIFEST_NAME, File, Manifest, decode
 from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.spool.directories import directories_in, links_in, names_in, parts_below, parts_of_run
-from tierd.spool.file_io import open_plain, read_file
+from tierd.spool.file_io import open_plain
 from tierd.spool.permissions import check_link, check_room
 from tierd.spool.records import saved_at
+from tierd.spool.verified_reads import read_file
 
 log = logging.getLogger("tierd")
 
@@ -76,9 +77,9 @@ class LocalParts:
         self.check_mounted()
         return newest
 
-    def checkpoints(self, run: str) -> list[CheckpointId]:
-        """List the checkpoints of a run that have a directory here. Raises OSError if the run cannot be listed."""
-        return [one for name in directories_in(self.root / run) if (one := CheckpointId.parse(run, name))]
+    def names(self, run: str) -> list[str]:
+        """List the directories in a run's directory, by name. Raises OSError if the run cannot be listed."""
+        return directories_in(self.root / run)
 
     def parts_of(self, checkpoint: CheckpointId) -> list[PartId]:
         """List the committed parts of one checkpoint, in order. Raises OSError if the checkpoint cannot be listed."""
@@ -101,12 +102,12 @@ class LocalParts:
         pairs = (PartId.parse_name(f"{one.name}.json") for one in inside if one.is_dir(follow_symlinks=False))
         return sorted(PartId(checkpoint, *pair) for pair in pairs if pair), not inside
 
-    def stamp(self, run: str, name: str = "") -> int:
-        """Return when an entry was last added to, or removed from, the directory of a run or of a checkpoint.
+    def where(self, run: str, name: str = "") -> str:
+        """Return the path of a run's directory, or of the checkpoint `name` in it."""
+        return f"{self.root}/{run}/{name}"
 
-        Args:
-            run: the run's name.
-            name: the checkpoint's name; empty for the run's own directory.
+    def stamp(self, path: str) -> int:
+        """Return when an entry was last added to, or removed from, a directory that `where` names.
 
         Returns:
             Nanoseconds since 1970 by the file system's clock; 0 if the directory does not exist.
@@ -115,7 +116,7 @@ class LocalParts:
             OSError: the directory's status cannot be read.
         """
         try:
-            return os.stat(f"{self.root}/{run}/{name}").st_mtime_ns  # noqa: PTH116  # thousands of times per listing
+            return os.stat(path).st_mtime_ns  # noqa: PTH116  # thousands of times per listing
         except (FileNotFoundError, NotADirectoryError):
             return 0
 

@@ -11,10 +11,13 @@ import ctypes
 import errno
 import logging
 import os
+import pwd
 import resource
 import socket
 import stat
 import struct
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from tierd.core.errors import SpoolUnusable
@@ -32,7 +35,11 @@ def keep_private(root: Path) -> None:
     Raises:
         SpoolUnusable: the directory is another user's, or other users may write to it and it is not empty.
     """
-    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        check_owner(root)  # it says whose the spool is
+        raise
     try:
         with os.scandir(fd) as entries:  # before chmod: another rank adds entries only after chmod
             filled = any(entries)
@@ -54,13 +61,35 @@ def keep_private(root: Path) -> None:
         log.warning("spool %s: everybody may rename what is in %s, and so replace the spool", root, root.parent)
 
 
+def account(uid: int) -> str:
+    """Return the name of a uid's account; the uid itself if it has none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def whose(owner: int) -> str:
+    """Say whose a spool is, and as whom this process runs, for messages that refuse it."""
+    theirs, ours = (
+        f"uid {one} ({name})" if (name := account(one)) != str(one) else f"uid {one}" for one in (owner, os.geteuid())
+    )
+    return f"it belongs to {theirs}, and this is {ours}"
+
+
+def as_account(uid: int) -> str:
+    """Return the beginning of a command that runs another one as the account of `uid`."""
+    name = account(uid)
+    return f"sudo -u {name}" if name != str(uid) else f"sudo -u '#{uid}'"
+
+
 def check_owner(root: Path, found: os.stat_result | None = None) -> None:
     """Raise `SpoolUnusable` if a spool's directory belongs to another user."""
     owner = (found or root.stat()).st_uid
     if owner != os.geteuid():
         raise SpoolUnusable(
-            f"spool {root}: it belongs to uid {owner}, and this is uid {os.geteuid()}; "
-            "run as its owner, or name a directory of your own, inside it if need be"
+            f"spool {root}: {whose(owner)}; run as its owner ({as_account(owner)} ...), "
+            "or name a directory of your own, inside it if need be"
         )
 
 
@@ -132,8 +161,14 @@ def _unfit(link: Path) -> str:
     return ""
 
 
-def listen(path: Path, kind: socket.SocketKind) -> socket.socket:
-    """Bind a unix socket to `path` for its owner only, replacing a socket that a killed daemon left."""
+def listen(path: Path, kind: socket.SocketKind) -> tuple[socket.socket, Callable[[], None]]:
+    """Bind a unix socket to `path` for its owner only, replacing a socket that a killed daemon left.
+
+    Returns:
+        The socket, and a call that removes its file; errors are ignored, so that a failing disk does not prevent an
+        orderly end. If the spool was deleted and another daemon serves a new one at its path, that daemon's file is
+        kept.
+    """
     path.unlink(missing_ok=True)
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     listener = socket.socket(socket.AF_UNIX, kind)
@@ -143,10 +178,15 @@ def listen(path: Path, kind: socket.SocketKind) -> socket.socket:
         listener.bind(f"/proc/self/fd/{directory}/{path.name}")
     except OSError:
         listener.close()
-        raise
-    finally:
         os.close(directory)
-    return listener
+        raise
+
+    def remove() -> None:
+        with suppress(OSError):
+            os.unlink(path.name, dir_fd=directory)  # not by path, because it may lead to another spool by now
+        os.close(directory)
+
+    return listener, remove
 
 
 def stranger(connection: socket.socket, owner: int = 0) -> int | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
@@ -20,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tierd.core.errors import CorruptChunk, TierdError
-from tierd.core.ids import PartId, is_attempt
+from tierd.core.ids import CheckpointId, PartId, is_attempt
 from tierd.core.planning.place import LocalLaunch
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.retention.stored import MAX_SIZE, StoredRetention, decode, encode, unreadable
@@ -32,6 +33,8 @@ from tierd.spool.file_io import open_plain, sync_directory
 from tierd.spool.permissions import check_room
 
 SAVED, RETENTION, TIMELINE = "saved", "retention", "timeline"  # subdirectories of `.tierd/`
+NEAR_NS = 2_000_000_000  # changes this close may have the same time, because file times are coarse
+Known = dict[tuple[str, str], tuple[int, PartId | None]]  # by run and name: when a record changed, 0 if read again
 _MARK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO in a record's place is refused without blocking
 
 
@@ -95,20 +98,39 @@ def forget_committed(control: Path, part: PartId) -> None:
             file.truncate(0)  # the file is kept, because it also records that this node saves the rank
 
 
-def committed(control: Path) -> frozenset[PartId]:
+def committed(control: Path, known: Known | None = None) -> frozenset[PartId]:
     """Return the newest part that each rank of each run's newest launch committed here, even if it was lost since.
 
     Call this before listing the parts, because a part committed between the two calls would appear lost. Raises
     OSError.
+
+    Args:
+        control: the spool's `.tierd/`.
+        known: the records that an earlier call has read, which are read again only if they changed; updated.
     """
-    found = set()
+    fresh: Known = {}
     for run in _names(control / SAVED):
         for name in _names(control / SAVED / run):
-            attempt, _, rank = name.partition(".")
-            with suppress(CorruptChunk), os.fdopen(open_plain(control / SAVED / run / name), "rb") as file:
-                if rank and (part := PartId.parse(run, f"{file.read(12).decode('ascii', 'replace')}.{attempt}", rank)):
-                    found.add(part)
-    return frozenset(found)
+            if "." not in name:  # a launch's
+                continue
+            with suppress(FileNotFoundError):  # deleted since it was listed
+                path, now_ns = f"{control}/{SAVED}/{run}/{name}", time.time_ns()
+                changed_ns = os.lstat(path).st_mtime_ns  # a record for each rank, at each observation
+                before = known.get((run, name)) if known else None
+                if before is None or before[0] != changed_ns:
+                    before = changed_ns if now_ns - changed_ns > NEAR_NS else 0, _committed(Path(path), run, name)
+                fresh[run, name] = before
+    if known is not None:
+        known.clear()
+        known.update(fresh)
+    return frozenset(part for _, part in fresh.values() if part)
+
+
+def _committed(path: Path, run: str, name: str) -> PartId | None:
+    attempt, _, rank = name.partition(".")
+    with suppress(CorruptChunk), os.fdopen(open_plain(path), "rb") as file:
+        return PartId.parse(run, f"{file.read(12).decode('ascii', 'replace')}.{attempt}", rank)
+    return None
 
 
 def launches(control: Path, runs: Iterable[str] | None = None) -> dict[str, LocalLaunch]:
@@ -125,10 +147,10 @@ def launches(control: Path, runs: Iterable[str] | None = None) -> dict[str, Loca
         ranks: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
         for name in _names(control / SAVED / run):
             attempt, _, pair = name.partition(".")
-            if part := PartId.parse(run, f"{0:012}.{attempt}", pair):
-                ranks[attempt][part.world].add(part.rank)
-        if ranks:
-            newest = max(ranks)
+            if numbers := PartId.parse_name(f"{pair}.json"):
+                rank, world = numbers
+                ranks[attempt][world].add(rank)
+        if newest := max((one for one in ranks if CheckpointId.parse(run, f"{0:012}.{one}")), default=None):
             found[run] = LocalLaunch(newest, {world: frozenset(some) for world, some in ranks[newest].items()})
     return found
 
@@ -243,6 +265,6 @@ def _sync_room(control: Path, room: str) -> None:
 
 def _names(directory: Path) -> list[str]:
     try:
-        return [path.name for path in directory.iterdir()]
+        return os.listdir(directory)  # noqa: PTH208  # a name for each rank, at each observation, and none needs a Path
     except (FileNotFoundError, NotADirectoryError):
         return []

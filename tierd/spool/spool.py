@@ -1,5 +1,5 @@
-"""The local tier: stage, quarantine, pin and remove a node's parts; `local_parts` lists and reads them. Synchronous;
-shared by client and daemon.
+"""The local tier: stage, quarantine and remove a node's parts; `local_parts` lists and reads them, `leftovers` pins
+checkpoints and removes the rest. Synchronous; shared by client and daemon.
 
 Invariant: one rename makes a part visible, after every byte of its directory is durable. One rename makes a part
 invisible, before anything in its directory changes. So a reader, or a process that starts after a power cut, finds a
@@ -21,41 +21,28 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
-import itertools
 import os
 import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from tierd.core.errors import ConfigError, SpoolHeld, SpoolUnusable, StepRefused
-from tierd.core.ids import CheckpointId, PartId, check_run
+from tierd.core.errors import SpoolHeld, SpoolUnusable, StepRefused
+from tierd.core.ids import PartId
 from tierd.spool.conditions import translated
 from tierd.spool.direct_io import LARGE
-from tierd.spool.directories import childless_below, directories_in
 from tierd.spool.file_io import make_private, sync_directory
 from tierd.spool.leases import ALIVE
-from tierd.spool.leases import forget as forget_trainers
-from tierd.spool.local_parts import LocalParts
+from tierd.spool.leftovers import Leftovers
 from tierd.spool.permissions import check_owner, check_room, keep_private
-from tierd.spool.records import (
-    RETENTION,
-    SAVED,
-    TIMELINE,
-    forget,
-    forget_committed,
-    forget_launch,
-    launches,
-    mark_saved,
-    note_committed,
-)
+from tierd.spool.records import RETENTION, SAVED, TIMELINE, forget_committed, mark_saved, note_committed
 from tierd.spool.root import check_name, make_durably, sync_entry
-from tierd.spool.stage import Stage, try_lock
-from tierd.spool.trash import bury, delete, sync_left
+from tierd.spool.stage import Stage
+from tierd.spool.trash import delete, sync_left
 
 
-class Spool(LocalParts):
+class Spool(Leftovers):
     """A node's local checkpoints, in one directory.
 
     Args:
@@ -67,6 +54,7 @@ class Spool(LocalParts):
     """
 
     def __init__(self, root: str | os.PathLike[str], *, write: bool = True) -> None:
+        self.removals = 0  # calls that took parts away
         if not os.fspath(root):
             raise SpoolUnusable("spool '': name a directory")
         super().__init__(Path(root).absolute(), made=write)
@@ -117,6 +105,7 @@ class Spool(LocalParts):
             reuse: writers whose next save may overwrite the blocks of their part's largest file. Overwriting blocks is
                 faster than allocating new ones.
         """
+        self.removals += 1
         for part in parts:
             grave = self._bury(self.path(part))
             if grave is None:
@@ -161,6 +150,7 @@ class Spool(LocalParts):
 
     def quarantine(self, part: PartId) -> None:
         """Move a part to the quarantine, because its bytes are proven corrupt and no tier can repair it."""
+        self.removals += 1
         home = self.path(part)
         aside = self._room("quarantine") / part.path
         if not home.is_dir():
@@ -181,14 +171,6 @@ class Spool(LocalParts):
         sync_left(home.parent)
         self._drop_if_empty(home.parent)
 
-    def _drop_if_empty(self, checkpoint: Path) -> None:
-        for directory in (checkpoint, checkpoint.parent / _PINS, checkpoint.parent):
-            try:
-                # Succeeds only after the directory's last part, or the run's last checkpoint, was removed.
-                directory.rmdir()
-            except OSError:
-                pass
-
     def fetching(self, part: PartId) -> Path:
         """Return the directory in which a fetch assembles a part.
 
@@ -196,120 +178,7 @@ class Spool(LocalParts):
         """
         return self.control / "fetch" / f"{part.checkpoint.run}.{part.checkpoint.name}.{part.name}"
 
-    def leftovers(self, childless: Iterable[CheckpointId] | None = None) -> list[str]:
-        """List leftovers by name, for `discard`.
-
-        Leftovers are stages and fetches whose writer has died, half-finished removals, and empty directories of runs
-        and checkpoints for which no writer is committing a part.
-
-        Args:
-            childless: the checkpoints whose directories are empty, if the caller knows them.
-        """
-        found = [f"trash/{path.name}" for path in self._room("trash").iterdir()]
-        if childless is None:
-            childless = [one for pair in childless_below(self.root) if (one := CheckpointId.parse(*pair))]
-        empty = [f"{bare.run}/{bare.name}" for bare in childless]
-        empty += self._vacant()
-        living: list[str] = []  # their commits may have made an empty directory and wait for a slow disk to sync it
-        for room in _LOCKED:
-            for path in self._room(room).iterdir():
-                fd = try_lock(path)
-                if fd is not None:
-                    os.close(fd)
-                    found.append(f"{room}/{path.name}")
-                else:
-                    living.append(path.name)
-        found += [
-            f"{_EMPTY}/{name}"
-            for name in empty
-            if not any(one.startswith(f"{name.replace('/', '.')}.") for one in living)
-        ]
-        return sorted(found)
-
-    def _vacant(self) -> list[str]:
-        """List the runs whose directories are empty, or hold only an empty directory for pins."""
-        found = []
-        for run in directories_in(self.root):
-            try:
-                check_run(run)
-                inside = list(itertools.islice((self.root / run).iterdir(), 2))
-                if not inside or ([path.name for path in inside] == [_PINS] and not any(inside[0].iterdir())):
-                    found.append(run)
-            except (ConfigError, OSError):  # not a run's name, or removed meanwhile, or a plain file
-                continue
-        return found
-
-    def discard(self, name: str) -> None:
-        """Remove one named object from the spool.
-
-        Args:
-            name: a name from `leftovers`, a quarantined part (``quarantine/<run>/<checkpoint>/<part>``), a pin
-                (``pins/<run>/<checkpoint>``), or the record that a launch was saved here (``saved/<run>/<attempt>``).
-        """
-        path = self.control / name
-        room, _, rest = name.partition("/")
-        if room == _EMPTY:  # safe, because a writer whose directory is removed before its rename makes it again
-            home = self.root / rest
-            left_ns = home.stat().st_mtime_ns if home.is_dir() else 0
-            for directory in (home / _PINS, home):
-                try:
-                    directory.rmdir()
-                except OSError as error:
-                    if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
-                        raise
-            if "/" in rest:
-                self._drop_if_empty(home)
-            # The records of a saved launch are kept, because it may have work left.
-            elif not home.exists() and rest not in launches(self.control, [rest]):
-                forget(self.control, rest, left_ns)
-                forget_trainers(self.control, rest)
-            return
-        if room == SAVED:
-            forget_launch(self.control, *rest.split("/"))
-            return
-        if room == _PINS:
-            run, _, checkpoint = rest.partition("/")
-            if (pin := CheckpointId.parse(run, checkpoint)) is not None:
-                self.pin(pin, pinned=False)
-            return
-        if room not in _LOCKED:
-            self._trash(path)
-            return
-        fd = try_lock(path)  # held during the removal, so that no writer takes a stage that is being removed
-        if fd is not None:
-            try:
-                self._trash(path)
-            finally:
-                os.close(fd)
-
-    def _trash(self, path: Path) -> None:
-        grave = self._bury(path)
-        if grave is not None:
-            delete(grave)
-
-    def _bury(self, path: Path) -> Path | None:
-        return bury(path, self._room("trash"))
-
-    # -- pins, space, the daemon's lock -----------------------------------------------------------------------------
-
-    def pins(self) -> set[CheckpointId]:
-        found = ((run, path.name) for run in self.runs() for path in (self.root / run).glob("pins/*"))
-        return {pin for names in found if (pin := CheckpointId.parse(*names))}
-
-    def pin(self, checkpoint: CheckpointId, *, pinned: bool) -> None:
-        """Pin a checkpoint, so that retention keeps it, or remove the pin."""
-        check_owner(self.root)
-        self.check_way(checkpoint.run)
-        path = self.root / checkpoint.run / _PINS / checkpoint.name
-        while pinned:
-            make_private(path.parent)
-            with suppress(FileNotFoundError):  # `discard` removed the empty directory meanwhile
-                path.touch(mode=0o600)
-                break
-        else:
-            path.unlink(missing_ok=True)
-        if path.parent.is_dir():
-            sync_directory(path.parent)
+    # -- space, the daemon's lock -----------------------------------------------------------------------------------
 
     def free(self) -> tuple[int, int]:
         """Return `(free, total)` bytes of the spool's file system, as an unprivileged writer sees them."""
@@ -350,7 +219,3 @@ class Spool(LocalParts):
 
 
 _ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine", SAVED, RETENTION, TIMELINE, ALIVE)
-_LOCKED = ("stage", "fetch")  # subdirectories of `.tierd/` where a directory's lock shows that its writer lives
-# The prefix that `leftovers` gives an empty directory of a checkpoint or run; no directory has this name.
-_EMPTY = "empty"
-_PINS = "pins"  # the directory of pins inside a run's directory

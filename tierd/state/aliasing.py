@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from tierd.state.containers import Path
 from tierd.state.kinds import numpy_arrays
-from tierd.state.values import Path, form_of, show, show_part
+from tierd.state.values import form_of, show, show_part
 
 _CPU = torch.device("cpu")
 StatePlace = tuple[Path, str | None]  # a path, and the name of a tensor within the module at that path
@@ -224,4 +225,5 @@ def alike(one: Any, other: Any) -> bool:
 
 def expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return whether a dimension repeats the same memory, so that it cannot be written in place."""
-    return any(n > 1 and step == 0 for n, step in zip(shape, strides, strict=True))
+    # The first test decides for almost every tensor, and takes a tenth of the time of the second.
+    return 0 in strides and any(n > 1 and step == 0 for n, step in zip(shape, strides, strict=True))

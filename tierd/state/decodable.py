@@ -16,11 +16,13 @@ from typing import NoReturn
 import torch
 
 from tierd.core.errors import StateMismatch, StateRefused
-from tierd.state.json_tree import DEFECTS, check_depth, check_view, decoder
+from tierd.state.containers import Path
 from tierd.state.kinds import numpy_arrays, packed_tensors
 from tierd.state.paths import places
+from tierd.state.stored_dtypes import check_view
 from tierd.state.tensor_file import TensorEntry, TensorFileLayout, parse_header
-from tierd.state.values import Path, show
+from tierd.state.tree_parser import DEFECTS, check_depth, decoder
+from tierd.state.values import show
 
 _SOON = 1 << 20  # bytes of a tree that are decoded within a few milliseconds if the structure was decoded before
 _SOON_ANEW = 1 << 16  # the same if the structure was not decoded before

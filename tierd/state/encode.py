@@ -3,40 +3,37 @@
 Invariant: the walk keeps a snapshot of each value that is not a tensor, so later training steps cannot change it. Every
 tensor gets exactly one name.
 
-The JSON has two parts, so that the next save can reuse the first (`tierd.state.capture`). The structure alone decides
+The JSON has two parts, so that the next save can reuse the first (`tierd.state.capturer`). The structure alone decides
 the first part, the pieces of text. The second part is the holes between them, each with the value found there.
 `values.encode` joins both parts, at any later time and in any thread.
 """
 
 from __future__ import annotations
 
-import enum
-import gc
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from json.encoder import encode_basestring as quoted
 from typing import Any
 
 import torch
 
 from tierd.core.errors import StateRefused
-from tierd.state.json_tree import FACTORIES, MAX_DEPTH, STORED_AS
+from tierd.state.classify import IMMUTABLE, PLAIN, is_stateful
+from tierd.state.containers import Path
+from tierd.state.json_tree import FACTORIES, MAX_DEPTH
 from tierd.state.kinds import loader_fingerprint, numpy_arrays
 from tierd.state.kinds.dtensors import is_dtensor, placement_of
 from tierd.state.kinds.packed_tensors import Named, Packed, pack, pack_run, run_form
+from tierd.state.nodes import Form, Node, name_of, pieces
+from tierd.state.stored_dtypes import STORED_AS
 from tierd.state.tensor_file import METADATA
 from tierd.state.values import (
     BRACKETS,
-    IMMUTABLE,
-    PLAIN,
-    Path,
     check_alike,
     dumps,
     form_of,
     is_name,
     is_run,
-    is_stateful,
     is_storable,
     key_tree,
     made,
@@ -50,78 +47,6 @@ from tierd.state.values import (
 
 # Id of an object -> the object, the result of its state_dict(), the exception raised.
 Answers = dict[int, list[tuple[object, Any, Exception | None]]]
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Disable Python's cyclic garbage collection during a walk.
-
-    A walk makes thousands of small objects but no cycle. One collection traverses every object that torch has loaded,
-    which takes longer than the walk.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-class Form(enum.Enum):
-    """How a node is captured when the same structure is walked again."""
-
-    SCALAR = enum.auto()  # a hole with an immutable value
-    RUN = enum.auto()  # a hole with a sequence of immutable values, of any length
-    MADE = enum.auto()  # a hole whose JSON is made during the walk
-    TENSOR = enum.auto()
-    ARRAY = enum.auto()  # an object that makes a new tensor for each capture: an array, a generator, a packed run
-    MAPPING = enum.auto()
-    SEQUENCE = enum.auto()
-    PACKED = enum.auto()  # runs of plain values: for each run a hole with its `Named`, and a tensor of its own
-    STATEFUL = enum.auto()
-    SHARD = enum.auto()  # a DTensor; its only child is its local shard
-
-
-class Node:
-    """One value that the walk met.
-
-    Attributes:
-        index: of the node's hole, or of its name in `Encoder.tensors`; for a DTensor, of its local shard's name.
-        detail: further properties on which the JSON and the names depend, besides the type and the children.
-        end: for a mapping whose keys are all names, the index in `Encoder.text` at which text for another member
-            belongs; else -1.
-        path: of that mapping; empty otherwise.
-    """
-
-    __slots__ = ("children", "detail", "end", "form", "index", "kind", "path")
-
-    def __init__(
-        self, form: Form, kind: type, index: int = -1, detail: Any = None, children: Sequence[Node] = ()
-    ) -> None:
-        self.form, self.kind, self.index, self.detail, self.children = form, kind, index, detail, children
-        self.end = -1
-        self.path: Path = ()
-
-
-def pieces(texts: list[str | None]) -> list[str]:
-    """Return the text before, between and after the holes of `Encoder.text`."""
-    found: list[str] = []
-    run: list[str] = []
-    for text in texts:
-        if text is None:
-            found.append("".join(run))
-            run.clear()
-        else:
-            run.append(text)
-    return [*found, "".join(run)]
-
-
-def name_of(path: Path) -> str:
-    """Return the name of the tensor at `path`, before `Encoder` makes it unique."""
-    name = "/".join([part if type(part) is str else repr(part) for part in path])
-    return name if name.isascii() else name.encode("utf-8", "backslashreplace").decode()
 
 
 class Encoder:

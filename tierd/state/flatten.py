@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from tierd.core.errors import StateMismatch
-from tierd.state.encode import Encoder, uncollected
-from tierd.state.json_tree import parse_tree
+from tierd.state.encode import Encoder
 from tierd.state.tensor_file import Buffer, parse_layout, view
+from tierd.state.tree_parser import parse_tree
+from tierd.state.uncollected import uncollected
 from tierd.state.values import encode
 
 

@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from tierd.state.json_tree import NAMING, parse_key
-
-Path = tuple[object, ...]
+from tierd.state.containers import Path
+from tierd.state.json_tree import NAMING
+from tierd.state.tree_parser import parse_key
 
 _SECOND = ("$deque", "$defaultdict")  # tags whose payload is [property, contents]
 

@@ -9,35 +9,27 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
+from typing import Any, NoReturn
 
 import torch
 
 from tierd.core.errors import StateRefused
 from tierd.state import cuda, tree_budget
-from tierd.state.json_tree import EXACT, KEYS, MAX_DEPTH, MAX_TREE, SCALARS, SHELLS, STORED_AS
+from tierd.state.classify import IMMUTABLE, PLAIN
+from tierd.state.containers import Path
+from tierd.state.json_tree import EXACT, KEYS, MAX_DEPTH, MAX_TREE, SCALARS
 from tierd.state.kinds import numpy_arrays, packed_tensors
 from tierd.state.kinds.packed_tensors import Named
 from tierd.state.paths import fullest, heaviest, places
+from tierd.state.stored_dtypes import SHELLS, STORED_AS
 from tierd.state.tensor_file import DTYPE_NAMES, MAX_DIMS
 
-Path = tuple[object, ...]
 TensorForm = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...], bool, bool]
 
-IMMUTABLE = frozenset(SCALARS) - {bytearray}
 MOST_REPEATED = 256 * 1024 * 1024  # bytes by which a tensor's size in the file may exceed its size in memory
 _WINDOW = 1 << 11  # values encoded in one call, which takes about a millisecond
 _STORABLE = frozenset((*DTYPE_NAMES, *STORED_AS))
-PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")).encode
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object that returns its state and loads it: module, optimizer, scheduler, data loader or `tierd.RngState`."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
 class JsonText(str):
@@ -47,13 +39,6 @@ class JsonText(str):
 
 
 # ---- names
-
-
-def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Return whether `value` is an instance, not a class, with callable `state_dict` and `load_state_dict`."""
-    return not isinstance(value, type) and all(
-        callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")
-    )
 
 
 def show(path: Path) -> str:

@@ -10,7 +10,8 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from datetime import datetime
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from tierd.core.errors import CorruptChunk, DeleteRefused, StoreRefused
 
@@ -32,11 +33,13 @@ class ObjectInfo:
         key: the object's key in the store.
         size: its size in bytes.
         token: an opaque string that changes whenever other content replaces the object.
+        modified_ns: when it was put, in ns since 1970 by the server's clock; 0 if the store does not say it.
     """
 
     key: str
     size: int
     token: str
+    modified_ns: int = 0
 
 
 class Store(Protocol):
@@ -103,6 +106,28 @@ class Store(Protocol):
         ...
 
 
+@runtime_checkable
+class Digesting(Protocol):
+    """An ability of a store whose bytes this process reads itself, and of a wrapper around it: see `digests`.
+
+    Attributes:
+        digests: whether `digest` may be called; a wrapper has what the store below has.
+    """
+
+    digests: bool
+
+    async def digest(self, key: str) -> tuple[int, str]:
+        """Digest an object where it lies, without bringing its bytes to the caller.
+
+        Like a get after a put, it reads what the device has, not what memory still has of the put. Errors are those of
+        `Store.get`.
+
+        Returns:
+            The object's size in bytes and its XXH3-128, as 32 hex digits.
+        """
+        ...
+
+
 def check_key(key: str) -> str:
     """Return `key` if it is a valid object key. This is the second check, after the manifest's own bounds.
 
@@ -117,6 +142,11 @@ def check_key(key: str) -> str:
 def is_key(name: str) -> bool:
     """Return whether `name`, found in a listing, can be one of tierd's objects."""
     return len(name) <= MAX_KEY and _KEY.fullmatch(name) is not None
+
+
+def ns_since_1970(at: datetime | None) -> int:
+    """Return a server's time in ns, in full ms, because one server says more digits than another; 0 for None."""
+    return 0 if at is None else round(at.timestamp() * 1000) * 1_000_000
 
 
 def octets(data: Buffer) -> memoryview:
@@ -162,6 +192,17 @@ def asked_s(store: Store) -> float:
     return float(getattr(store, "asked_s", 0.0))
 
 
+def digests(store: Store) -> bool:
+    """Return whether the store can digest an object where it lies."""
+    return isinstance(store, Digesting) and store.digests
+
+
+def digesting(store: Store) -> Digesting:
+    """Return a store that can digest an object where it lies, as one of this type."""
+    assert isinstance(store, Digesting)
+    return store
+
+
 async def clear(store: Store, keys: Sequence[str]) -> None:
     """Delete objects that have no meaning any more.
 
@@ -171,6 +212,21 @@ async def clear(store: Store, keys: Sequence[str]) -> None:
         await store.delete(keys)
     except DeleteRefused:
         pass
+
+
+async def keys_alone(
+    names: Callable[[str, str], AsyncGenerator[ObjectInfo, None]], prefix: str, after: str
+) -> AsyncGenerator[ObjectInfo, None]:
+    """Scan by a listing of all names, because other programs may put objects below the same prefix.
+
+    Nothing is listed below a directory that no key has: some libraries refuse such a path.
+    """
+    if "/" in prefix and not is_key(prefix.rpartition("/")[0]):
+        return
+    async with aclosing(names(prefix, after)) as found:
+        async for info in found:
+            if is_key(info.key):
+                yield info
 
 
 async def children(store: Store, prefix: str) -> AsyncIterator[str]:

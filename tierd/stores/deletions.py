@@ -1,7 +1,7 @@
 """A wrapper for stores that permit no deletions: append-only credentials, a bucket policy, object locks.
 
 Invariant: the wrapper remembers a refused deletion and refuses further ones itself, so that the daemon does not repeat
-a request in vain. It asks the store again after `_AGAIN_S`, because permissions change. All calls but deletions pass
+a request in vain. It asks the store again after a while, because permissions change. All calls but deletions pass
 through.
 """
 
@@ -11,24 +11,26 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 
 from tierd.core.errors import DeleteRefused
-from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, held, is_authentic
-
-_AGAIN_S = 600.0  # seconds for which a refusal counts before the store is asked again
+from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, digesting, digests, held, is_authentic
 
 
 class DeletionGuard:
     """Wrap `inner` and remember which deletions it refuses.
 
+    Args:
+        inner: the store.
+        again_s: how long a refusal counts before the store is asked again.
+
     Attributes:
         refused: the latest reason that the store gave; empty while no refusal is known.
         has_left: whether a deletion was refused since the owner last set this to False, so that its objects may still
             be there although the store permits deletions again.
-        encrypts, held: the same as `inner`'s.
+        encrypts, held, digests: the same as `inner`'s.
     """
 
-    def __init__(self, inner: Store) -> None:
-        self._inner = inner
-        self.encrypts, self.held = is_authentic(inner), held(inner)
+    def __init__(self, inner: Store, again_s: float = 600.0) -> None:
+        self._inner, self._again_s = inner, again_s
+        self.encrypts, self.held, self.digests = is_authentic(inner), held(inner), digests(inner)
         self.refused = ""
         self.has_left = False
         self._until: dict[str, float] = {}  # kind of object -> monotonic seconds until which no deletion of it is tried
@@ -69,7 +71,7 @@ class DeletionGuard:
             await self._inner.delete(keys)
         except DeleteRefused as error:
             self.refused, self.has_left = str(error), True
-            self._until |= dict.fromkeys(sorts, time.monotonic() + _AGAIN_S)
+            self._until |= dict.fromkeys(sorts, time.monotonic() + self._again_s)
             raise
         for sort in sorts:
             self._until.pop(sort, None)
@@ -87,6 +89,10 @@ class DeletionGuard:
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         return await self._inner.get(key, into)
+
+    async def digest(self, key: str) -> tuple[int, str]:
+        """Digest an object of `inner`; see `stores.base.Digesting`."""
+        return await digesting(self._inner).digest(key)
 
     def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         return self._inner.scan(prefix, after)

@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from tierd.priority import is_hasty
-from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, directories, held
+from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, digesting, digests, directories, held
 
 _BURST_S = 1.0  # seconds of its rate that an idle bucket saves up
 
@@ -76,7 +76,7 @@ class LimitedStore:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._inner = inner
-        self.held = held(inner)
+        self.held, self.digests = held(inner), digests(inner)
         self._up = _Bucket(up, clock, sleep) if up else None
         self._down = _Bucket(down, clock, sleep) if down else None
 
@@ -100,6 +100,15 @@ class LimitedStore:
         await _charge(self._down, key, room)
         found = await self._inner.get(key, into)
         self._down.charge(memoryview(found).nbytes - room)
+        return found
+
+    async def digest(self, key: str) -> tuple[int, str]:
+        """Digest an object of `inner`, charged as a get without `into`; see `stores.base.Digesting`."""
+        if not self._down or is_hasty():
+            return await digesting(self._inner).digest(key)
+        await _charge(self._down, key, 0)
+        found = await digesting(self._inner).digest(key)
+        self._down.charge(found[0])
         return found
 
     def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:

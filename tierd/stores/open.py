@@ -8,6 +8,7 @@ from typing import assert_never
 from tierd.core.errors import ConfigError
 from tierd.core.urls import StoreUrl
 from tierd.stores.base import Store
+from tierd.stores.foreign import ForeignStore, RetryingForeignStore
 from tierd.stores.keys import Key
 from tierd.stores.limit import LimitedStore
 from tierd.stores.retry import RetryingStore
@@ -47,6 +48,13 @@ def open_store(
     return EncryptedStore(store, key)
 
 
+def open_foreign(url: StoreUrl) -> RetryingForeignStore:
+    """Open a bucket in which other programs put objects, for reading. Otherwise as `open_store`."""
+    if url.scheme == "file":
+        raise ConfigError(f"{url}: a directory, whose files are read as files")
+    return RetryingForeignStore(_s3(url) if url.scheme == "s3" else _cloud(url))
+
+
 def _plain(url: StoreUrl, trial: bool) -> Store:
     match url.scheme:
         case "file":
@@ -61,15 +69,15 @@ def _plain(url: StoreUrl, trial: bool) -> Store:
             assert_never(unknown)
 
 
-def _s3(url: StoreUrl) -> Store:
+def _s3(url: StoreUrl) -> ForeignStore:
     try:
-        from tierd.stores.s3.s3_store import S3Store
+        from tierd.stores.s3.foreign import ForeignS3Store
     except ModuleNotFoundError as error:
         raise ConfigError(f"{url} needs the package {error.name}: pip install 'tierd[s3]'") from error
-    return S3Store(url)
+    return ForeignS3Store(url)
 
 
-def _cloud(url: StoreUrl) -> Store:
+def _cloud(url: StoreUrl) -> ForeignStore:
     try:
         from tierd.stores.cloud.cloud_store import CloudStore
     except ModuleNotFoundError as error:

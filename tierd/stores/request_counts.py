@@ -6,7 +6,18 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from tierd.stores.base import FIRST_PAGE, PAGE, Buffer, ObjectInfo, Store, asked_s, held, is_authentic
+from tierd.stores.base import (
+    FIRST_PAGE,
+    PAGE,
+    Buffer,
+    ObjectInfo,
+    Store,
+    asked_s,
+    digesting,
+    digests,
+    held,
+    is_authentic,
+)
 
 
 class CountedStore:
@@ -17,13 +28,13 @@ class CountedStore:
 
     Attributes:
         kinds: the number so far of each kind: `put`, `get`, `list` (pages), `delete` (of up to 1,000 keys each).
-        encrypts, held: the same as `inner`'s.
+        encrypts, held, digests: the same as `inner`'s.
     """
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
         self.kinds = Counter(put=0, get=0, list=0, delete=0)
-        self.encrypts, self.held = is_authentic(inner), held(inner)
+        self.encrypts, self.held, self.digests = is_authentic(inner), held(inner), digests(inner)
 
     def __repr__(self) -> str:
         return f"CountedStore({self._inner!r})"
@@ -45,6 +56,11 @@ class CountedStore:
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         self.kinds["get"] += 1
         return await self._inner.get(key, into)
+
+    async def digest(self, key: str) -> tuple[int, str]:
+        """Digest an object of `inner`, counted as a get; see `stores.base.Digesting`."""
+        self.kinds["get"] += 1
+        return await digesting(self._inner).digest(key)
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         self.kinds["list"] += 1

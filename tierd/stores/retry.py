@@ -17,7 +17,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from tierd.core.errors import StoreUnavailable
-from tierd.stores.base import LARGEST, Buffer, ObjectInfo, Store, directories, held
+from tierd.stores.base import LARGEST, Buffer, ObjectInfo, Store, digesting, digests, directories, held
 from tierd.stores.window import StoreThrottled, Window
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class RetryingStore:
         self._inner = inner
         self._attempts = attempts
         self._deadline_s = deadline_s
-        self.held = held(inner)
+        self.held, self.digests = held(inner), digests(inner)
         self._slowest = getattr(inner, "slowest", _SLOWEST)
         self._rng = rng
         self._sleep = sleep
@@ -69,34 +69,53 @@ class RetryingStore:
 
     async def put(self, key: str, data: Buffer) -> str:
         size = memoryview(data).nbytes
-        return await self._call(f"put {key}", size / self._slowest, lambda: self._inner.put(key, data))
+        return await self.call(f"put {key}", size / self._slowest, lambda: self._inner.put(key, data))
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         size = LARGEST if into is None else into.nbytes  # an object of unknown size gets the time of the largest
-        return await self._call(f"get {key}", size / self._slowest, lambda: self._inner.get(key, into))
+        return await self.call(f"get {key}", size / self._slowest, lambda: self._inner.get(key, into))
 
-    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+    async def digest(self, key: str) -> tuple[int, str]:
+        """Digest an object of `inner`; see `stores.base.Digesting`."""
+        inner = digesting(self._inner)
+        return await self.call(f"digest {key}", LARGEST / self._slowest, lambda: inner.digest(key))
+
+    def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        return self.resumed(self._inner.scan, prefix, after)
+
+    async def resumed(
+        self, scan: Callable[[str, str], AsyncGenerator[ObjectInfo, None]], prefix: str, after: str
+    ) -> AsyncGenerator[ObjectInfo, None]:
+        """List by `scan`, which begins again after the last object that arrived."""
         doing, failed = f"scan {prefix or '/'}", 0
         while True:
-            async with aclosing(self._inner.scan(prefix, after)) as listing:
+            async with aclosing(scan(prefix, after)) as listing:
+                begun = False
                 while True:
                     try:
-                        info = await self._within(doing, self._deadline_s, anext(listing))
-                    except StopAsyncIteration:
-                        return
+                        info = await self._next(doing, listing, begun=begun)
                     except StoreUnavailable as error:
                         failed += 1
                         await self._pause(doing, failed, error)
                         break  # continue after the last object that arrived
-                    failed, after = 0, info.key
+                    if info is None:
+                        return
+                    begun, failed, after = True, 0, info.key
                     yield info
+
+    async def _next(self, doing: str, listing: AsyncGenerator[ObjectInfo, None], *, begun: bool) -> ObjectInfo | None:
+        """Return a listing's next object; None at its end. Its beginning is a request, which the window may hold up."""
+        if begun:
+            return await self._within(doing, self._deadline_s, anext(listing, None))
+        async with self._window.request():
+            return await self._within(doing, self._deadline_s, anext(listing, None))
 
     async def directories(self, prefix: str) -> list[str] | None:
         """List a directory of `inner`; see `stores.base.directories`."""
-        return await self._call(f"scan {prefix or '/'}", 0.0, lambda: directories(self._inner, prefix))
+        return await self.call(f"scan {prefix or '/'}", 0.0, lambda: directories(self._inner, prefix))
 
     async def delete(self, keys: Sequence[str]) -> None:
-        await self._call(f"delete {len(keys)} keys", len(keys) * _PER_KEY_S, lambda: self._inner.delete(keys))
+        await self.call(f"delete {len(keys)} keys", len(keys) * _PER_KEY_S, lambda: self._inner.delete(keys))
 
     async def aclose(self) -> None:
         try:
@@ -105,7 +124,8 @@ class RetryingStore:
         except TimeoutError:
             _log.warning("%r: not closed within %g s, left as it is", self._inner, self._deadline_s)
 
-    async def _call(self, doing: str, extra_s: float, begin: Callable[[], Awaitable[T]]) -> T:
+    async def call(self, doing: str, extra_s: float, begin: Callable[[], Awaitable[T]]) -> T:
+        """Try a call of `inner`; each attempt has `extra_s` seconds more than `deadline_s`."""
         failed = 0
         while True:
             try:

@@ -29,10 +29,12 @@ class Tree:
 
     Args:
         directory: the directory.
-        skip: list a directory below it that may not be read as one special file, instead of raising.
+        skip: list a directory below it that may not be read as one special file, instead of raising, and skip names
+            that are not UTF-8, because no manifest can have them.
 
     Attributes:
         unreadable: the directories that the last listing skipped.
+        unnamed: the names that it skipped because they are not UTF-8, as paths in which other bytes are escaped.
 
     Raises:
         OSError: the directory cannot be opened.
@@ -41,6 +43,7 @@ class Tree:
     def __init__(self, directory: Path, *, skip: bool = False) -> None:
         self._shown, self._skip = directory, skip
         self.unreadable: list[str] = []
+        self.unnamed: list[str] = []
         self._root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def __enter__(self) -> Tree:
@@ -59,7 +62,7 @@ class Tree:
             StoreRefused: a directory cannot be listed.
         """
         entries: dict[str, ListedEntry] = {}
-        self.unreadable = []
+        self.unreadable, self.unnamed = [], []
         if name is None:
             pending = self._list("", entries)
         else:
@@ -95,6 +98,9 @@ class Tree:
         with self._opened(path, _DIRECTORY) as descriptor:
             for name in _names(descriptor):
                 if name.startswith(OWN):
+                    continue
+                if self._skip and (shown := os.fsencode(name).decode(errors="backslashreplace")) != name:
+                    self.unnamed.append(joined(path, shown))
                     continue
                 try:
                     entry = self._entry(descriptor, name)

@@ -21,7 +21,7 @@ files.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -117,10 +117,13 @@ class Settling:
         """Whether a unit of the last listing was taken or refused as it is now."""
         return path in self._seen and self._seen[path].judged
 
-    @property
-    def waiting(self) -> bool:
-        """Whether a unit of the last listing is still to be taken or refused, or may still be being written."""
-        return any(not (seen.judged or seen.left) for seen in self._seen.values())
+    def is_waiting(self, but: Collection[str] = ()) -> bool:
+        """Whether a unit of the last listing, but these, is still to be taken or refused, or may be being written."""
+        return any(not (seen.judged or seen.left) for path, seen in self._seen.items() if path not in but)
+
+    def is_seen(self, path: str) -> bool:
+        """Whether the last listing has a unit."""
+        return path in self._seen
 
     def _wait_s(self, seen: _Seen) -> float:
         return float(self._settle_s * 2 ** min(seen.tries, _MOST_DOUBLINGS))

@@ -9,7 +9,7 @@ import time
 import torch
 import torch._dynamo  # what an optimizer loads when the first one is made
 from check.bed import forked
-from check.bed.expected import EXPECTED, RANKED, REAL
+from check.bed.expected import EXPECTED, IGNORED, RANKED, REAL
 
 import tierd.client.checkpointer  # noqa: F401
 from tierd.check import check_resume, engine
@@ -27,6 +27,7 @@ def play(name: str) -> dict[str, object]:
             steps=STEPS + (4 if kills != KILLS else 0),
             kill_at=kills,
             ranks=2 if name in RANKED else 1,
+            ignore=IGNORED.get(name, ()),
         )
     except Exception as error:
         return {"name": name, "error": f"{type(error).__name__}: {error}"}

@@ -1,5 +1,8 @@
-"""What is right to say of each planted mistake: kinds of causes, and a pattern of what is named. Written before any
-rule."""
+"""What is right to say of each planted mistake: kinds of causes, and a pattern of what is named.
+
+Invariant: this is written before the rules that it judges, or by somebody who has not read them, before it is played.
+It is not changed afterwards.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import random
 from collections.abc import Mapping
 
 # name -> (kinds that are right, a pattern that the text of the first cause has to match; empty: any)
-EXPECTED: Mapping[str, tuple[str, str]] = {
+FIRST: Mapping[str, tuple[str, str]] = {
     "position_lost": ("position", ""),
     "position_ahead": ("position prefetch", ""),
     "position_stale": ("position", ""),
@@ -90,13 +93,62 @@ EXPECTED: Mapping[str, tuple[str, str]] = {
     "save_at_the_start_of_a_step": ("save before the step", ""),
 }
 
+# The second drawing, after four of the first were missed or misnamed.
+SECOND: Mapping[str, tuple[str, str]] = {
+    "largest_lost": ("data", "largest"),
+    "served_lost": ("data position", "served"),
+    "reservoir_lost": ("buffer data", "reservoir"),
+    "mean_lost": ("data", "mean"),
+    "rank_offset_lost": ("ranks", ""),
+    "seed_of_rank_0_everywhere": ("ranks shuffle", ""),
+    "one_rank_begins_anew": ("ranks never restored steps", "rank 1"),
+    "jitter_rng_lost": ("generator", "[Pp]ython"),
+    "drift_lost": ("not in the checkpoint", "drift"),
+    "sums_backwards": ("summation", ""),
+}
+# The third drawing, by an author who read the guides and the other loops and no rule, and before it was played.
+THIRD: Mapping[str, tuple[str, str]] = {
+    "window_filled_again": ("buffer", "window"),
+    "preloaded_before_the_load": ("prefetch buffer not in the checkpoint", "ahead"),
+    "readers_in_order_of_text": ("position data", "reader"),
+    "epochs_counted_from_zero": ("epoch", "epoch"),
+    "loader_generator_never_saved": ("generator shuffle not in the checkpoint", "[Gg]enerator|shuffle"),
+    "only_parameters_saved": ("not in the checkpoint buffers", "running|num_batches"),
+    "count_of_the_average_lost": ("not in the checkpoint buffers", "n_averaged"),
+    "rate_by_steps_of_the_launch": ("optimizer scheduler not in the checkpoint", "lr|done_here"),
+    "generator_restored_into_another": ("generator", "noise|[Jj]itter|[Gg]enerator"),
+    "micro_counter_lost": ("not in the checkpoint gradients", "pending|grad"),
+    "scheduler_steps_after_the_save": (
+        "save before the step scheduler optimizer",
+        "lr|last_epoch|[Ss]cheduler|[Ss]ave",
+    ),
+    "meter_lost": ("not in the checkpoint", "recent|[Mm]eter"),
+}
+# In the place of one of the second that was none, after it was played.
+LATER: Mapping[str, tuple[str, str]] = {"echo_lost": ("buffer data", "echo")}
+EXPECTED = {**FIRST, **SECOND, **LATER, **THIRD}
+
 RIGHT = (
     "sampler", "short_epochs", "buffer", "packing", "queue", "stack", "filter", "curriculum", "mixture", "workers",
     "stream", "sorted_names", "model", "torch_dropout", "all_of_it", "teacher", "ranks", "timed", "loader",
-    "stateful_loader",
+    "stateful_loader", "recent", "recent_unrestored", "largest", "lazy_order", "shared_run", "faint",
+    "cached", "lazy_layers", "counts_launches",
 )  # fmt: skip
 
-# A third that nobody looked at while the rules were written; drawn before there was one.
-HELD_OUT = frozenset(random.Random("held out").sample(sorted(EXPECTED), len(EXPECTED) // 3))
+# A third of the first drawing, which nobody looked at while the rules were written; drawn before there was one.
+DRAWN = frozenset(random.Random("held out").sample(sorted(FIRST), len(FIRST) // 3))
+# These were, until the rules were changed for what was said of them.
+SPENT = frozenset({"all_from_rank_0", "lately_lost", "numpy_rng_lost", "threshold_lost"})
+SPENT_SECOND = frozenset({"jitter_rng_lost", "sums_backwards"})
+SPENT_THIRD = frozenset(
+    {"window_filled_again", "preloaded_before_the_load", "epochs_counted_from_zero"}
+    | {"micro_counter_lost", "rate_by_steps_of_the_launch", "scheduler_steps_after_the_save"}
+)
+HELD_OUT = (DRAWN - SPENT) | (SECOND.keys() - SPENT_SECOND) | (THIRD.keys() - SPENT_THIRD)
+# What a user declares with `--ignore`.
+IGNORED: Mapping[str, tuple[str, ...]] = {"counts_launches": ('state["timing"]',)}
 REAL = frozenset({"hash_order"})  # a fork inherits the order of hashes, so these are launched as a user does
-RANKED = frozenset({"ranks_swapped", "all_from_rank_0", "world_size_changed", "ranks"})
+RANKED = frozenset(
+    {"ranks_swapped", "all_from_rank_0", "world_size_changed", "ranks", "shared_run"}
+    | {"rank_offset_lost", "seed_of_rank_0_everywhere", "one_rank_begins_anew"}
+)

@@ -5,6 +5,7 @@ Only loops whose fault hangs on nothing that a fork inherits are launched so: no
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -61,5 +62,10 @@ class Forked(CheckedLoop):
 
 
 def install() -> None:
-    """Every check of this process launches so."""
+    """Every check of this process launches so.
+
+    What was imported until now is frozen, because each capture would go through it again: no loop made any of it.
+    """
+    gc.collect()
+    gc.freeze()
     engine.CheckedLoop = Forked  # type: ignore[misc]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from check.bed import pipes
+from check.bed import pipes, second, third
 from torch import nn
 
 import tierd
@@ -157,8 +157,8 @@ def ranked(wrong: str, spool: Path) -> None:
     homes = [spool / str(one) for one in (0, 1)]
     for home in homes:
         home.mkdir(exist_ok=True)
-    if wrong and any((homes[whose]).glob("*")):
-        time.sleep(0.1)
+    if not any(homes[rank].iterdir()):  # the first launch: what the other rank has saved meanwhile is not looked at
+        whose = rank
     other = tierd.Checkpointer(homes[whose], "bed", to=[], rank=0, world_size=1)
     if other.restore(state) is not None:
         mine = pipes.Sampler(seed=8, size=2 * pipes.SIZE, first=state["at"][2], every=2)
@@ -491,6 +491,8 @@ planted = Named(
         )
     }
     | {"unseeded_weights": unseeded_weights}
+    | second.planted
+    | third.planted
 )  # fmt: skip
 
 right = Named(
@@ -504,4 +506,6 @@ right = Named(
     }
     | {name: partial(learns, name) for name in ("model", "torch_dropout", "all_of_it", "teacher")}
     | {"ranks": partial(ranked, ""), "timed": timed, "loader": loaded, "stateful_loader": stateful_loader}
+    | second.right
+    | third.right
 )  # fmt: skip

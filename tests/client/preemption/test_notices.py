@@ -24,6 +24,7 @@ from support.training import restored, same, tensors
 from support.world import Daemon
 
 import tierd
+from tierd.client.checkpointer import made_of
 from tierd.client.preemption import preemption
 from tierd.client.preemption.agreement import Notice
 from tierd.client.preemption.clouds import ADDRESS
@@ -192,12 +193,12 @@ def test_close_says_at_the_deadline_what_the_spool_has_not(spool, monkeypatch, c
 def test_a_deadline_counts_from_the_notice_and_without_one_from_the_call(spool) -> None:
     with made(spool) as ckpt:
         before_s = time.monotonic()
-        assert ckpt._choice.end_s("100s") >= before_s + 100
+        assert made_of(ckpt).schedule.end_s("100s") >= before_s + 100
         os.kill(os.getpid(), signal.SIGTERM)
         known_s = time.monotonic()
         time.sleep(0.05)
-        assert ckpt.due(1) and before_s + 100 <= ckpt._choice.end_s(100) <= known_s + 100
-        assert ckpt._choice.end_s(None) is None
+        assert ckpt.due(1) and before_s + 100 <= made_of(ckpt).schedule.end_s(100) <= known_s + 100
+        assert made_of(ckpt).schedule.end_s(None) is None
 
 
 @pytest.mark.parametrize("deadline", [0, -1, "soon", True, float("inf")])
@@ -228,7 +229,9 @@ def test_a_notice_to_one_rank_is_due_on_all_at_one_step(spool, monkeypatch) -> N
             assert ckpt.restore(tensors(0)) is None
             for step in range(1, 5000):
                 if number == 2 and step == 5:
-                    ckpt._choice.preemption._arrived.put(Notice("SIGTERM", "SIGTERM to rank 2", time.monotonic()))
+                    made_of(ckpt).schedule.preemption._arrived.put(
+                        Notice("SIGTERM", "SIGTERM to rank 2", time.monotonic())
+                    )
                 time.sleep(0.002 * (1 + number))
                 group.together.wait()  # a collective of the step
                 if ckpt.due(step):

@@ -339,7 +339,7 @@ def test_a_local_size_that_cannot_be_is_passed_over(environ, bad):
 def test_the_warning_of_a_small_disk_counts_the_nodes_ranks_of_every_launcher(environ, spool, monkeypatch, caplog):
     monkeypatch.setattr(type(spool), "free", lambda self: (10, 700))
     environ(OPEN_MPI_4)
-    disk_space.SpaceCheck(spool, lambda: 3).check(100)
+    disk_space.SpaceCheck(spool, lambda: 3, lambda compare: compare()).check(100)
     assert "from each of 2 ranks" in caplog.text
 
 

@@ -24,6 +24,7 @@ from support.training import tensors
 from support.world import Daemon, wait_until
 
 import tierd
+from tierd.client.checkpointer import made_of
 from tierd.client.ranks import tier_board
 from tierd.client.ranks.launchers import all_here, launch_name
 from tierd.client.ranks.meeting import Meeting
@@ -31,7 +32,7 @@ from tierd.client.ranks.tier_board import TierBoard
 from tierd.core.errors import ConfigError, DaemonUnavailable, StoreRefused, StoreUnavailable
 from tierd.core.urls import parse_url
 from tierd.daemon import rank_notes
-from tierd.ipc import messages
+from tierd.ipc import decoding, messages
 from tierd.spool.spool import Spool
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.file import FileStore
@@ -54,7 +55,7 @@ def board(daemon: Daemon, launch: str = LAUNCH) -> TierBoard:
 
 
 def notes(store: MemoryStore) -> list[str]:
-    return sorted(key for key in store._objects if key.startswith("run/meetings/"))
+    return sorted(key for key in store.objects if key.startswith("run/meetings/"))
 
 
 @contextmanager
@@ -136,8 +137,8 @@ def test_on_an_encrypted_tier_notes_are_encrypted_and_others_are_not_believed(tm
         assert other.get("hello/0") == b"a secret" * 100
         (key,) = [key for key in notes(inner) if "/hello." in key]
         packed = zlib.compress(b"a secret" * 100, 1)
-        assert packed not in inner._objects[key][0] and b'"encrypted"' in inner._objects[key][0]
-        asyncio.run(inner.put(key.replace("hello.0", "hello.1"), inner._objects[key][0]))
+        assert packed not in inner.objects[key][0] and b'"encrypted"' in inner.objects[key][0]
+        asyncio.run(inner.put(key.replace("hello.0", "hello.1"), inner.objects[key][0]))
         with pytest.raises(OSError, match=r"hello\.1"):
             other.get("hello/1")
 
@@ -212,9 +213,9 @@ def test_without_a_daemon_the_wait_ends(tmp_path, monkeypatch):
 
 def test_an_older_daemon_is_named_as_the_side_to_upgrade(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        messages, "_decoder", messages.msgspec.json.Decoder(messages.Hello | messages.Attach | messages.Status)
+        decoding, "_decoder", decoding.msgspec.json.Decoder(messages.Hello | messages.Attach | messages.Status)
     )
-    monkeypatch.delitem(messages.REQUESTS, "notes")
+    monkeypatch.delitem(decoding.REQUESTS, "notes")
     with (
         Daemon(tmp_path, {"tier": MemoryStore()}) as daemon,
         pytest.raises(OSError, match=r"'notes' is not known .*upgrade the daemon"),
@@ -272,8 +273,8 @@ def test_a_launch_that_goes_on_for_long_is_marked_again_and_not_swept(tmp_path, 
         talking = board(daemon)
         talking.put("hello/0", b"")
         former = [key for key in notes(store) if "/since." in key]
-        daemon.control._meetings._marked = {
-            key: (at - rank_notes._MARK_S, mark) for key, (at, mark) in daemon.control._meetings._marked.items()
+        daemon.control.handler._meetings._marked = {
+            key: (at - rank_notes._MARK_S, mark) for key, (at, mark) in daemon.control.handler._meetings._marked.items()
         }
         time.sleep(0.01)
         talking.put("token/5/0", b"")
@@ -330,7 +331,6 @@ elif what == "second":
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["file", "encrypted", "s3"])
 def test_ranks_of_a_slurm_step_on_two_nodes_resume_from_the_same_without_a_group(tmp_path, kind, credentials):
@@ -371,12 +371,12 @@ def slurm(monkeypatch, **more: str) -> None:
 def test_without_a_tier_ranks_of_a_slurm_step_derive_their_attempt_as_before(tmp_path, monkeypatch):
     slurm(monkeypatch)
     with tierd.Checkpointer(tmp_path, "run", to=[]) as checkpointer:
-        assert not checkpointer._ranks.talk and checkpointer.attempt
+        assert not made_of(checkpointer).ranks.talk and checkpointer.attempt
     with (
         Daemon(tmp_path / "spool", {}) as daemon,
         tierd.Checkpointer(daemon.spool.root, "run") as checkpointer,
     ):
-        assert not checkpointer._ranks.talk
+        assert not made_of(checkpointer).ranks.talk
 
 
 def test_ranks_that_were_given_an_attempt_do_not_wait_for_each_other(tmp_path, monkeypatch):
@@ -385,7 +385,7 @@ def test_ranks_that_were_given_an_attempt_do_not_wait_for_each_other(tmp_path, m
         Daemon(tmp_path, {"tier": MemoryStore()}) as daemon,
         tierd.Checkpointer(daemon.spool.root, "run", attempt=tierd.new_attempt()) as checkpointer,
     ):
-        assert not checkpointer._ranks.talk
+        assert not made_of(checkpointer).ranks.talk
 
 
 def test_a_node_without_a_daemon_says_so_at_once(tmp_path, monkeypatch):
@@ -436,7 +436,6 @@ except tierd.TierdError as error:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_rank_on_another_node_ends_the_wait_of_all_within_a_minute(tmp_path, victim):
@@ -471,4 +470,4 @@ def test_a_checkpoint_of_another_run_is_none_of_its_notes(tmp_path):
             assert checkpointer.restore(tensors(0)) is None
             checkpointer.save(1, tensors(1)).wait("tier", timeout=30)
         daemon.settle()
-        assert daemon.reconciler.tiers.has(next(iter(daemon.spool.parts())), "tier")
+        assert daemon.reconciler.tiers.observed.has(next(iter(daemon.spool.parts())), "tier")

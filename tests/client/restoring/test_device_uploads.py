@@ -11,6 +11,7 @@ import torch
 from support.fakecuda import FakeCuda
 
 import tierd
+from tierd.client.checkpointer import made_of
 from tierd.client.restoring import device_uploads
 from tierd.client.saving import device_copies, pinning, slots
 from tierd.core.errors import CheckpointNotFound, StateMismatch
@@ -270,7 +271,7 @@ def test_a_predecessors_memory_is_copied_from_where_it_lies(spool, fake):
     with opened(spool) as checkpointer:
         save = checkpointer.save(1, state)
         save.wait()
-        arena = checkpointer._pipeline._slots[0].arena
+        arena = made_of(checkpointer).pipeline.slots[0].arena
         manifest = spool.manifest(save.part)
         files = {file.path: memoryview((spool.path(save.part) / file.path).read_bytes()) for file in manifest.files}
         (size,) = (file.size for file in manifest.files if file.path == "tensors.safetensors")

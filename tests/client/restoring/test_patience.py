@@ -7,10 +7,11 @@ import time
 import pytest
 import torch
 from support.doubles import Double
+from support.timed import timed
 from support.world import Daemon, hurry
 
 import tierd
-from tierd.daemon import control
+from tierd.daemon.timings import USUAL
 
 
 @pytest.fixture
@@ -41,8 +42,8 @@ def restored(spool, store: Double, delay: float) -> tuple[int, float]:
 def test_what_is_whole_in_the_spool_waits_for_a_slow_tier_no_longer_than_is_documented(
     tmp_path, store, caplog, monkeypatch
 ):
-    assert control._PATIENCE == 60.0  # as the page on restores says
-    monkeypatch.setattr(control, "_PATIENCE", 0.3)
+    assert USUAL.restore_s == 60.0  # as the page on restores says
+    timed(monkeypatch, restore_s=0.3)
     step, took = restored(tmp_path / "spool", store, 30.0)
     assert step == 2 and took < 25.0
     assert "tier: slow, not down: no answer within 0 s; a restore of r" in caplog.text
@@ -50,7 +51,7 @@ def test_what_is_whole_in_the_spool_waits_for_a_slow_tier_no_longer_than_is_docu
 
 @pytest.mark.parametrize("lost", ["run", "newest"])
 def test_where_a_tier_may_know_of_a_newer_one_it_is_waited_for(tmp_path, store, caplog, monkeypatch, lost):
-    monkeypatch.setattr(control, "_PATIENCE", 0.05)
+    timed(monkeypatch, restore_s=0.05)
     home = tmp_path / "spool" / "r"
     for path in home.glob("0*" if lost == "run" else "000000000002.*"):
         for part in path.iterdir():

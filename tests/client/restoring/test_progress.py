@@ -21,7 +21,7 @@ from tierd.core.manifest import TENSORS
 from tierd.daemon.transfer import download
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Fetch
-from tierd.spool import direct_io, file_io
+from tierd.spool import direct_io, verified_reads
 from tierd.spool.spool import Spool
 
 PART = part(7)
@@ -163,7 +163,7 @@ def test_while_a_copy_is_healed_the_bad_one_takes_no_memory(spool, monkeypatch):
         daemon.settle()
         path = spool.path(saved.part) / TENSORS
         path.write_bytes(flipped(path.read_bytes()))
-        monkeypatch.setattr(file_io, "memory_for", noted)
+        monkeypatch.setattr(verified_reads, "memory_for", noted)
         monkeypatch.setattr("tierd.client.saving.handoff.HandoffClient.recall", lambda self, part: None)
         store.before = lambda operation, key: is_chunk(key) and seen.append(sum(one() is not None for one in held))
         with tierd.Checkpointer(spool.root, "run") as checkpointer:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.doubles import Double, contents, flip, flipped, is_chunk
+from support.timed import timed_client
 from support.training import fresh, same, tensors, train
 from support.world import Daemon, attempt, hurry, listing, wait_until
 
 import tierd
-from tierd.client.restoring import source
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
@@ -33,7 +33,7 @@ from tierd.spool.spool import Spool
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     hurry(monkeypatch)
-    monkeypatch.setattr(source, "_PATIENCE", 0.2)
+    timed_client(monkeypatch, start_s=0.2)
 
 
 def save(spool: Spool, *steps: int, after: int | None = None, **options) -> str:
@@ -383,7 +383,7 @@ def test_the_daemon_is_told_what_stage_could_not_write(spool, monkeypatch):
             pass  # what is there was not lost
         daemon.settle()
         with monkeypatch.context() as patch:
-            patch.setattr("tierd.client.checkpointer.describe_directory", _no_room)
+            patch.setattr("tierd.client.saving.directory_saver.describe_directory", _no_room)
             for step in (4, 5, 6):
                 with pytest.raises(SpoolFull), checkpointer.stage(step):
                     pass

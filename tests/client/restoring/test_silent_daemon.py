@@ -21,6 +21,7 @@ from support.world import wait_until
 
 import tierd
 from tierd.client import attachment
+from tierd.client.checkpointer import made_of
 from tierd.client.ranks import ranks
 from tierd.client.restoring import source
 from tierd.core.errors import DaemonSilent, DaemonUnavailable, StoreUnavailable, TierdError
@@ -83,7 +84,7 @@ def test_what_lies_in_the_spool_is_restored_without_it_and_it_is_attached_to_whe
     for step in (2, 3):
         ckpt.save(step, state).wait(timeout=30)
     stopped.send_signal(signal.SIGCONT)
-    wait_until(ckpt._daemon._link.heard, 60)  # it is awake
+    wait_until(made_of(ckpt).daemon._link.heard, 60)  # it is awake
     ckpt.save(4, state).wait(timeout=30)
     wait_until(lambda: status(spool).get("trainers") == 1, 60)
     wait_until(lambda: len(list((tmp_path / "tier").glob("run/manifests/*/*.json"))) == 4, 60)
@@ -163,11 +164,11 @@ def test_one_that_was_stopped_before_it_listened_is_done_without(spool, tmp_path
             assert os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT) is not None
             with within(4 * MOST_S):  # a daemon is started, and ends
                 ckpt = tierd.Checkpointer(spool.root, "run", to=[f"file://{tmp_path / 'tier'}"])
-            assert names_it(ckpt._daemon.silent, holder.pid)
+            assert names_it(made_of(ckpt).daemon.silent, holder.pid)
             ckpt.save(1, tensors(1)).wait(timeout=30)
         finally:
             holder.kill()
-    ckpt._daemon._to = None  # none is started any more
+    made_of(ckpt).daemon._to = None  # none is started any more
     ckpt.close()
     assert restored(spool)[0].step == 1
 
@@ -188,7 +189,6 @@ def test_every_rank_goes_on_where_one_nodes_daemon_is_stopped(spool, stopped, mo
         assert group.run(launch) == [1, 1]
 
 
-@pytest.mark.slow
 def test_closing_waits_for_it_for_seconds(spool, tmp_path, stopped, caplog):
     ckpt = tierd.Checkpointer(spool.root, "run", to=[f"file://{tmp_path / 'tier'}"])
     ckpt.save(2, tensors(2)).wait(timeout=30)

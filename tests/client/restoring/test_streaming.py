@@ -67,7 +67,7 @@ def bring(spool: Spool, store: Double, before=lambda gets: None) -> None:
 
 
 def chunks(store: Double) -> list[str]:
-    return [key for key in store.inner._keys if is_chunk(key)]
+    return [key for key in store.inner.keys if is_chunk(key)]
 
 
 def whole(spool: Spool, arriving: StreamedPart) -> bool:

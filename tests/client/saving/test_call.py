@@ -9,8 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.timed import timed_client
 from support.training import fresh, train
 
+from tierd.client.checkpointer import made_of
 from tierd.client.saving import interpreter_lock, sampling
 from tierd.client.saving.interpreter_lock import short_turns
 from tierd.client.saving.snapshot import Snapshot
@@ -167,8 +169,8 @@ def test_but_until_all_is_handed_over_where_that_is_soon(local, job, monkeypatch
 
 def test_save_waits_for_no_other_thread_where_little_is_to_be_copied_first(spool, local, job, held, monkeypatch):
     """Buffers and generators are copied by the thread that calls, so what changes them then does not get in."""
-    monkeypatch.setattr("tierd.client.saving.snapshot._LONG_OVER", 0.3)  # no step confirms the copy
-    local._pipeline.behind(held.wait)
+    timed_client(monkeypatch, overlapped_s=0.3)  # no step confirms the copy
+    made_of(local).pipeline.behind(held.wait)
     mean, weight = job["model"][1].running_mean, job["model"][0].weight
     expected = mean.clone(), weight.detach().clone(), torch.get_rng_state()
     saves: list = []
@@ -188,12 +190,12 @@ def test_save_waits_for_no_other_thread_where_little_is_to_be_copied_first(spool
 @pytest.mark.parametrize("limit", ["_FEW", "_LITTLE"])
 def test_it_waits_where_more_is_to_be_copied(spool, local, held, monkeypatch, limit):
     monkeypatch.setattr(sampling, limit, 1)
-    monkeypatch.setattr("tierd.client.saving.snapshot._LONG_OVER", 0.3)  # no step confirms the copies
+    timed_client(monkeypatch, overlapped_s=0.3)  # no step confirms the copies
     state = fresh()
     train(state, 2)
     local.attach(state["optimizer"])
     local.save(0, state).wait()
-    local._pipeline.behind(held.wait)
+    made_of(local).pipeline.behind(held.wait)
     saves: list = []
     saving = in_a_thread(lambda: saves.append(local.save(1, state)))
     saving.join(0.3)
@@ -205,10 +207,10 @@ def test_it_waits_where_more_is_to_be_copied(spool, local, held, monkeypatch, li
 
 def test_it_waits_for_a_slot(local, job, held, monkeypatch):
     """Of one slot, because the save before is not durable yet."""
-    persist = local._pipeline._answer
-    monkeypatch.setattr(local._pipeline, "_answer", lambda *arguments: held.wait() or persist(*arguments))
+    persist = made_of(local).pipeline._answer
+    monkeypatch.setattr(made_of(local).pipeline, "_answer", lambda *arguments: held.wait() or persist(*arguments))
     local.save(1, job)
-    local._gate.confirm(wait=True)
+    made_of(local).gate.confirm(wait=True)
     saving = in_a_thread(lambda: local.save(2, job))
     saving.join(0.3)
     assert saving.is_alive()
@@ -219,9 +221,9 @@ def test_it_waits_for_a_slot(local, job, held, monkeypatch):
 
 def test_an_arena_that_is_gone_meanwhile_and_cannot_be_had_again_fails_the_save(local, job, held, monkeypatch):
     """It is never streamed: training has gone on, and changes what would be read."""
-    local._pipeline.behind(held.wait)
+    made_of(local).pipeline.behind(held.wait)
     save = local.save(1, job)
-    (slot,) = local._pipeline._slots
+    (slot,) = made_of(local).pipeline.slots
     slot.arena.shared = True  # a daemon that fell silent may still read it
     monkeypatch.setattr("tierd.client.saving.slots.available", lambda: 0)
     held.let_go()

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import tierd
+from tierd.client.checkpointer import made_of
 from tierd.client.saving import numa, pipeline, slots
 from tierd.core.errors import SaveFailed, TornSnapshot
 from tierd.state import cuda
@@ -106,7 +107,9 @@ def warm(local):
         learn(state), step(state)
         local.save(number, state).wait(timeout=60)
     end = time.monotonic() + 60
-    while local._pipeline._slots[0].pinned < local._pipeline._slots[0].arena.size and time.monotonic() < end:
+    while (
+        made_of(local).pipeline.slots[0].pinned < made_of(local).pipeline.slots[0].arena.size and time.monotonic() < end
+    ):
         time.sleep(0.01)
     return state
 
@@ -214,7 +217,7 @@ def test_nothing_waits_for_the_device_as_a_whole(local, spool, warm, monkeypatch
 
 @gpu
 def test_the_arena_is_pinned_as_long_as_it_is_there(local, spool, warm):
-    slot = local._pipeline._slots[0]
+    slot = made_of(local).pipeline.slots[0]
     arena = torch.frombuffer(slot.arena.view, dtype=torch.uint8)
     assert slot.pinned == local.stats.pinned_bytes == arena.nbytes and arena.is_pinned()
     local.close()

@@ -16,6 +16,7 @@ from torch.distributed import checkpoint as dcp
 
 import tierd
 import tierd.dcp
+from tierd.client.checkpointer import made_of
 from tierd.client.saving import device_copies, pinning, pipeline, slots
 from tierd.client.saving.device_copies import cut
 from tierd.client.saving.slots import Slot
@@ -95,8 +96,8 @@ def pinned(checkpointer, size: int = 1) -> None:
 def ready(checkpointer, state) -> None:
     """Have all its memory pinned: copies are then the device's, and the host goes on."""
     size = slots.estimate(state)
-    checkpointer._pipeline.reserve(size, slots.device_of(state))
-    pinned(checkpointer, size * len(checkpointer._pipeline._slots))
+    made_of(checkpointer).pipeline.reserve(size, slots.device_of(state))
+    pinned(checkpointer, size * len(made_of(checkpointer).pipeline.slots))
 
 
 # -- in any order -----------------------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ def test_late_tensors_are_let_go_as_well(spool, fake, monkeypatch):
         checkpointer.attach(job.optimizer)
         save = checkpointer.save(1, job.state)
         job.step()
-        checkpointer._gate.detach()
+        made_of(checkpointer).gate.detach()
         del job
         end = time.monotonic() + 10
         while any(one() is not None for one in gone) and time.monotonic() < end:
@@ -278,7 +279,7 @@ def test_training_does_not_wait_on_the_device_for_what_is_copied_late(spool, fak
         job.step()
         save.wait(timeout=20)
         job.step()
-        assert not checkpointer._gate._on_devices
+        assert not made_of(checkpointer).gate._on_devices
 
 
 def test_a_write_while_the_device_copies_is_found_out(spool, fake, local):
@@ -394,7 +395,7 @@ def test_a_refused_pin_is_remembered_and_said_once(fake, spool, caplog, small_sl
         for number in range(6):
             job.step()
             checkpointer.save(number, job.state).wait(timeout=20)
-            checkpointer._pipeline.drain()
+            made_of(checkpointer).pipeline.drain()
         assert fake.tries == 2 and checkpointer.stats.pinned_bytes == 0, "once for each arena"
     assert caplog.text.count("CUDA does not pin memory (error 2)") == 1
 
@@ -453,7 +454,7 @@ def test_memory_that_was_made_ready_is_pinned_before_the_first_save(fake, local)
     pinned(local, 100_000)
     asked = fake.tries
     local.save(1, job.state).wait(timeout=20)
-    local._pipeline.drain()
+    made_of(local).pipeline.drain()
     assert fake.tries == asked
 
 

@@ -9,11 +9,13 @@ import time
 
 import pytest
 from support.doubles import Double, is_manifest
+from support.timed import timed_client
 from support.training import restored, same, tensors
 from support.world import Daemon, hurry, part
 
 import tierd
 from tierd.client import attachment
+from tierd.client.checkpointer import made_of
 from tierd.client.saving import pipeline
 from tierd.core.errors import (
     ConfigError,
@@ -110,7 +112,7 @@ def test_waiting_for_a_tier(spool, monkeypatch):
 
 
 def test_a_hung_tier_does_not_hold_up_the_first_save(spool, monkeypatch):
-    monkeypatch.setattr("tierd.client.attachment._ANSWER", 0.3)
+    timed_client(monkeypatch, names_s=0.3)
     store = Double()
     with Daemon(spool.root, {"tier": store}) as daemon, tierd.Checkpointer(spool.root, "run") as checkpointer:
         store.delay = 3600.0
@@ -123,9 +125,9 @@ def test_a_hung_tier_does_not_hold_up_the_first_save(spool, monkeypatch):
 def test_a_daemon_that_takes_its_time_holds_up_no_save(spool, tmp_path, monkeypatch):
     """Its tie is broken, and a new one takes two seconds: eight saves take none of them."""
     checkpointer = tierd.Checkpointer(spool.root, "run", to=[])
-    checkpointer._daemon._to = (f"file://{tmp_path}",)
+    made_of(checkpointer).daemon._to = (f"file://{tmp_path}",)
     tries = []
-    monkeypatch.setattr(checkpointer._daemon, "_attach", lambda to: tries.append(time.sleep(2.0)))
+    monkeypatch.setattr(made_of(checkpointer).daemon, "_attach", lambda to: tries.append(time.sleep(2.0)))
     for step in range(8):
         checkpointer.save(step, tensors(step)).wait()
     assert checkpointer.stats.blocked_s < 1.9  # a save that waits for one has 2 s of it

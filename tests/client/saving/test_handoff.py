@@ -11,14 +11,17 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from support.timed import timed_client
 from support.training import restored, same, tensors
 from support.world import Daemon
 
 import tierd
+from tierd.client.checkpointer import made_of
 from tierd.client.saving import handoff as client
 from tierd.core.errors import DaemonUnavailable, SaveFailed, SpoolFull, SpoolUnusable
 from tierd.daemon import handoff
@@ -61,6 +64,7 @@ def trainer(spool, script: str) -> int:
     head = f"""
         import os, signal, sys, torch, tierd
         from support.training import tensors
+        from tierd.client.checkpointer import made_of
         torch.set_num_threads(1)
         ckpt = tierd.Checkpointer({str(spool.root)!r}, "run")
         def die(): os.kill(os.getpid(), signal.SIGKILL)
@@ -96,7 +100,7 @@ def test_a_trainer_killed_right_after_save_has_lost_nothing(spool, daemon, brake
 
 def test_every_slot_is_handed_over(spool, daemon, brake):
     script = """
-        ckpt = tierd.Checkpointer(ckpt._spool.root, "run", slots=3)
+        ckpt = tierd.Checkpointer(made_of(ckpt).spool.root, "run", slots=3)
         for step in (1, 2, 3): ckpt.save(step, tensors(step))
         die()
     """
@@ -121,9 +125,9 @@ def test_what_was_handed_over_is_read_though_the_dead_left_an_answer_unread(spoo
         import time
         from tierd.client.saving.handoff import HandoffClient
         HandoffClient.answer = lambda *given: time.sleep(60)
-        ckpt = tierd.Checkpointer(ckpt._spool.root, "run", slots=2)
+        ckpt = tierd.Checkpointer(made_of(ckpt).spool.root, "run", slots=2)
         ckpt.save(1, tensors(1))
-        while not ckpt._spool.parts(): time.sleep(0.01)
+        while not made_of(ckpt).spool.parts(): time.sleep(0.01)
         ckpt.save(2, tensors(2))
         time.sleep(1)  # it answers, and nobody reads that
         die()
@@ -167,7 +171,7 @@ def test_a_trainer_killed_in_a_copy_leaves_only_what_was_whole(spool, daemon):
         ckpt.save(2, tensors(2))
     """
     assert trainer(spool, script) == -signal.SIGKILL
-    until(lambda: not daemon.handoff._lines)
+    until(lambda: not daemon.handoff.connections)
     state = tensors(0)
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         found = checkpointer.restore(state)
@@ -177,8 +181,8 @@ def test_a_trainer_killed_in_a_copy_leaves_only_what_was_whole(spool, daemon):
 
 def test_a_restart_restores_from_memory_and_goes_on_in_it(spool, daemon):
     assert trainer(spool, "ckpt.save(1, tensors(1)); die()") == -signal.SIGKILL
-    until(lambda: steps(spool) == [1] and daemon.handoff._orphans)
-    memory = os.fstat(next(iter(daemon.handoff._orphans.values())).arenas[0].fd).st_ino
+    until(lambda: steps(spool) == [1] and daemon.handoff.orphans)
+    memory = os.fstat(next(iter(daemon.handoff.orphans.values())).arenas[0].fd).st_ino
     daemon.settle()  # or the flush may meet what is damaged now, and set the part aside
     path = next(spool.root.glob("run/*/*/tensors.safetensors"))
     path.write_bytes(bytes(path.stat().st_size))  # the disk's copy is not what is read
@@ -188,7 +192,7 @@ def test_a_restart_restores_from_memory_and_goes_on_in_it(spool, daemon):
         assert (found.step, found.tier) == (1, "memory") and same(state, 1)
         checkpointer.save(2, tensors(2)).wait()
         assert checkpointer.stats.handed_over == 1
-        assert os.fstat(checkpointer._pipeline._slots[0].arena.fd).st_ino == memory
+        assert os.fstat(made_of(checkpointer).pipeline.slots[0].arena.fd).st_ino == memory
         assert same(state, 1), "what was restored has memory of its own"
     assert same(restored(spool, 2)[1], 2)
 
@@ -208,9 +212,9 @@ def test_a_restart_waits_for_what_is_still_being_persisted(spool, daemon, monkey
 
 
 def test_memory_of_the_dead_is_freed_in_the_end(spool, daemon, monkeypatch):
-    monkeypatch.setattr(handoff, "_ORPHAN", 0.5)
+    daemon.handoff.timings = replace(daemon.handoff.timings, orphan_s=0.5)
     assert trainer(spool, "ckpt.save(1, tensors(1)); die()") == -signal.SIGKILL
-    until(lambda: daemon.handoff._orphans)
+    until(lambda: daemon.handoff.orphans)
     assert daemon.handoff.handed_over_bytes() > 0 and daemon.handoff.writers() == {"run.00000-of-00001"}
     until(lambda: not daemon.handoff.busy)
     assert daemon.handoff.handed_over_bytes() == 0 and not daemon.handoff.writers()
@@ -234,7 +238,7 @@ def test_a_forked_child_hides_no_death(spool, daemon):
         die()
     """
     assert trainer(spool, script) == -signal.SIGKILL
-    until(lambda: not daemon.handoff._lines, 20)  # the child would hold it for 40
+    until(lambda: not daemon.handoff.connections, 20)  # the child would hold it for 40
 
 
 # -- the daemon dies, hangs, refuses, comes late ----------------------------------------------------------------------
@@ -245,7 +249,7 @@ def test_a_daemon_that_dies_over_it_is_no_loss(spool, daemon, brake):
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         save = checkpointer.save(1, tensors(1))
         assert brake.begun.wait(30)
-        daemon.handoff._lines[0].socket.shutdown(socket.SHUT_RDWR)
+        daemon.handoff.connections[0].socket.shutdown(socket.SHUT_RDWR)
         save.wait(timeout=20)
         assert steps(spool) == [1] and checkpointer.stats.handed_over == 0
         checkpointer.save(2, tensors(2))
@@ -264,7 +268,7 @@ def test_a_late_daemon_commits_the_right_bytes_where_the_trainer_could_not(spool
             )
             save = checkpointer.save(1, tensors(1))
             assert brake.begun.wait(30)
-            daemon.handoff._lines[0].socket.shutdown(socket.SHUT_RDWR)
+            daemon.handoff.connections[0].socket.shutdown(socket.SHUT_RDWR)
             with pytest.raises(SaveFailed):
                 save.wait(timeout=20)
         checkpointer.save(2, tensors(2)).wait(timeout=20) if brake.go.is_set() else brake.go.set()
@@ -274,12 +278,12 @@ def test_a_late_daemon_commits_the_right_bytes_where_the_trainer_could_not(spool
 
 
 def test_a_hung_daemon_holds_up_nothing_for_long(spool, tmp_path, monkeypatch):
-    monkeypatch.setattr(client, "_SILENCE", 0.5)
+    timed_client(monkeypatch, silence_s=0.5)
     (tmp_path / "tier").mkdir()
     command = [sys.executable, "-m", "tierd", "run", "--spool", str(spool.root), "--to", f"file://{tmp_path}/tier"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
-        until(lambda: spool.handoff_socket.exists(), 20)
+        until(lambda: spool.handoff_socket.exists(), 60)
         with tierd.Checkpointer(spool.root, "run") as checkpointer:
             checkpointer.save(1, tensors(1)).wait(timeout=20)
             assert checkpointer.stats.handed_over == 1
@@ -304,7 +308,7 @@ def test_what_the_daemon_committed_before_it_died_counts(spool, daemon, monkeypa
 
     def write_part(*arguments):
         real(*arguments)
-        daemon.handoff._lines[0].socket.shutdown(socket.SHUT_RDWR)
+        daemon.handoff.connections[0].socket.shutdown(socket.SHUT_RDWR)
         raise OSError(errno.EPIPE, "killed before it could say so")
 
     monkeypatch.setattr(handoff, "write_part", write_part)
@@ -322,7 +326,7 @@ def test_who_asks_on_a_connection_that_is_closed_is_told_that_the_daemon_is_gone
     for _ in range(2):
         with pytest.raises(DaemonUnavailable, match="the daemon closed the connection"):
             line.answer(client.PendingHandoff(ours, 0, 1.0))
-    assert line._not_before == 0.0, "nor does it count as one that hangs"
+    assert line.not_before == 0.0, "nor does it count as one that hangs"
 
 
 def test_a_full_spool_is_told_by_the_daemon(spool, daemon, monkeypatch, caplog):

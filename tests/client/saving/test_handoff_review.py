@@ -12,6 +12,7 @@ import torch
 from support.training import restored, same, tensors
 
 import tierd
+from tierd.client.checkpointer import made_of
 from tierd.client.saving import handoff as client
 from tierd.client.saving import slots
 from tierd.client.saving.slots import Slot
@@ -28,7 +29,7 @@ def pages(arena: Arena) -> int:
 
 
 def inode(ckpt: tierd.Checkpointer) -> int:
-    return os.fstat(ckpt._pipeline._slots[0].arena.fd).st_ino
+    return os.fstat(made_of(ckpt).pipeline.slots[0].arena.fd).st_ino
 
 
 def test_no_descriptor_for_a_connection_costs_no_slot(spool, monkeypatch):
@@ -45,7 +46,7 @@ def test_no_descriptor_for_a_connection_costs_no_slot(spool, monkeypatch):
 def test_what_fails_after_a_save_costs_no_slot(spool, monkeypatch):
     with tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:
         with monkeypatch.context() as patch:
-            patch.setattr(ckpt._daemon, "keep", lambda: 1 // 0)
+            patch.setattr(made_of(ckpt).daemon, "keep", lambda: 1 // 0)
             ckpt.save(1, tensors(1)).wait(timeout=20)
             ckpt.save(2, tensors(2)).wait(timeout=20)
         ckpt.save(3, tensors(3)).wait(timeout=20)
@@ -85,9 +86,9 @@ def test_an_arena_of_a_living_trainer_is_nobody_elses(spool, daemon):
     with tierd.Checkpointer(spool.root, "run") as first:
         first.save(1, tensors(1)).wait(timeout=20)
         shared = inode(first)
-        first._line._drop(first._line._line.connection, gone=False)
+        made_of(first).handoff._drop(made_of(first).handoff.line.connection, gone=False)
         end = time.monotonic() + 10
-        while not daemon.handoff._orphans and time.monotonic() < end:
+        while not daemon.handoff.orphans and time.monotonic() < end:
             time.sleep(0.01)
         state = tensors(0)
         with tierd.Checkpointer(spool.root, "run") as second:
@@ -103,11 +104,11 @@ def test_an_arena_of_a_living_trainer_is_nobody_elses(spool, daemon):
 def test_a_line_that_the_daemon_ends_leaves_no_orphan(spool, daemon):
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         ckpt.save(1, tensors(1)).wait(timeout=20)
-        socket.send_fds(ckpt._line._line.connection, [b"no message"], [])
+        socket.send_fds(made_of(ckpt).handoff.line.connection, [b"no message"], [])
         end = time.monotonic() + 10
-        while daemon.handoff._lines and time.monotonic() < end:
+        while daemon.handoff.connections and time.monotonic() < end:
             time.sleep(0.01)
-        assert not daemon.handoff._orphans
+        assert not daemon.handoff.orphans
         ckpt.save(2, tensors(2)).wait(timeout=20)
         assert ckpt.stats.handed_over == 2, "and the next save finds a new one at once"
 
@@ -127,7 +128,7 @@ def test_a_restore_waits_for_no_living_trainer(spool, daemon, monkeypatch):
 def test_an_arena_that_was_outgrown_gives_its_memory_back(spool, daemon):
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         ckpt.save(1, {"x": torch.zeros(1 << 20)}).wait(timeout=20)
-        old = Arena.received(os.dup(ckpt._pipeline._slots[0].arena.fd))
+        old = Arena.received(os.dup(made_of(ckpt).pipeline.slots[0].arena.fd))
         assert pages(old) >= 4 << 20
         ckpt.save(2, {"x": torch.ones(2 << 20)}).wait(timeout=20)
         assert pages(old) == 0
@@ -140,14 +141,14 @@ def test_an_arena_that_was_outgrown_gives_its_memory_back(spool, daemon):
 
 def test_a_state_that_grows_within_its_arena_finds_its_memory_touched(spool, monkeypatch):
     with tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:
-        ckpt._pipeline.reserve(16 << 20)
+        made_of(ckpt).pipeline.reserve(16 << 20)
         for step in (1, 2):
             ckpt.save(step, {"x": torch.zeros(1 << 20)}).wait()
-        arena = ckpt._pipeline._slots[0].arena
+        arena = made_of(ckpt).pipeline.slots[0].arena
         assert pages(arena) < 5 << 20
         monkeypatch.setattr(slots, "available", lambda: 0)
         ckpt.save(3, {"x": torch.ones(3 << 20)}).wait()  # no memory for it now: it is streamed, not killed
-        assert ckpt._pipeline._slots[0].arena is not arena
+        assert made_of(ckpt).pipeline.slots[0].arena is not arena
         monkeypatch.undo()
         ckpt.save(4, {"x": torch.ones(3 << 20)}).wait()
     state = {"x": None}
@@ -171,7 +172,7 @@ class Keeper(torch.nn.Module):
 
 
 def test_extra_state_from_memory_is_not_overwritten_by_the_next_save(spool):
-    from tierd.state.capture import Capturer
+    from tierd.state.capturer import Capturer
     from tierd.state.flatten import unflatten
     from tierd.state.load import load
     from tierd.state.tensor_file import copy, targets
@@ -195,4 +196,4 @@ def test_a_gate_forgets_what_nobody_waits_for(spool):
         ckpt.attach(torch.optim.SGD([weight], lr=0.1))
         for step in range(20):
             ckpt.save(step, {"w": weight}).wait(timeout=20)
-        assert len(ckpt._gate._pending) <= 2
+        assert len(made_of(ckpt).gate._pending) <= 2

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+from support.timed import timed_client
 from support.training import restored, same, tensors
 from support.world import wait_until
 
 import tierd
-from tierd.client.saving import handoff as client
 from tierd.daemon import handoff_lines
 from tierd.ipc.client import connect
 from tierd.spool.arena import Arena
@@ -71,7 +71,7 @@ def test_more_connections_than_the_cap_are_refused_by_name_and_cost_nothing(crow
         ("DaemonUnavailable", True)
     }
     assert crowd[-1].recv(1 << 16) == b""  # and the connection ended
-    assert threads() == handoff_lines.MOST == len(daemon.handoff._lines)
+    assert threads() == handoff_lines.MOST == len(daemon.handoff.connections)
     sockets = [one for one in os.listdir("/proc/self/fd") if _leads_to_a_socket(one)]
     assert len(sockets) < CROWD + handoff_lines.MOST + 50  # the daemon keeps none of those that it refused
     logged = [*caplog.get_records("setup"), *caplog.records]
@@ -81,7 +81,7 @@ def test_more_connections_than_the_cap_are_refused_by_name_and_cost_nothing(crow
 
 def test_a_save_beside_a_crowd_is_written_by_the_trainer_and_then_handed_over_again(spool, crowd, monkeypatch, caplog):
     first_words(crowd)
-    monkeypatch.setattr(client, "_ALONE", 0.0)
+    timed_client(monkeypatch, alone_s=0.0)
     with caplog.at_level(logging.WARNING, "tierd"), tierd.Checkpointer(spool.root, "run") as ckpt:
         ckpt.save(1, tensors(1)).wait(timeout=20)
         ckpt.save(2, tensors(2)).wait(timeout=20)
@@ -122,22 +122,22 @@ def test_who_lent_something_gives_way_last_and_loses_nothing(spool, daemon, monk
     with tierd.Checkpointer(spool.root, "run") as ckpt, contextlib.ExitStack() as stack:
         ckpt.save(1, tensors(1)).wait(timeout=20)
         assert ckpt.stats.handed_over == 1
-        (first,) = [line for line in daemon.handoff._lines if line.writer]
+        (first,) = [line for line in daemon.handoff.connections if line.writer]
         for _ in range(8):  # twice as many as there is room for
             newcomer()
-        assert first in daemon.handoff._lines and not first.ending  # a trainer would come again, and nobody notice
+        assert first in daemon.handoff.connections and not first.ending  # a trainer would come again, and nobody notice
         ckpt.save(2, tensors(2)).wait(timeout=20)
         assert ckpt.stats.handed_over == 2
-        wait_until(lambda: not any(line.working for line in daemon.handoff._lines))
+        wait_until(lambda: not any(line.working for line in daemon.handoff.connections))
         with daemon.handoff._changed:
-            (mine,) = [line for line in daemon.handoff._lines if line.writer]
+            (mine,) = [line for line in daemon.handoff.connections if line.writer]
             assert mine is first
-            for line in daemon.handoff._lines:
+            for line in daemon.handoff.connections:
                 line.heard = time.monotonic() + (100 if line is not mine else 0)
                 line.arenas.setdefault(63, Arena(4096))
         newcomer()  # all handed over a snapshot, and the trainer is the one that was silent for longest
-        wait_until(lambda: mine not in daemon.handoff._lines)
-        assert not daemon.handoff._orphans  # it lives: nobody may take its memory for a dead one's
+        wait_until(lambda: mine not in daemon.handoff.connections)
+        assert not daemon.handoff.orphans  # it lives: nobody may take its memory for a dead one's
         ckpt.save(3, tensors(3)).wait(timeout=20)
         assert ckpt.stats.handed_over == 3  # over a connection of its own, made anew
     assert same(restored(spool)[1], 3)
@@ -164,5 +164,5 @@ def test_a_thread_that_cannot_be_had_is_a_refusal_and_the_daemon_goes_on(spool, 
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         ckpt.save(1, tensors(1)).wait(timeout=20)
         assert ckpt.stats.handed_over == 1
-    assert not [line for line in daemon.handoff._lines if line.thread is None]
+    assert not [line for line in daemon.handoff.connections if line.thread is None]
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import tierd
+from tierd.client.checkpointer import made_of
 from tierd.client.saving import numa
 from tierd.client.saving.slots import Slot
 from tierd.spool.arena import Arena
@@ -80,7 +81,7 @@ def test_saves_and_restores_of_a_state_on_a_device_are_placed(fake, kernel, mach
     for number in range(2):
         with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
             checkpointer.restore(state)
-            checkpointer._pipeline.drain()
+            made_of(checkpointer).pipeline.drain()
             assert {node for _, node in kernel.asked} == {1}, "made ready, or read into"
             kernel.asked.clear()
             checkpointer.save(number, state).wait(timeout=20)

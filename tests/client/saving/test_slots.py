@@ -11,6 +11,7 @@ import torch
 from support.training import fresh, restored, same, tensors, train
 
 import tierd
+from tierd.client.checkpointer import made_of
 from tierd.client.saving import pipeline, slots
 from tierd.core.errors import ConfigError, SaveFailed, SaveSkipped, SpoolFull
 from tierd.spool.arena import Arena, available
@@ -56,7 +57,7 @@ def test_a_save_may_be_skipped_instead(spool, brake, caplog):
             skipped.wait()
         assert (ckpt.stats.saves, ckpt.stats.skipped, ckpt.stats.failed) == (1, 1, 0)
         brake.go.set()
-        ckpt._pipeline.drain()
+        made_of(ckpt).pipeline.drain()
         ckpt.save(2, tensors(2)).wait()  # the step is still free
     assert same(restored(spool)[1], 2)
 
@@ -105,7 +106,7 @@ def test_a_state_that_memory_does_not_hold_is_streamed(spool, monkeypatch, caplo
         for value in state.values():
             value.zero_()
         save.wait()
-        assert ckpt._pipeline._slots[0].arena.size <= (1 << 20 if not spare else 48 << 20)
+        assert made_of(ckpt).pipeline.slots[0].arena.size <= (1 << 20 if not spare else 48 << 20)
         assert ("streams it" in caplog.text) == (spare == 0)
         ckpt.restore(state)
     assert all(torch.equal(state[name], saved[name]) for name in state)
@@ -157,17 +158,17 @@ def test_restoring_makes_the_arena_ready_before_an_optimizer_has_any_state(spool
     state = fresh()
     with opened(spool) as ckpt:
         assert ckpt.restore(state) is None
-        ckpt._pipeline.drain()
-        arena = ckpt._pipeline._slots[0].arena
+        made_of(ckpt).pipeline.drain()
+        arena = made_of(ckpt).pipeline.slots[0].arena
         train(state, 2)
         ckpt.save(1, state).wait()
-        assert ckpt._pipeline._slots[0].arena is arena, "it was large enough for what training has by then"
+        assert made_of(ckpt).pipeline.slots[0].arena is arena, "it was large enough for what training has by then"
     with opened(spool) as ckpt:
         assert ckpt.restore(state).step == 1
-        ckpt._pipeline.drain()
-        arena = ckpt._pipeline._slots[0].arena
+        made_of(ckpt).pipeline.drain()
+        arena = made_of(ckpt).pipeline.slots[0].arena
         ckpt.save(2, state).wait()
-        assert ckpt._pipeline._slots[0].arena is arena
+        assert made_of(ckpt).pipeline.slots[0].arena is arena
 
 
 @pytest.mark.parametrize(
@@ -192,10 +193,10 @@ def test_the_size_of_a_state_is_told_before_the_first_step(kind, options, times)
 
 def test_memory_that_was_made_ready_for_nothing_is_given_back(spool):
     with opened(spool) as ckpt:
-        ckpt._pipeline.reserve(64 << 20)
+        made_of(ckpt).pipeline.reserve(64 << 20)
         ckpt.save(1, tensors(1)).wait()
         ckpt.save(2, tensors(2)).wait()
-        arena = ckpt._pipeline._slots[0].arena
+        arena = made_of(ckpt).pipeline.slots[0].arena
         assert arena.size == 64 << 20
 
         assert os.fstat(arena.fd).st_blocks * 512 < 1 << 20

@@ -16,6 +16,7 @@ from support.world import Daemon, steps_on
 
 import tierd
 import tierd.dcp
+from tierd.client.checkpointer import made_of
 from tierd.client.saving import handoff
 from tierd.core.errors import SaveFailed, SpoolFull
 
@@ -123,6 +124,8 @@ def test_a_dcp_save_that_finds_the_disk_full_is_tried_again(spool, monkeypatch):
 
     monkeypatch.setattr(tierd.dcp.StorageWriter, "_write", write)
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        monkeypatch.setattr(ckpt._daemon, "make_room", lambda part, size, quota: asked.append((size, quota)) or True)
+        monkeypatch.setattr(
+            made_of(ckpt).daemon, "make_room", lambda part, size, quota: asked.append((size, quota)) or True
+        )
         dcp.save(state(1), storage_writer=tierd.dcp.StorageWriter(ckpt, 1), no_dist=True)
     assert asked == [(2_400_000, False)] and len(tries) == 2 and len(spool.parts()) == 1

@@ -13,34 +13,37 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from support.smalldisk import SmallDisk
 from support.stopped import MOST_BLOCKED_S, check_nothing_failed, hand_over, held_bytes, running, save_all
+from support.timed import timed_client
 from support.training import restored, same, tensors
 from support.world import wait_until
 
 import tierd
 from tierd.client import attachment
+from tierd.client.checkpointer import made_of
 from tierd.client.saving import handoff as client
 from tierd.client.saving import packets, pipeline
+from tierd.client.timings import USUAL
 from tierd.core.errors import SaveFailed
 from tierd.daemon import handoff
 from tierd.daemon.spool_space import FreedSpace
 from tierd.ipc import client as line_to_daemon
 from tierd.ipc import messages
-from tierd.ipc.messages import Lend
+from tierd.ipc.handoff_messages import Lend
 from tierd.spool.arena import Arena
 
-GREETING = client._GREETING
 pytestmark = pytest.mark.usefixtures("quick", "prompt")
 
 
 @pytest.fixture
 def prompt(quick, monkeypatch) -> None:
     """What a save waits for is as short as ever."""
-    monkeypatch.setattr(client, "_GREETING", GREETING)
+    timed_client(monkeypatch, greeting_s=USUAL.greeting_s)
 
 
 @pytest.fixture
@@ -84,7 +87,7 @@ def test_a_stopped_daemon_is_met_once_and_nothing_is_lost(spool, tmp_path, caplo
             assert save_all(ckpt, range(first, first + 40)) < MOST_BLOCKED_S
             assert caplog.text.count("the daemon was silent") == 1
             process.send_signal(signal.SIGCONT)
-            ckpt._line._not_before = 0.0  # as after half a minute
+            made_of(ckpt).handoff.not_before = 0.0  # as after half a minute
             last = hand_over(ckpt, first + 40)
             assert ckpt.stats.failed == 0
         check_nothing_failed(spool)
@@ -122,7 +125,7 @@ def test_an_optimizers_step_waits_for_no_stopped_daemon(spool, tmp_path, caplog)
 
 
 def test_memory_that_a_stopped_daemon_holds_is_bounded_and_released_when_it_wakes(spool, tmp_path, monkeypatch):
-    monkeypatch.setattr(client, "_ALONE", 0.05)
+    timed_client(monkeypatch, alone_s=0.05)
     lent: list[Lend] = []
     real = packets.send
 
@@ -138,17 +141,17 @@ def test_memory_that_a_stopped_daemon_holds_is_bounded_and_released_when_it_wake
         for _ in range(4):
             for _ in range(slots):
                 step = hand_over(ckpt, step, state)
-            arena = max(slot.arena.size for slot in ckpt._pipeline._slots if slot.arena)
+            arena = max(slot.arena.size for slot in made_of(ckpt).pipeline.slots if slot.arena)
             process.send_signal(signal.SIGSTOP)
             lent.clear()
             assert save_all(ckpt, range(step, step + 10), state) < MOST_BLOCKED_S
             step += 10
             assert len(lent) <= slots, "nothing is lent to a daemon that has not greeted"
             assert held_bytes(process) < (2 * slots + 1) * arena
-            before = ckpt._line._line
+            before = made_of(ckpt).handoff.line
             process.send_signal(signal.SIGCONT)
             assert before is None, "it is used again only after its greeting"
-        ckpt._line._not_before = time.monotonic() + 3600
+        made_of(ckpt).handoff.not_before = time.monotonic() + 3600
         wait_until(lambda: held_bytes(process) == 0, 60)
         check_nothing_failed(spool)
         assert ckpt.stats.failed == 0
@@ -170,7 +173,7 @@ def test_a_daemon_that_is_stopped_before_its_first_snapshot_holds_no_memory(spoo
                 process.wait()
                 stack.enter_context(running(spool, tmp_path / "other"))
             hand_over(ckpt, 20)
-            assert ckpt._line._not_before == 0.0
+            assert made_of(ckpt).handoff.not_before == 0.0
         check_nothing_failed(spool)
 
 
@@ -186,7 +189,7 @@ def test_a_greeting_that_comes_late_holds_up_no_save(spool, daemon, monkeypatch,
         assert ckpt.stats.handed_over == 0
         late.go.set()
         assert hand_over(ckpt, 10) >= 11
-    assert len(daemon.handoff._lines) <= 1
+    assert len(daemon.handoff.connections) <= 1
 
 
 def test_a_daemon_that_reads_a_packet_a_second_is_met_once(spool, daemon, monkeypatch, caplog):
@@ -204,8 +207,8 @@ def test_a_daemon_that_reads_a_packet_a_second_is_met_once(spool, daemon, monkey
 def test_a_full_socket_is_waited_for_by_nobody(spool, daemon, monkeypatch, waits):
     reading = Hold(monkeypatch, "_received")
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        wait_until(ckpt._line.renew)
-        connection = ckpt._line._line.connection
+        wait_until(made_of(ckpt).handoff.renew)
+        connection = made_of(ckpt).handoff.line.connection
         with pytest.raises(BlockingIOError):
             for _ in range(100_000):
                 packets.send(connection, client.HELLO)
@@ -214,7 +217,7 @@ def test_a_full_socket_is_waited_for_by_nobody(spool, daemon, monkeypatch, waits
             ckpt.save(step, tensors(step)).wait(timeout=20)
         assert waits == [] and ckpt.stats.failed == 0 and ckpt.stats.handed_over == 0
         reading.go.set()
-        ckpt._line._not_before = 0.0
+        made_of(ckpt).handoff.not_before = 0.0
         hand_over(ckpt, 5)
     wait_until(lambda: not daemon.handoff.busy, 60)
 
@@ -223,25 +226,25 @@ def test_who_falls_silent_again_and_again_is_left_alone_ever_longer(spool):
     line, alone = client.HandoffClient(spool), []
     for _ in range(10):
         line._leave_alone()
-        alone.append(round(line._not_before - time.monotonic(), -1))
+        alone.append(round(line.not_before - time.monotonic(), -1))
     assert alone == [30, 60, 120, 240, 480, 960, 1920, 3840, 3840, 3840]
 
 
 def test_a_daemon_that_answers_is_trusted_again(spool, daemon):
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        ckpt._line._silences = 5
+        made_of(ckpt).handoff.silences = 5
         hand_over(ckpt, 0)
-        assert ckpt._line._silences == 0
+        assert made_of(ckpt).handoff.silences == 0
 
 
 # -- a daemon that works, for however long ----------------------------------------------------------------------------
 
 
 def test_a_daemon_that_works_for_long_is_not_called_silent(spool, daemon, monkeypatch, caplog):
-    monkeypatch.setattr(client, "_SILENCE", 1.5)
+    timed_client(monkeypatch, silence_s=1.5)
     working = Hold(monkeypatch, "write_part")
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        wait_until(ckpt._line.renew)
+        wait_until(made_of(ckpt).handoff.renew)
         save = ckpt.save(1, tensors(1))
         assert working.begun.wait(20)
         time.sleep(4.5)
@@ -257,7 +260,7 @@ def test_a_trainer_that_reads_nothing_does_not_hold_up_the_daemon(spool, daemon,
     working, reads, real = Hold(monkeypatch, "write_part"), threading.Event(), client.HandoffClient.answer
     monkeypatch.setattr(client.HandoffClient, "answer", lambda self, given: reads.wait(60) and real(self, given))
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        wait_until(ckpt._line.renew)
+        wait_until(made_of(ckpt).handoff.renew)
         save = ckpt.save(1, tensors(1))
         assert working.begun.wait(20)
         time.sleep(2.0)
@@ -289,13 +292,13 @@ def mapped(monkeypatch) -> Iterator[list[weakref.ref]]:
 @pytest.mark.parametrize("why", ["it is there", "the disk is full"])
 def test_a_snapshot_that_its_trainer_wrote_meanwhile_did_not_fail(spool, daemon, monkeypatch, mapped, why):
     monkeypatch.setattr(messages, "BEAT", 60.0)
-    monkeypatch.setattr(client, "_SILENCE", 0.2)
+    timed_client(monkeypatch, silence_s=0.2)
     daemon.handoff.room = None
     if why == "the disk is full":
         monkeypatch.setattr(handoff, "write_part", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     working = Hold(monkeypatch, "write_part")
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        wait_until(ckpt._line.renew)
+        wait_until(made_of(ckpt).handoff.renew)
         ckpt.save(1, tensors(1)).wait(timeout=20)
         assert working.begun.is_set() and ckpt.stats.failed == 0
         assert daemon.handoff.handed_over_bytes() > 0 and [one() for one in mapped] != []
@@ -312,10 +315,10 @@ def test_a_snapshot_that_its_trainer_wrote_meanwhile_did_not_fail(spool, daemon,
 
 def test_a_snapshot_that_a_waking_daemon_commits_first_is_there_once(spool, daemon, monkeypatch):
     monkeypatch.setattr(messages, "BEAT", 60.0)
-    monkeypatch.setattr(client, "_SILENCE", 0.2)
+    timed_client(monkeypatch, silence_s=0.2)
     theirs, ours = Hold(monkeypatch, "write_part"), Hold(monkeypatch, "write_part", pipeline)
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        wait_until(ckpt._line.renew)
+        wait_until(made_of(ckpt).handoff.renew)
         save = ckpt.save(1, tensors(1))
         assert ours.begun.wait(20)
         theirs.go.set()
@@ -334,24 +337,26 @@ def test_a_snapshot_that_a_waking_daemon_commits_first_is_there_once(spool, daem
 
 def test_memory_is_touched_anew_before_training_needs_it(spool, daemon, monkeypatch):
     monkeypatch.setattr(messages, "BEAT", 60.0)
-    monkeypatch.setattr(client, "_SILENCE", 0.2)
+    timed_client(monkeypatch, silence_s=0.2)
     working = Hold(monkeypatch, "write_part")
     with tierd.Checkpointer(spool.root, "run", slots=2) as ckpt:
-        wait_until(ckpt._line.renew)
-        monkeypatch.setattr(client, "_SILENCE", 60.0)
+        wait_until(made_of(ckpt).handoff.renew)
+        made_of(ckpt).handoff.timings = replace(made_of(ckpt).handoff.timings, silence_s=60.0)
         state = {"x": torch.zeros(1 << 18)}
         with monkeypatch.context() as patch:  # both slots are handed over, and idle
             working.go.set()
             patch.setattr(pipeline.Pipeline, "_anew", lambda *_: pytest.fail("nobody is silent"))
             for step in (1, 2):
                 ckpt.save(step, state).wait(timeout=20)
-        lent = [slot.arena for slot in ckpt._pipeline._slots]
+        lent = [slot.arena for slot in made_of(ckpt).pipeline.slots]
         assert all(lent) and ckpt.stats.handed_over == 2
         working.go.clear()
-        ckpt._line._line = client._Connection(ckpt._line._line.connection, ckpt._line._line.lent, 0.2)
+        made_of(ckpt).handoff.line = client.Connection(
+            made_of(ckpt).handoff.line.connection, made_of(ckpt).handoff.line.lent, 0.2
+        )
         ckpt.save(3, state).wait(timeout=20)
-        wait_until(lambda: ckpt._pipeline._free.qsize() == 2)
-        now = [slot.arena for slot in ckpt._pipeline._slots]
+        wait_until(lambda: made_of(ckpt).pipeline.free.qsize() == 2)
+        now = [slot.arena for slot in made_of(ckpt).pipeline.slots]
         assert not {id(one) for one in now} & {id(one) for one in lent}, "a daemon may still read those"
         assert all(os.fstat(one.fd).st_blocks * 512 >= 1 << 20 for one in now), "touched"
         working.go.set()
@@ -363,7 +368,7 @@ def test_memory_is_touched_anew_before_training_needs_it(spool, daemon, monkeypa
 def test_a_full_disk_and_a_stopped_daemon_cost_one_wait(spool, monkeypatch):
     """Naming the attempt and making room ask the control socket, where a save waits for the answer."""
     monkeypatch.setattr(line_to_daemon, "_GREETING", 0.2)
-    monkeypatch.setattr(attachment, "_SILENCE", 0.1)
+    timed_client(monkeypatch, room_silence_s=0.1)
     asked, real = [], attachment.Link
 
     def link(spool, **more):
@@ -382,20 +387,20 @@ def test_a_full_disk_and_a_stopped_daemon_cost_one_wait(spool, monkeypatch):
                     ckpt.save(step, {"x": torch.zeros(1 << 18)}).wait(timeout=60)
             assert asked == [], "it was found stopped when the launch began"
             assert time.monotonic() - begun < 8, "less than one answer may take"
-            ckpt._daemon._not_before = 0.0
+            made_of(ckpt).daemon._not_before = 0.0
             with pytest.raises(SaveFailed):
                 ckpt.save(4, {"x": torch.zeros(1 << 18)}).wait(timeout=60)
             assert asked == [0.1], "asked again after half a minute"
-            ckpt._saved.clear()  # closing would wait for the answer
+            made_of(ckpt).records.saved.clear()  # closing would wait for the answer
 
 
 def test_a_daemon_that_was_found_silent_is_not_asked_for_room(spool, daemon, monkeypatch):
     monkeypatch.setattr(messages, "BEAT", 60.0)
-    monkeypatch.setattr(client, "_SILENCE", 0.2)
+    timed_client(monkeypatch, silence_s=0.2)
     working, asked = Hold(monkeypatch, "write_part"), []
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        wait_until(ckpt._line.renew)
-        ckpt._pipeline._room = lambda *_: asked.append(1) or False
+        wait_until(made_of(ckpt).handoff.renew)
+        made_of(ckpt).pipeline._room = lambda *_: asked.append(1) or False
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         monkeypatch.setattr(pipeline, "write_part", lambda *_: (_ for _ in ()).throw(full))
         save = ckpt.save(1, tensors(1))
@@ -411,6 +416,6 @@ def test_a_daemon_that_makes_room_for_long_shows_so(spool, daemon, monkeypatch):
         return FreedSpace(1, True)
 
     monkeypatch.setattr(daemon.reconciler.room, "make", make)
-    monkeypatch.setattr(attachment, "_SILENCE", 1.5)
+    timed_client(monkeypatch, room_silence_s=1.5)
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        assert ckpt._daemon.make_room(ckpt._launch.part(1), 1000, quota=False)
+        assert made_of(ckpt).daemon.make_room(made_of(ckpt).launch.part(1), 1000, quota=False)

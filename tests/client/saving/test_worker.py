@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.timed import timed_client
 from support.training import restored, same, tensors
 
 import tierd
@@ -20,7 +21,8 @@ from tierd.client.saving.worker import Latch, Worker, _working
 from tierd.core.errors import ConfigError
 
 ROOT = Path(tierd.__file__).parent.parent
-FILES = {"worker.py", "snapshot.py", "pipeline.py", "checkpointer.py", "overlap.py", "save.py"}
+FILES = {"worker.py", "snapshot.py", "pipeline.py", "checkpointer.py", "state_saver.py", "save_records.py"}
+FILES |= {"step_gate.py", "save.py"}
 
 
 def test_a_latch_lets_everybody_through_once_it_is_open():
@@ -90,10 +92,8 @@ def test_a_handler_may_save_at_any_line_of_a_save(spool, monkeypatch, overlapped
     real = Snapshot.copy
     monkeypatch.setattr(Snapshot, "copy", lambda self, slot: (time.sleep(0.002), real(self, slot))[1])
     # A save whose handler comes before the gate knows of the copy is confirmed by nobody until this has passed.
-    monkeypatch.setattr("tierd.client.saving.snapshot._LONG_OVER", 0.5)
-    monkeypatch.setattr(
-        "tierd.client.saving.snapshot._HELD_UP", 0.2
-    )  # what waits for a tree that it has interrupted itself
+    # The other is what waits for a tree that it has interrupted itself.
+    timed_client(monkeypatch, overlapped_s=0.5, encoded_s=0.2)
     weight = torch.nn.Parameter(torch.ones(10))
     optimizer = torch.optim.SGD([weight], lr=0.0)
     weight.grad = torch.ones(10)

@@ -216,15 +216,25 @@ def test_no_interval_beats_the_optimum(costs: Costs, interval: float) -> None:
     assert goodput(interval, costs, smooth=True) <= goodput(best, costs, smooth=True) * (1 + 1e-6)
 
 
+def keeps_up(interval: float, costs: Costs) -> bool:
+    """Whether each checkpoint is on the tier before the next one is saved."""
+    return costs.flush_s <= max(interval + costs.blocked_s, costs.durable_s)
+
+
 @given(jobs(), times, st.floats(1, 10))
+@example(Costs(1.875, 3.75, 0.0, 5.0, 4.375, 1.0), 1.0, 2.0)
 def test_whatever_costs_more_keeps_less(costs: Costs, interval: float, factor: float) -> None:
+    """Except where saves become so rare that the tier keeps up: then no copy waits for an earlier one any more."""
     mean = partial(goodput, smooth=True)  # how copies happen to align is luck
     now = mean(interval, costs) * (1 + 1e-9)
-    assert mean(interval, replace(costs, durable_s=costs.durable_s * factor)) <= now
     assert mean(interval, replace(costs, restart_s=costs.restart_s * factor)) <= now
     assert mean(interval, replace(costs, flush_s=costs.flush_s * factor)) <= now
     assert mean(interval, replace(costs, node_loss=min(1, costs.node_loss * factor))) <= now
-    assert mean(interval, replace(costs, blocked_s=min(costs.durable_s, costs.blocked_s * factor))) <= now
+    durable = replace(costs, durable_s=costs.durable_s * factor)
+    blocked = replace(costs, blocked_s=min(costs.durable_s, costs.blocked_s * factor))
+    for rarer in (durable, blocked):
+        if not costs.node_loss or keeps_up(interval, rarer) == keeps_up(interval, costs):
+            assert mean(interval, rarer) <= now
 
 
 @given(jobs(), st.floats(1, 100))

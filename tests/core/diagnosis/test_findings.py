@@ -168,6 +168,15 @@ def test_rules_of_a_bucket(rule: LifecycleRule, name: str) -> None:
     assert tier.lifecycle("t", [LifecycleRule("other", "z/", expires=True), rule], "p/").finding == name
 
 
+@pytest.mark.parametrize(
+    ("free", "state", "name"),
+    [(GIB, GIB, "room there"), (GIB - 1, GIB, "nearly full"), (0, 1, "nearly full"), (3 << 20, None, "room unknown")],
+)
+def test_room_on_a_tier_for_one_state_more(free: int, state: int | None, name: str) -> None:
+    found = tier.room("t", free, 4 * GIB, state)
+    assert found.finding == name and "of 4.0 GiB free" in found.found
+
+
 def test_versions_locks_uploads_and_checksums() -> None:
     cleaner = LifecycleRule("a", "", old_versions=True)
     elsewhere = LifecycleRule("a", "q/", old_versions=True)

@@ -20,7 +20,8 @@ from tierd.core.planning.plan import plan
 from tierd.core.planning.pruning import lost_to
 from tierd.core.planning.verdicts import judge
 from tierd.core.report import report
-from tierd.core.retention.policy import Best, CheckpointInfo, RetentionPolicy, decide
+from tierd.core.retention.policy import Best, RetentionPolicy
+from tierd.core.retention.ranking import CheckpointInfo, decide
 
 LAST1, LAST3 = RetentionPolicy(keep_last=1), RetentionPolicy(keep_last=3)
 TENS = RetentionPolicy(keep_last=1, keep_every_steps=10)

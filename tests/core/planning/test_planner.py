@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from support.worlds import attempt, cases, checkpoint, config, facts, held, part, policies, remade
 
 from tierd.core.errors import ManifestError
+from tierd.core.ids import CheckpointId
 from tierd.core.planning.demand import Demand
 from tierd.core.planning.inventory import Inventory, Sent, runs
 from tierd.core.planning.place import SPOOL, LocalLaunch, Place, Trainer
 from tierd.core.planning.plan import Planner, flushes, plan
 from tierd.core.planning.verdicts import given_up, judge
-from tierd.core.retention.policy import Ranking, RetentionPolicy
+from tierd.core.retention.policy import RetentionPolicy
+from tierd.core.retention.ranking import CheckpointInfo, Ranking
 
 
 @st.composite
@@ -93,6 +95,17 @@ def test_whatever_happens_the_planner_plans_what_planning_anew_does(case, data):
                 world = replace(world, held=frozenset(list(world.spool.checkpoints)[:1]))
 
 
+def test_a_part_that_arrived_since_is_pending_no_more():
+    one = part(checkpoint(1, 1))
+    place, settled = Place.of({one: facts()}), config(RetentionPolicy())
+    world, run = Inventory(place, {"a": Place()}), one.checkpoint.run
+    before = Demand(world, settled, run)
+    assert before.pending("a") == {one.checkpoint: (one,)}
+    arrived = Demand(replace(world, tiers={"a": place}), settled, run, before)
+    assert arrived.pending("a") == {}
+    assert Demand(world, settled, run, arrived).pending("a") == before.pending("a")
+
+
 def test_a_run_of_which_nothing_changed_is_not_planned_again(monkeypatch):
     def own(run, step):
         return part(checkpoint(1, step, run))
@@ -129,3 +142,12 @@ def test_what_is_kept_is_what_each_verdict_keeps(case, policy, lives):
         infos = [replace(info, pinned=info.id.step == 3) for info in demand._infos.values()]
         ranking = Ranking(infos, policy, demand.origins, living)
         assert ranking.kept == {info.id for info in infos if ranking.verdict(info).keep}
+
+
+def test_what_the_timeline_alone_keeps_is_kept_as_each_verdict_says():
+    """A launch that resumed from step 1 goes on beside steps 2 and 3, which it left behind."""
+    early, late = (f"{number:012x}-{number:08x}" for number in (1, 2))
+    origin = CheckpointId("run", early, 1)
+    infos = [CheckpointInfo(CheckpointId("run", early, step), True, True) for step in (1, 2, 3)]
+    ranking = Ranking(infos, RetentionPolicy(keep_last=1), {early: None, late: origin})
+    assert ranking.kept == {infos[0].id, infos[2].id} == {one.id for one in infos if ranking.verdict(one).keep}

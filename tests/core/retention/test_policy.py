@@ -18,7 +18,8 @@ from support.worlds import EPOCH, attempt, histories, policies
 
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
-from tierd.core.retention.policy import Best, CheckpointInfo, Ranking, RetentionPolicy, checked, decide, merged, seconds
+from tierd.core.retention.policy import Best, RetentionPolicy, checked, merged, seconds
+from tierd.core.retention.ranking import CheckpointInfo, Ranking, decide
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "retention.json").read_text())["cases"]
 SUITE = settings(max_examples=150)

@@ -191,6 +191,22 @@ def test_only_runs_in_the_spool_have_series_and_not_too_many(spool, tmp_path, mo
     asyncio.run(work())
 
 
+def test_every_counter_of_a_run_begins_at_zero() -> None:
+    """Also those that are no count of events: repaired chunks and sent bytes began with their first event."""
+    tally = Tally()
+    tally.begin(["run"], ["local", "s3"])
+    begun = {(name, *labels) for name, some in tally.counts.items() for labels in some}
+    sent = ("tierd_flush_raw_bytes_total", "tierd_flush_sent_bytes_total")
+    assert begun == {
+        (name, *labels)
+        for name, family in FAMILIES.items()
+        if family.kind == "counter"
+        for labels in ([("run",)] if family.labels == ("run",) else [("run", "local"), ("run", "s3")])
+        if family.labels[:1] == ("run",) and (name not in sent or labels[1] == "s3")
+    }
+    assert set(sent) <= {name for name, *_ in begun} and ("tierd_repaired_chunks_total", "run", "local") in begun
+
+
 def test_a_name_in_a_label_is_escaped(spool, tmp_path) -> None:
     """A receiver's name and a tier's are the configuration's; a run's is checked. The format escapes all the same."""
     found = metrics.Exposition.__new__(metrics.Exposition)

@@ -13,6 +13,7 @@ import time
 import msgspec
 import pytest
 from support.doubles import Double, contents, damage, flip, flipped, is_chunk, is_manifest
+from support.timed import timed
 from support.world import commit, content, converge, corrupt, part, read, reconciler, running, settle, until
 
 from benchmarks.scrub import run
@@ -383,10 +384,10 @@ def test_a_part_that_is_pruned_meanwhile_is_no_finding(spool):
         def prune(operation, key):
             if operation == "get" and is_chunk(key) and not gone:
                 gone.append(key)
-                for key in [*inner._keys]:
+                for key in [*inner.keys]:
                     if part(1).checkpoint.name in key:
-                        inner._keys.remove(key)
-                        del inner._objects[key]
+                        inner.keys.remove(key)
+                        del inner.objects[key]
 
         store.before = prune
         await daemon.scrubber.scrub(ScrubbedCopy("tier", part(1)))
@@ -491,7 +492,7 @@ def test_a_shared_chunk_is_put_right_for_all_who_name_it(spool):
 
 
 def test_a_daemon_scrubs_by_itself_what_is_due_and_the_next_one_remembers(spool, monkeypatch):
-    monkeypatch.setattr("tierd.daemon.scrub.scrubber._LOOK", 0.02)
+    timed(monkeypatch, scrub_look_s=0.02)
 
     async def work():
         store = MemoryStore()
@@ -629,8 +630,7 @@ def test_what_fails_rests_so_that_others_get_their_turn(spool):
 
 def test_beside_flushes_prunes_and_rot_nothing_good_is_lost_and_nothing_bad_is_left(spool, monkeypatch):
     """A trainer commits, retention prunes, bits rot in all places, and everything is due all the time."""
-    monkeypatch.setattr("tierd.daemon.scrub.scrubber._LOOK", 0.01)
-    monkeypatch.setattr("tierd.daemon.scrub.scrubber._LATER", 0.01)
+    timed(monkeypatch, scrub_look_s=0.01, scrub_later_s=0.01)
 
     async def work():
         noise, stores = random.Random(7), {"first": MemoryStore(), "second": MemoryStore()}
@@ -659,7 +659,6 @@ def test_beside_flushes_prunes_and_rot_nothing_good_is_lost_and_nothing_bad_is_l
     asyncio.run(work())
 
 
-@pytest.mark.slow
 def test_a_seeded_tenth_of_the_benchmark(tmp_path):
     found = asyncio.run(run(tmp_path, parts=10, count=100, seed=2))
     assert (found["damaged"], found["found"], found["counted"], found["false_alarms"]) == (100, 100, 100, 0)
@@ -670,7 +669,7 @@ def test_a_seeded_tenth_of_the_benchmark(tmp_path):
 
 @pytest.mark.parametrize("data", [b'{"local":{"run/\xff":1.0}}', b'{"\xed\xa0\x80":{}}', b"\xff", b"[" * 9999])
 def test_a_memory_of_whatever_bytes_is_not_used_and_nothing_dies_of_it(spool, data, monkeypatch):
-    monkeypatch.setattr("tierd.daemon.scrub.scrubber._LOOK", 0.02)
+    timed(monkeypatch, scrub_look_s=0.02)
 
     async def work():
         path = spool.control / "scrubbed.json"
@@ -826,17 +825,17 @@ def test_mending_takes_from_the_budget_what_a_manifest_says_that_an_object_is_lo
     asyncio.run(work())
 
 
-def test_what_is_shared_on_and_on_is_read_again_though_each_that_names_it_is_young(spool):
+def test_what_is_shared_on_and_on_is_read_again_though_each_that_names_it_is_young(spool, monkeypatch):
     """Frozen weights are put once and named by every later checkpoint; none of those lives for a period."""
 
     async def work():
         day, store, same = [0], MemoryStore(), {"frozen.bin": random.Random(1).randbytes(900)}
         made, read_at = 1_767_225_600.0, []  # of `created`, in support.world
+        timed(monkeypatch, wall_ns=lambda: int((made + day[0] * 86_400.0) * 1e9))
         for step in range(30):  # one a day, and one is kept; a daemon of its own for each
             day[0] = step
             commit(spool, part(step), {**same, "step": b"%d" % step})
             daemon = scrubber(spool, {"tier": store}, keep=1, scrub="10d")
-            daemon.scrubber._clock = lambda: made + day[0] * 86_400.0
             daemon.scrubber._remembered.load()
             # By a worker that is faster; the counts below would not know of it.
             daemon.scrubber.run = asyncio.Event().wait

@@ -6,12 +6,14 @@ import asyncio
 import errno
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 from stores.s3.test_s3_store import credentials
 from support.doubles import Double, contents, flip, is_chunk
 from support.s3stub import Bucket, serving
+from support.timed import timed
 from support.world import commit, converge, part, reconciler, running, settle, steps_in, steps_on, until
 
 from tierd.cli import run
@@ -19,7 +21,7 @@ from tierd.cli.reading.status import COLUMNS
 from tierd.core.errors import CorruptChunk, DeleteRefused, StoreRefused
 from tierd.core.urls import parse_url
 from tierd.daemon.status import status
-from tierd.daemon.tiers import intents
+from tierd.daemon.timings import USUAL
 from tierd.spool.spool import Spool
 from tierd.stores import deletions
 from tierd.stores.deletions import DeletionGuard
@@ -84,7 +86,7 @@ def test_a_directory_whose_entries_cannot_be_removed_is_append_only_too(spool: S
         return [path.name for path in (tmp_path / "tier").rglob("pruning/*") if path.name != "none"]
 
     async def work() -> None:
-        monkeypatch.setattr(intents, "_OWN_STALE", 900_000)  # what a flush has left is too young to be tried again
+        timed(monkeypatch, own_stale_ms=USUAL.own_stale_ms)  # what a flush has left is too young to be tried again
         (tmp_path / "tier").mkdir()
         store = FileStore(tmp_path / "tier")
         async with running(reconciler(spool, {"nas": store}, keep=2)) as daemon:
@@ -169,6 +171,7 @@ def test_what_can_be_neither_deleted_nor_replaced_stops_no_flush(spool: Spool) -
 
 def test_when_deleting_is_allowed_again_retention_goes_on(spool: Spool, monkeypatch) -> None:
     async def work() -> None:
+        timed(monkeypatch, refused_s=0.2)
         store = Lasting()
         async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
             for step in range(4):
@@ -176,7 +179,6 @@ def test_when_deleting_is_allowed_again_retention_goes_on(spool: Spool, monkeypa
                 await settle(daemon)
             assert steps_on(await contents(store.inner)) == [0, 1, 2, 3]
             store.words = ("never",)
-            monkeypatch.setattr(deletions, "_AGAIN_S", 0.0)
             daemon.tiers._guards["tier"]._until.clear()  # ten minutes later
             await settle(daemon)
             await until(lambda: not status(daemon, 0, 0).tiers[0].append_only)
@@ -189,12 +191,14 @@ def test_intents_that_could_not_be_deleted_go_when_that_is_allowed_again(spool: 
     """S3 kit, seed 420: one 403 in a storm, and the intent stood until a restart or a prune of the next day."""
 
     async def work() -> None:
+        now_ns = [time.time_ns()]
+        timed(monkeypatch, own_stale_ms=USUAL.own_stale_ms, wall_ns=lambda: now_ns[0])
         store = Lasting("/flushing/")
         async with running(reconciler(spool, {"tier": store}, keep=100)) as daemon:
             commit(spool, part(1))
             await settle(daemon)
             assert [key for key in await contents(store.inner) if "/flushing/" in key]
-            monkeypatch.setattr(intents, "_OWN_STALE", 0)  # a quarter of an hour later
+            now_ns[0] += 900 * 10**9  # a quarter of an hour later
             await settle(daemon)
             assert [key for key in await contents(store.inner) if "/flushing/" in key], "still refused"
             store.words = ("never",)
@@ -209,6 +213,8 @@ def test_what_a_refusal_left_is_known_though_the_next_deletion_succeeded(spool: 
     """S3 kit, seed 420 again: another deletion of its kind was allowed before anybody had noticed the refusal."""
 
     async def work() -> None:
+        now_ns = [time.time_ns()]
+        timed(monkeypatch, own_stale_ms=USUAL.own_stale_ms, wall_ns=lambda: now_ns[0])
         store = Lasting("/flushing/")
         async with running(reconciler(spool, {"tier": store}, keep=100)) as daemon:
             await settle(daemon)
@@ -221,7 +227,7 @@ def test_what_a_refusal_left_is_known_though_the_next_deletion_succeeded(spool: 
             guard._until.clear()
             await guard.delete(["r/flushing/another"])
             assert not guard.refused and daemon.tiers.has_leftovers("tier")
-            monkeypatch.setattr(intents, "_OWN_STALE", 0)  # a quarter of an hour later
+            now_ns[0] += 900 * 10**9  # a quarter of an hour later
             await settle(daemon)
             await until(lambda: not daemon.tiers.has_leftovers("tier"))
             assert not [key for key in await contents(store.inner) if "/flushing/" in key]

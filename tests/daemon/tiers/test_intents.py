@@ -10,10 +10,12 @@ import random
 import time
 import tracemalloc
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.doubles import Double, contents, is_manifest
+from support.timed import NEVER_MS, Ticking, standing, timed
 from support.world import CHUNK, RUN, commit, config, converge, part, reconciler, running, until
 
 from tierd.core.errors import StoreUnavailable, TierdError
@@ -24,9 +26,11 @@ from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
 from tierd.core.planning.plan import plan
 from tierd.core.planning.sharing import lender
-from tierd.daemon.tiers import intents
+from tierd.daemon import timings
+from tierd.daemon.tiers import announcements, intents, stamps
 from tierd.daemon.tiers.observe import SpoolEye, TierObserver
 from tierd.daemon.tiers.prune import prune
+from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.daemon.transfer.flush import Route, flush
 from tierd.spool.spool import Spool
 from tierd.stores.base import Buffer, ObjectInfo
@@ -41,13 +45,13 @@ class Shared(MemoryStore):
     seen = 0
 
     def check(self) -> None:
-        for key in self._keys:
+        for key in self.keys:
             if is_manifest(key):
                 self.seen += 1
-                manifest = decode(self._objects[key][0])
+                manifest = decode(self.objects[key][0])
                 for chunk in manifest.chunks():
                     assert chunk.stored is not None
-                    assert f"{RUN}/{chunk.stored.key}" in self._objects, f"{key} has lost {chunk.stored.key}"
+                    assert f"{RUN}/{chunk.stored.key}" in self.objects, f"{key} has lost {chunk.stored.key}"
 
 
 class Node:
@@ -116,7 +120,7 @@ class Daemon:
                 tier = await self.eye.look({RUN})
                 seen = sorted({*tier.checkpoints, *tier.owners})
                 if seen and self.rng.random() < 0.3:  # whatever a plan may say, on whatever it saw
-                    await prune(self.node, [self.rng.choice(seen)], self.who, self.eye.manifests)
+                    await prune(self.node, [self.rng.choice(seen)], self.who, self.eye.manifests, timings=YOUNG)
                 for action in self._actions(tier)[:1]:
                     await self._do(action, tier)
             except TierdError:
@@ -132,7 +136,7 @@ class Daemon:
         if isinstance(action, Flush):
             whose = lender(tier, action.part)
             manifest = decode(bytes(await self.node.get(whose.manifest_key))) if whose else None
-            await flush(self.spool, action.part, Route(self.node, who=self.who), lender=manifest)
+            await flush(self.spool, action.part, Route(self.node, who=self.who, timings=YOUNG), lender=manifest)
         else:
             await prune(self.node, [action.checkpoint], self.who, self.eye.manifests)
 
@@ -179,17 +183,19 @@ def cut_short(seed: int, home: Path) -> Shared:
     return shared
 
 
-OWN_STALE, AGE = intents._OWN_STALE, intents._age
+MADE = 0x19_0000_0000  # ms: when the nodes' first stamps are made
+YOUNG = DaemonTimings(wall_ns=Ticking(MADE), own_stale_ms=NEVER_MS, mark_looks=20, mark_pause_s=0.0)
+
+
+def aged(ms: int) -> DaemonTimings:
+    """The usual timings, `ms` after `MADE`."""
+    return replace(YOUNG, own_stale_ms=USUAL.own_stale_ms, wall_ns=standing(MADE + ms))
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    stamps = itertools.count(0x19_0000_0000)  # the same in every run of a seed
-    monkeypatch.setattr(intents, "_stamp", lambda who: f"{next(stamps):012x}-{who}")
-    monkeypatch.setattr(intents, "_age", lambda stamp: 0)
-    monkeypatch.setattr(intents, "_OWN_STALE", 1)
-    monkeypatch.setattr(intents, "_LOOKS", 20)
-    monkeypatch.setattr(intents, "_PAUSE", 0.0)
+    YOUNG.wall_ns.at_ms = MADE  # the same in every run of a seed
+    monkeypatch.setattr(timings, "given", lambda: YOUNG)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -223,34 +229,33 @@ def test_a_flush_takes_its_intent_back_where_a_listing_does_not_show_it_yet():
     async def left() -> list[str]:
         async with intents.naming(store, part(1), b"one", [], "aaaaaaaa"):
             pass
-        return list(store._keys)
+        return list(store.keys)
 
     assert asyncio.run(left()) == []
 
 
-def test_what_a_node_said_that_it_sends_stands_while_it_does_and_counts_for_others_until_it_is_over(monkeypatch):
+def test_what_a_node_said_that_it_sends_stands_while_it_does_and_counts_for_others_until_it_is_over():
     store, own = MemoryStore(), part(1).checkpoint
 
     async def work():
-        async with intents.announcing(store, own, "aaaaaaaa"):
-            assert await intents.announced(store, RUN, "bbbbbbbb") == {own: {"aaaaaaaa"}}
-            assert await intents.announced(store, RUN, "aaaaaaaa") == {}
-            monkeypatch.setattr(intents, "_OWN_STALE", 0)
-            await intents.sweep(store, RUN, "aaaaaaaa")  # a flush may take longer than a quarter of an hour
-            assert await intents.announced(store, RUN, "bbbbbbbb") == {own: {"aaaaaaaa"}}
+        async with announcements.announcing(store, own, "aaaaaaaa"):
+            assert await announcements.announced(store, RUN, "bbbbbbbb") == {own: {"aaaaaaaa"}}
+            assert await announcements.announced(store, RUN, "aaaaaaaa") == {}
+            await intents.sweep(
+                store, RUN, "aaaaaaaa", replace(YOUNG, own_stale_ms=0)
+            )  # a flush may take longer than a quarter of an hour
+            assert await announcements.announced(store, RUN, "bbbbbbbb") == {own: {"aaaaaaaa"}}
         assert await contents(store) == {}
         await store.put(f"{RUN}/flushing/{own.name}/sending.{0:012x}-aaaaaaaa", b"")  # of 1970
-        monkeypatch.setattr(intents, "_age", AGE)
-        assert await intents.announced(store, RUN, "bbbbbbbb") == {}
+        assert await announcements.announced(store, RUN, "bbbbbbbb") == {}
         await intents.sweep(store, RUN, "bbbbbbbb")
         assert await contents(store) == {}
 
     asyncio.run(work())
 
 
-def test_a_mark_from_far_ahead_holds_nothing_up(monkeypatch):
+def test_a_mark_from_far_ahead_holds_nothing_up():
     """By a clock that was wrong, or by somebody who wants to."""
-    monkeypatch.setattr(intents, "_age", AGE)
     store, own = MemoryStore(), part(1).checkpoint
 
     async def work():
@@ -264,54 +269,48 @@ def test_a_mark_from_far_ahead_holds_nothing_up(monkeypatch):
     asyncio.run(work())
 
 
-@pytest.mark.parametrize("age", [intents._OWN_STALE - 1, intents._OWN_STALE])
-def test_a_flush_waits_for_a_deletion_of_its_own_node_only_until_that_is_over(monkeypatch, age):
+@pytest.mark.parametrize("age", [USUAL.own_stale_ms - 1, USUAL.own_stale_ms])
+def test_a_flush_waits_for_a_deletion_of_its_own_node_only_until_that_is_over(age):
     """Seed 21 of `python -m faults kills`: the mark stands until its deletion is done again, which may be late."""
-    monkeypatch.setattr(intents, "_age", lambda stamp: age)
-    monkeypatch.setattr(intents, "_OWN_STALE", OWN_STALE)
     store, own = MemoryStore(), part(1).checkpoint
 
     async def names(who: str) -> bool:
         try:
-            async with intents.naming(store, part(2), b"manifest", [own], who):
+            async with intents.naming(store, part(2), b"manifest", [own], who, aged(age)):
                 return True
         except StoreUnavailable:
             return False
 
     async def work() -> list[bool]:
-        await store.put(f"{RUN}/pruning/{own.name}.{0x19:012x}-aaaaaaaa", b"")
+        await store.put(f"{RUN}/pruning/{own.name}.{MADE:012x}-aaaaaaaa", b"")
         return [await names("aaaaaaaa"), await names("bbbbbbbb")]
 
-    assert asyncio.run(work()) == [age >= OWN_STALE, False]
+    assert asyncio.run(work()) == [age >= USUAL.own_stale_ms, False]
 
 
 @pytest.mark.parametrize(("age_s", "lent"), [(5, True), (14, True), (16, False), (500, False)])
-def test_what_a_prune_cut_off_by_an_outage_has_marked_is_sent_rather_than_waited_for(monkeypatch, age_s, lent):
+def test_what_a_prune_cut_off_by_an_outage_has_marked_is_sent_rather_than_waited_for(age_s, lent):
     """Its marks stand for a quarter of an hour: flushes that name what lies there waited and failed for ten minutes."""
-    monkeypatch.setattr(intents, "_age", lambda stamp: 1000 * age_s)
-    monkeypatch.setattr(intents, "_OWN_STALE", OWN_STALE)
     store, own = MemoryStore(), part(1).checkpoint
 
     async def work() -> bool:
-        await store.put(f"{RUN}/pruning/{own.name}.{0x19:012x}-aaaaaaaa", b"")
-        return own not in await intents.left_over(store, RUN)
+        await store.put(f"{RUN}/pruning/{own.name}.{MADE:012x}-aaaaaaaa", b"")
+        return own not in await intents.left_over(store, RUN, aged(1000 * age_s))
 
     assert asyncio.run(work()) == lent
 
 
 def test_a_mark_from_before_the_clock_was_set_back_a_day_holds_up_its_own_node_as_briefly_as_any(monkeypatch):
     """It held up each flush that named a chunk there until the clock had made up for the day."""
-    now_s = itertools.count(1000, OWN_STALE // 1000)  # each look is a quarter of an hour after the one before
-    monkeypatch.setattr(intents, "_age", lambda stamp: -86_000_000)
-    monkeypatch.setattr(intents, "_OWN_STALE", OWN_STALE)
-    monkeypatch.setattr(intents.time, "monotonic", lambda: float(next(now_s)))
+    now_s = itertools.count(1000, USUAL.own_stale_ms // 1000)  # each look is a quarter of an hour after the one before
+    monkeypatch.setattr(stamps.time, "monotonic", lambda: float(next(now_s)))
     store, own = MemoryStore(), part(1).checkpoint
 
     async def over(who: str) -> bool:
-        return not (await intents._marked(store, RUN, who))
+        return bool((await intents.sweep(store, RUN, who, aged(-86_000_000))).cut)
 
     async def work() -> list[bool]:
-        await store.put(f"{RUN}/pruning/{own.name}.{0x20:012x}-aaaaaaaa", b"")
+        await store.put(f"{RUN}/pruning/{own.name}.{MADE:012x}-aaaaaaaa", b"")
         return [await over("aaaaaaaa"), await over("aaaaaaaa"), await over("bbbbbbbb")]
 
     assert asyncio.run(work()) == [False, True, False]
@@ -334,7 +333,7 @@ def test_what_a_prune_left_under_a_name_that_still_lends_goes_when_its_mark_is_o
         async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
             await until(lambda: ("delete", part(1).manifest_key) in store.calls and daemon.workers["tier"].last_error)
         store.before = None
-        monkeypatch.setattr(intents, "_OWN_STALE", 0)
+        timed(monkeypatch, own_stale_ms=0)
         await converge(spool, {"tier": store}, keep=1)
         keys = [key for key in await contents(store.inner) if key.startswith(RUN)]
         (manifest,) = [decode(bytes(await store.inner.get(key))) for key in keys if is_manifest(key)]

@@ -57,7 +57,7 @@ def test_what_is_wrong_with_a_manifest_is_kept_without_what_was_read(spool):
         daemon = await converge(spool, {"tier": store})
         await store.put(part(1).manifest_key, bytes(1000))
         await daemon.look("tier")
-        [(_, why)] = daemon.tiers.places["tier"].defects()
+        [(_, why)] = daemon.tiers.observed.places["tier"].defects()
         assert type(why) is ManifestError and why.__traceback__ is why.__context__ is why.__cause__ is None
 
     asyncio.run(work())

@@ -21,6 +21,7 @@ from tierd.spool.spool import Spool
 from tierd.stores.base import Store, directories, listed_names
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.file import FileStore
+from tierd.stores.file_listing import list_directory
 from tierd.stores.keys import Key
 from tierd.stores.limit import LimitedStore
 from tierd.stores.memory import MemoryStore
@@ -147,17 +148,16 @@ def test_only_the_manifests_of_each_runs_newest_verified_checkpoint_are_read() -
     assert set(store.asked.values()) == {1}
 
 
-def test_a_directory_is_listed_once_and_a_bucket_by_pages(tmp_path: Path) -> None:
+def test_a_directory_is_listed_once_and_a_bucket_by_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [one for run in "abc" for step in range(5) for one in parts(step, 2, run=run)]
     (tmp_path / "tier").mkdir()
     store, calls = FileStore(tmp_path / "tier"), Counter[str]()
-    real = store._list
 
-    def counted(directory: str, prefix: str, after: str) -> list[str]:
+    def counted(root: int, directory: str, prefix: str, after: str) -> list[str]:
         calls[directory] += 1
-        return real(directory, prefix, after)
+        return list_directory(root, directory, prefix, after)
 
-    store._list = counted  # type: ignore[method-assign]
+    monkeypatch.setattr("tierd.stores.file_tree.list_directory", counted)
     assert len(lines(store, *wanted)) == 3
     newest = {f"{run}/manifests/{part(4).checkpoint.name}/" for run in "abc"}
     assert set(calls) == {"", *(f"{run}/manifests/" for run in "abc"), *newest}

@@ -73,7 +73,7 @@ def test_a_pass_marks_all_that_it_dooms_before_it_looks(spool):
 
         def note(operation: str, key: str) -> None:
             if operation == "scan" and "/manifests/" in key:
-                marks = [one for one in store.inner._objects if "/pruning/" in one]
+                marks = [one for one in store.inner.objects if "/pruning/" in one]
                 marked.append([one for one in to_delete if any(one.name in mark for mark in marks)])
 
         store.before = note

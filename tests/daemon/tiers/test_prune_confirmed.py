@@ -44,7 +44,7 @@ def test_what_makes_a_checkpoint_wanted_counts_until_its_deletion_begins(spool, 
         gone = [step for operation, key in store.calls if operation == "delete" for step in steps_on([key])]
         assert 0 in gone, "the others of the pass go all the same"
         assert 1 not in gone
-        assert not [key for key in store.inner._objects if "/pruning/" in key], "marks are left"
+        assert not [key for key in store.inner.objects if "/pruning/" in key], "marks are left"
 
     asyncio.run(work())
 
@@ -60,17 +60,17 @@ def test_a_launch_that_another_node_began_ends_the_pass(spool, tmp_path):
         await converge(spool, {"tier": store})
         commit(other, part(2, launch=2), origin=part(1).checkpoint)
         await converge(other, {"tier": theirs})
-        new = {key: data for key, data in theirs.inner._objects.items() if part(2, launch=2).checkpoint.name in key}
+        new = {key: data for key, data in theirs.inner.objects.items() if part(2, launch=2).checkpoint.name in key}
 
         def arrive() -> None:
-            store.inner._objects |= new
-            store.inner._keys = sorted(store.inner._objects)
+            store.inner.objects |= new
+            store.inner.keys = sorted(store.inner.objects)
 
         marks = once_marked(store, arrive)
         async with running(reconciler(spool, {"tier": store}, keep=2, keep_local=100)) as daemon:
             await until(lambda: marks)
             await settle(daemon)
-        left = [key for key in store.inner._objects if is_manifest(key)]
+        left = [key for key in store.inner.objects if is_manifest(key)]
         assert len(left) == 7, left
 
     asyncio.run(work())

@@ -13,12 +13,13 @@ from stores.s3.test_s3_store import credentials
 from support.s3stub import Bucket, serving
 
 from tierd.cli import run
-from tierd.core.errors import DeleteRefused, StoreRefused
+from tierd.core.errors import DeleteRefused, StoreFull, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import parse_url
 from tierd.daemon.tiers.observe import TierObserver
 from tierd.daemon.tiers.reach import Reach, reach
 from tierd.stores.base import Store
 from tierd.stores.file import FileStore
+from tierd.stores.file_tree import FileTree
 from tierd.stores.memory import MemoryStore
 from tierd.stores.s3.s3_store import S3Store
 
@@ -127,12 +128,39 @@ def test_where_some_kinds_of_objects_stay_it_is_append_only_and_names_them(run: 
         store = Partly()
         if run:
             await store.put(f"{run}/pins/x", b"")
-        return await reach(store), list(store._keys)
+        return await reach(store), list(store.keys)
 
     found, left = asyncio.run(work())
     assert found.mode == "append-only"
     assert kind in found.why and "AccessDenied" in found.why
     assert [key for key in left if "/" in key] == ([f"{run}/pins/x"] if run else [])
+
+
+def test_a_directory_that_is_mounted_read_only_answers_and_takes_nothing(tmp_path: Path, monkeypatch) -> None:
+    def refuse(self, *_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(FileTree, "put", refuse)
+    monkeypatch.setattr(FileTree, "delete", refuse)
+    found = asyncio.run(reach(FileStore(tmp_path)))
+    assert found.mode == "read-only" and "mounted read-only" in found.why
+
+
+def test_a_tier_that_refuses_to_list_is_told_from_one_that_does_not_answer() -> None:
+    class Silent(MemoryStore):
+        error: type[TierdError] = StoreUnavailable
+
+        def scan(self, prefix, after=""):
+            raise self.error("injected")
+
+    class Refusing(Silent):
+        error = StoreRefused
+
+    class Full(Silent):
+        error = StoreFull
+
+    for store, failure in ((Silent(), "no answer"), (Refusing(), "refused"), (Full(), "full")):
+        assert asyncio.run(reach(store)) == Reach(None, "injected", failure)
 
 
 def test_a_directory_whose_entries_cannot_be_removed_is_append_only(tmp_path: Path, monkeypatch) -> None:
@@ -184,7 +212,7 @@ def test_another_node_that_tries_at_the_same_moment_is_no_fault(moment: str) -> 
 
     store = Shared()
     assert asyncio.run(reach(store)) == Reach("read-write")
-    assert not store.left and not list(store._keys)
+    assert not store.left and not list(store.keys)
 
 
 def test_a_store_that_refuses_all_is_no_error() -> None:
@@ -213,5 +241,5 @@ def test_the_command_says_which_mode(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert run(["config", "check", str(file), "--reach", "--json"]) == 6
         told = json.loads(capsys.readouterr().out)
         assert told["reach"] == {"nas": "answers", "s3": "answers"}
-        assert told["modes"]["nas"] == {"mode": "read-write", "why": ""}
+        assert told["modes"]["nas"] == {"mode": "read-write", "why": "", "failure": None}
         assert told["modes"]["s3"]["mode"] == "read-only"

@@ -19,7 +19,7 @@ from tierd.core.retention.policy import Best, RetentionPolicy
 from tierd.core.retention.stored import MAX_SIZE, StoredRetention, decode, encode
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.status import status
-from tierd.daemon.tiers.intents import node
+from tierd.daemon.tiers.stamps import node
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.fetch import fetch
 from tierd.daemon.transfer.memory_budget import Budget
@@ -322,7 +322,7 @@ def test_a_policy_that_is_not_given_up_fails_the_look(trained, spool):
         store.before = refuse
         async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
             await until(lambda: isinstance(daemon.workers["tier"].last_error, StoreUnavailable))
-            assert daemon.tiers.places["tier"] is None
+            assert daemon.tiers.observed.places["tier"] is None
             assert steps_on(await contents(trained)) == list(range(1, 9))
             store.before = None
             await settle(daemon)
@@ -409,7 +409,7 @@ def test_nothing_is_written_while_the_daemon_is_paused(spool):
         daemon = reconciler(spool, {"tier": store})
         await daemon.pause.begin(None)
         async with running(daemon):
-            await until(lambda: daemon.tiers.places["tier"])
+            await until(lambda: daemon.tiers.observed.places["tier"])
             await settle_looks(daemon)
             assert not await contents(store, policies=True)
             await daemon.pause.end()

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 import msgspec
 import pytest
 from support.doubles import Double, contents, is_chunk
+from support.timed import timed
 from support.world import attempt, commit, config, converge, part, running, settle, steps_on, until
 
 from tierd.core.config import Config, TierConfig, from_toml
@@ -25,9 +26,8 @@ from tierd.core.planning.plan import flushes
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.head import together
 from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.reconciling import backfill as backfill_module
+from tierd.daemon.tiers.observations import Observations
 from tierd.daemon.tiers.observe import TierObserver
-from tierd.daemon.tiers.tiers import Tiers
 from tierd.spool.spool import Spool
 
 TENS = RetentionPolicy(keep_last=2, keep_every_steps=10)
@@ -105,12 +105,13 @@ def test_a_tier_is_filled_once_another_one_has_answered(tmp_path):
 
 @pytest.mark.parametrize("slow", ["old", "new", "both"])
 def test_a_filled_tier_that_takes_long_to_observe_is_not_observed_once_more_to_know_it(tmp_path, monkeypatch, slow):
-    def good_for(tiers, tier: str) -> float:
-        return 3600.0 if slow in (tier, "both") and all(tiers.knows(name, RUNS[0]) for name in tiers.places) else 0.0
+    def good_for(observed, tier: str) -> float:
+        knows = all(observed.knows(name, RUNS[0]) for name in observed.places)
+        return 3600.0 if slow in (tier, "both") and knows else 0.0
 
     async def work() -> None:
         old, new = await old_tier(tmp_path, range(1, 4)), Double()
-        monkeypatch.setattr(Tiers, "good_for", good_for)
+        monkeypatch.setattr(Observations, "good_for", good_for)
         async with running(node(Spool(tmp_path / "spool"), {"old": old, "new": new})) as daemon:
             await until(lambda: is_filled(daemon))
             # Nothing is sent again because an observation does not show any more what is there.
@@ -156,7 +157,7 @@ def test_the_copies_outlive_a_trainer_that_saves_the_run_elsewhere_later(tmp_pat
 
 
 def test_a_tier_that_does_not_answer_is_filled_from_when_it_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(backfill_module, "_RETRY_S", 0.05)
+    timed(monkeypatch, list_again_s=0.05)
 
     async def work() -> None:
         old, new = await old_tier(tmp_path, range(1, 4)), Double()

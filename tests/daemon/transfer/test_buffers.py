@@ -50,6 +50,17 @@ def test_no_more_is_kept_than_is_said():
     assert 0 < sum(map(len, made._idle)) <= KEPT
 
 
+def test_what_a_budget_leaves_free_may_lie_idle_too():
+    made = Buffers(3 * KEPT)
+    with made.lend(KEPT), made.lend(KEPT):
+        with made.lend(KEPT), made.lend(KEPT // 2):
+            pass
+        assert sum(map(len, made._idle)) <= KEPT
+    assert 2 * KEPT < sum(map(len, made._idle)) <= 3 * KEPT
+    made.clear()
+    assert not made._idle
+
+
 @pytest.mark.parametrize("failing", [False, True])
 def test_bytes_are_where_they_belong_however_long_writing_takes(tmp_path, monkeypatch, failing):
     """Eight hands, few buffers, a tier that fails now and then, and the bytes of its first try still in memory."""
@@ -58,7 +69,7 @@ def test_bytes_are_where_they_belong_however_long_writing_takes(tmp_path, monkey
     commit(home, PART, FILES)
     for tier in (store, other):
         asyncio.run(flush(home, PART, Route(tier)))
-    real, gets = download._write_at, 0
+    real, gets = download.write_at, 0
 
     def slow(*args):
         time.sleep(0.01)
@@ -70,7 +81,7 @@ def test_bytes_are_where_they_belong_however_long_writing_takes(tmp_path, monkey
         if failing and operation == "get" and is_chunk(key) and gets % 3 == 0:
             raise StoreUnavailable("try the other")
 
-    monkeypatch.setattr(download, "_write_at", slow)
+    monkeypatch.setattr(download, "write_at", slow)
     made, take = [], buffers_module.memory_for
     monkeypatch.setattr(buffers_module, "memory_for", lambda size: made.append(size) or take(size))
     store.before = fails

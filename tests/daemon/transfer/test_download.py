@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.doubles import Double, damage, flipped, is_chunk
+from support.timed import timed
 from support.world import CHUNK, RUN, commit, content, listing, part, read, reconciler, running, settle, until
 
 from tierd.codec.codec import CODECS, encode
@@ -407,7 +408,7 @@ def test_an_interrupted_fetch_waits_for_a_while_and_then_goes(spool, store, monk
     interrupted(spool, store, 3)
 
     async def work(patience: float) -> None:
-        monkeypatch.setattr("tierd.daemon.reconciling.live_inventory._TAKEN_UP", patience)
+        timed(monkeypatch, taken_up_s=patience)
         async with running(reconciler(spool, {"tier": store})) as daemon:
             await settle(daemon)
             await asyncio.sleep(0.2)

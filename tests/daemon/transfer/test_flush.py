@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -14,13 +15,14 @@ from support.world import CHUNK, commit, content, part, read
 from tierd.core.errors import CorruptChunk, ManifestError, StoreRefused, StoreUnavailable
 from tierd.core.ids import pruning_prefix
 from tierd.core.manifest import Manifest, decode
-from tierd.daemon.tiers import intents
 from tierd.daemon.tiers.prune import quarantine
+from tierd.daemon.timings import USUAL
 from tierd.daemon.transfer.chunk_source import Twin
 from tierd.daemon.transfer.fetch import fetch
 from tierd.daemon.transfer.flush import Route, flush
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.spool.spool import Spool
+from tierd.stores.file import FileStore
 
 PART = part(7)
 FILES = content(7)
@@ -65,6 +67,47 @@ def test_what_does_not_read_back_as_it_was_put_is_never_shown(spool, spoil):
     store.spoil = None
     flushed(spool, store)
     assert asyncio.run(restored(spool, store)) == FILES
+
+
+class Directory(FileStore):
+    """Keeps something else of each chunk than it was given, where `spoil` is set; notes the chunks that are got."""
+
+    spoil = None
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.root, self.got = root, []
+
+    async def put(self, key, data):
+        await super().put(key, data)
+        if self.spoil and is_chunk(key):
+            self.spoil(self.root / key)
+        return ""
+
+    async def get(self, key, into=None):
+        self.got += [key] if is_chunk(key) else []
+        return await super().get(key, into)
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "lengthen", "remove", "fifo"])
+def test_what_a_directory_holds_is_digested_there_and_never_shown_if_it_is_not_what_was_put(spool, tmp_path, harm):
+    commit(spool, PART)
+    (tmp_path / "tier").mkdir()
+
+    async def work():
+        store = Directory(tmp_path / "tier")
+        store.spoil = lambda path: damage(path, harm)
+        with pytest.raises(StoreUnavailable, match="read back"):
+            await flush(spool, PART, Route(store))
+        assert not (tmp_path / "tier" / PART.manifest_key).exists()
+        shutil.rmtree(tmp_path / "tier" / PART.checkpoint.run)
+        store.spoil = None
+        await flush(spool, PART, Route(store))
+        assert not store.got
+        assert await restored(spool, store) == FILES
+        await store.aclose()
+
+    asyncio.run(work())
 
 
 def test_a_manifest_spoiled_on_its_way_is_no_copy_and_the_one_set_aside_stays_until_it_is_right(spool):
@@ -155,9 +198,9 @@ def test_chunks_deleted_meanwhile_keep_the_manifest_back(spool):
 
     def another_launch_prunes(operation, key):
         if operation == "put" and "/flushing/" in key:
-            victim = next(key for key in store.inner._keys if is_chunk(key))
-            store.inner._keys.remove(victim)
-            del store.inner._objects[victim]
+            victim = next(key for key in store.inner.keys if is_chunk(key))
+            store.inner.keys.remove(victim)
+            del store.inner.objects[victim]
 
     store.before = another_launch_prunes
     with pytest.raises(StoreUnavailable, match="deleted while"):
@@ -246,16 +289,15 @@ def test_nothing_is_borrowed_from_another_rank(spool):
         assert manifest_on(store, which).owners == {which.checkpoint}
 
 
-def test_where_a_dead_nodes_mark_stands_nothing_is_borrowed(spool, monkeypatch):
+def test_where_a_dead_nodes_mark_stands_nothing_is_borrowed(spool):
     """It stands for a day; so long nobody would flush, where chunks under that checkpoint were named."""
-    monkeypatch.setattr(intents, "_LOOKS", 2)
     store = Double()
     (first,) = steps(spool, store, {"w": b"x" * CHUNK})
     when = time.time_ns() // 1_000_000 - 3_600_000
     mark = f"{pruning_prefix(first.run)}{first.part.checkpoint.name}.{when:012x}-12345678"
     asyncio.run(store.inner.put(mark, b""))
     commit(spool, part(1), {"w": b"x" * CHUNK})
-    asyncio.run(flush(spool, part(1), Route(store), lender=first))
+    asyncio.run(flush(spool, part(1), Route(store, timings=replace(USUAL, mark_looks=2)), lender=first))
     assert manifest_on(store, part(1)).owners == {part(1).checkpoint}
 
 
@@ -277,7 +319,7 @@ def test_a_twin_that_does_not_answer_is_not_waited_for_at_every_chunk(spool, mon
 
 def in_other_forms(store: Double) -> Manifest:
     """A tier's manifest of the part, as if none of its chunks were stored as today's encoder does."""
-    manifest = decode(store.inner._objects[PART.manifest_key][0])
+    manifest = decode(store.inner.objects[PART.manifest_key][0])
     files = []
     for file in manifest.files:
         stored = [msgspec.structs.replace(chunk.stored, xxh3_128="0" * 32) for chunk in file.chunks]
@@ -335,7 +377,7 @@ def test_a_flush_that_was_cancelled_is_at_rest(spool, monkeypatch):
         reading.pop()
 
     commit(spool, PART)
-    monkeypatch.setattr("tierd.daemon.transfer.chunk_source.read_chunk", slow)
+    monkeypatch.setattr("tierd.daemon.transfer.chunk_source.read_recent_chunk", slow)
 
     async def work():
         task = asyncio.ensure_future(flush(spool, PART, Route(Double())))

@@ -123,9 +123,9 @@ def test_a_daemon_spreads_the_newest_until_somebody_waits(saved_often, monkeypat
         async with running(daemon):
             await until(lambda: store.puts(is_chunk))
             await asyncio.sleep(0.1)
-            assert not daemon.tiers.has(part(9), "tier")
+            assert not daemon.tiers.observed.has(part(9), "tier")
             hurry(daemon, how)
-            await until(lambda: daemon.tiers.has(part(9), "tier"), timeout=5)
+            await until(lambda: daemon.tiers.observed.has(part(9), "tier"), timeout=5)
 
     asyncio.run(work())
 
@@ -136,7 +136,7 @@ def test_a_backlog_is_sent_at_once(spool, saved_often):
     async def work() -> None:
         daemon = saved_often()
         async with running(daemon):
-            await until(lambda: daemon.tiers.has(part(9), "tier"), timeout=5)
+            await until(lambda: daemon.tiers.observed.has(part(9), "tier"), timeout=5)
             daemon.requests.attended = lambda: False
             await settle(daemon)
 
@@ -147,8 +147,8 @@ def test_two_tiers_of_different_speed_share_one_pass_where_it_is_spread(spool, m
     """The fast one begins each chunk when the slow one does."""
     commit(spool, part(7), content(7, chunks=20))
     reads = []
-    real = spread_source().read_chunk
-    monkeypatch.setattr(spread_source(), "read_chunk", lambda *args: reads.append(1) or real(*args))
+    real = spread_source().read_recent_chunk
+    monkeypatch.setattr(spread_source(), "read_recent_chunk", lambda *args: reads.append(1) or real(*args))
 
     class Slow(Double):
         async def put(self, key, data):

@@ -49,7 +49,7 @@ def test_a_look_that_reads_a_manifest_wrong_sets_nothing_aside(tier, tmp_path):
         async with running(daemon):
             await settle(daemon)
             assert len(store.spoilt) == 3
-            assert all(daemon.tiers.has(part(step), "tier") for step in (1, 2, 3))
+            assert all(daemon.tiers.observed.has(part(step), "tier") for step in (1, 2, 3))
         assert not daemon.journal.counters["quarantined"] and not daemon.journal.counters["corruptions"]
         assert steps_on([info.key async for info in tier.scan("")]) == [1, 2, 3]
         assert not [info.key async for info in tier.scan("run/quarantine/")]

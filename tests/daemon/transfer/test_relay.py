@@ -76,7 +76,7 @@ def test_a_tier_slower_than_the_saves_comes_to_have_all_that_it_wants(spool, eve
             for step in range(1, 46):
                 commit(spool, part(step), metrics=loss(step))
                 node.wake()
-                await until(lambda step=step: node.tiers.has(part(step), "nfs"))
+                await until(lambda step=step: node.tiers.observed.has(part(step), "nfs"))
                 await until(lambda: len(steps_in(spool)) <= 4)
                 if step % every == 0:
                     before = len(slow.puts(is_manifest))
@@ -97,7 +97,6 @@ def test_a_tier_slower_than_the_saves_comes_to_have_all_that_it_wants(spool, eve
     assert same.items() <= on["s3"].items()
 
 
-@pytest.mark.slow
 def test_a_tier_behind_a_real_limit_comes_to_have_all_that_it_wants(spool, tmp_path):
     """Row 1 again, with `limit_up`: 40 kB a save, 15 saves a second, and a tier that takes three of them a second."""
 
@@ -153,8 +152,8 @@ def test_what_the_spool_freed_is_relayed_byte_for_byte_and_told_as_a_flush(spool
             for step in range(9, 13):
                 commit(spool, part(step), metrics=loss(step))
                 node.wake()
-                await until(lambda step=step: node.tiers.has(part(step), "a"))
-            await until(lambda: 10 not in steps_in(spool) and steps_on(fast.inner._objects) == [10, 12])
+                await until(lambda step=step: node.tiers.observed.has(part(step), "a"))
+            await until(lambda: 10 not in steps_in(spool) and steps_on(fast.inner.objects) == [10, 12])
             slow.error = None
             await settle(node)
         return await contents(fast.inner), await contents(slow.inner), node
@@ -177,11 +176,11 @@ def test_a_relay_takes_what_is_wrong_on_one_tier_from_the_next_and_never_puts_it
             for step in (10, 11):
                 commit(spool, part(step))
                 node.wake()
-                await until(lambda step=step: all(node.tiers.has(part(step), name) for name in "ab"))
+                await until(lambda step=step: all(node.tiers.observed.has(part(step), name) for name in "ab"))
             await until(lambda: 10 not in steps_in(spool))
             first, *_ = sorted(
                 key
-                for key in stores["a"].inner._objects
+                for key in stores["a"].inner.objects
                 if is_chunk(key) and ".zst" not in key and "000000000010" in key
             )
             right = bytes(await stores["a"].inner.get(first))
@@ -202,14 +201,14 @@ def test_what_no_tier_has_right_is_not_relayed_and_scrubbed_at_once(spool):
             for step in (10, 11):
                 commit(spool, part(step))
                 node.wake()
-                await until(lambda step=step: node.tiers.has(part(step), "a"))
+                await until(lambda step=step: node.tiers.observed.has(part(step), "a"))
             await until(lambda: 10 not in steps_in(spool))
-            for key in [key for key in stores["a"].inner._objects if is_chunk(key) and "000000000010" in key]:
+            for key in [key for key in stores["a"].inner.objects if is_chunk(key) and "000000000010" in key]:
                 await flip(stores["a"].inner, key)
             stores["b"].error = None
             await until(lambda: node.workers["b"].is_off(part(10)))
-            await until(lambda: steps_on(stores["b"].inner._objects) == [11])
-            await until(lambda: steps_on(stores["a"].inner._objects) == [11])  # and is quarantined, scrub or no scrub
+            await until(lambda: steps_on(stores["b"].inner.objects) == [11])
+            await until(lambda: steps_on(stores["a"].inner.objects) == [11])  # and is quarantined, scrub or no scrub
 
     asyncio.run(work())
 
@@ -228,11 +227,11 @@ def test_a_silent_tier_is_held_for_no_longer_than_hold_for(spool, hold_for):
             for step in (9, 10, 11):
                 commit(spool, part(step))
                 node.wake()
-                await until(lambda step=step: node.tiers.has(part(step), "a"))
+                await until(lambda step=step: node.tiers.observed.has(part(step), "a"))
             left = [10, 11] if hold_for == "7d" else [11]
             gone = [step for step in (9, 10, 11) if step not in left]
             await until(lambda: [step for place, step, _ in events(node, "pruned") if place == "a"] == gone)
-            assert steps_on(fast.inner._objects) == left
+            assert steps_on(fast.inner.objects) == left
             if hold_for == "0s":
                 await until(lambda: events(node, "given up"))
             else:  # what it wants is left to be sent, from wherever that lies
@@ -277,8 +276,8 @@ def test_a_save_that_comes_while_a_last_copy_is_deleted_does_not_hide_that_a_tie
             for step in (1, 2):
                 commit(spool, part(step))
                 node.wake()
-                await until(lambda step=step: node.tiers.has(part(step), "a"))
-            await until(lambda: node.tiers.has(part(3), "a") and 1 not in steps_on(fast.inner._objects))
+                await until(lambda step=step: node.tiers.observed.has(part(step), "a"))
+            await until(lambda: node.tiers.observed.has(part(3), "a") and 1 not in steps_on(fast.inner.objects))
             await until(lambda: {("a", 1), ("local", 1)} <= {told[:2] for told in events(node, "pruned")})
         return node
 
@@ -289,7 +288,7 @@ def test_a_save_that_comes_while_a_last_copy_is_deleted_does_not_hide_that_a_tie
 def test_only_time_in_which_a_tier_was_asked_in_vain_ends_what_is_held_for_it(spool, monkeypatch):
     """A daemon at rest looks seldom, and a machine sleeps: the first look that fails then says nothing of before."""
     now = [1000.0]
-    for module in ("tiers.tiers", "reconciling.live_inventory"):
+    for module in ("tiers.observations", "reconciling.live_inventory"):
         clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
         monkeypatch.setattr(f"tierd.daemon.{module}.time", clock)
 
@@ -308,7 +307,7 @@ def test_only_time_in_which_a_tier_was_asked_in_vain_ends_what_is_held_for_it(sp
         down = StoreUnavailable("no route")
         assert not await silent(0.0)
         now[0] += 86_400.0
-        node.tiers.doubt("b")  # what was seen there does not count any more, and nobody has asked yet
+        node.tiers.observed.doubt("b")  # what was seen there does not count any more, and nobody has asked yet
         assert not node.inventory().silent
         assert not await silent(0.0, down)
         assert not await silent(3000.0, down)
@@ -327,7 +326,7 @@ class Small(Double):
         self.room = room
 
     async def put(self, key, data):
-        if is_chunk(key) and len(steps_on(self.inner._objects)) >= self.room:
+        if is_chunk(key) and len(steps_on(self.inner.objects)) >= self.room:
             raise StoreFull("the file system is full")
         return await super().put(key, data)
 
@@ -340,8 +339,8 @@ def test_a_full_tier_gives_up_the_oldest_it_holds_for_others_until_puts_work_aga
             for step in range(9, 52):
                 commit(spool, part(step))
                 node.wake()
-                await until(lambda step=step: node.tiers.has(part(step), "a"))
-            await until(lambda: steps_on(fast.inner._objects)[-1] == 51 and len(steps_on(fast.inner._objects)) <= 4)
+                await until(lambda step=step: node.tiers.observed.has(part(step), "a"))
+            await until(lambda: steps_on(fast.inner.objects)[-1] == 51 and len(steps_on(fast.inner.objects)) <= 4)
             slow.error = None
             await settle(node)
         return await contents(fast.inner), await contents(slow.inner), node

@@ -12,6 +12,7 @@ from support.world import CHUNK, commit, part
 
 from tierd.core.errors import CorruptChunk, StoreUnavailable, TierdError
 from tierd.core.manifest import decode
+from tierd.daemon.transfer import buffers
 from tierd.daemon.transfer.flush import Route, flush
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.daemon.transfer.shared_encoding import Encoding
@@ -80,7 +81,7 @@ def work(monkeypatch) -> Counter[str]:
 
         return work
 
-    monkeypatch.setattr(chunk_source, "read_chunk", counted("read", chunk_source.read_chunk))
+    monkeypatch.setattr(chunk_source, "read_recent_chunk", counted("read", chunk_source.read_recent_chunk))
     monkeypatch.setattr(throughput, "encode", counted("encoded", throughput.encode))
     return count
 
@@ -108,6 +109,24 @@ def at_rest(shared: Encoding, *ways: Route) -> bool:
 
 async def chunks(store) -> dict[str, bytes]:
     return {key: data for key, data in (await contents(store)).items() if is_chunk(key)}
+
+
+def test_memory_is_used_again_once_no_flush_sends_what_it_holds(spool, monkeypatch):
+    """Two tiers that take their time with each chunk: nobody else writes to its memory meanwhile."""
+    saved(spool)
+    made, real = [], buffers.memory_for
+    monkeypatch.setattr(buffers, "memory_for", lambda size: made.append(size) or real(size))
+
+    async def run() -> None:
+        shared, stores = encoding(), [Slow(), Slow()]
+        ways = [way(store, shared) for store in stores]
+        await asyncio.gather(*(flush(spool, PART, one) for one in ways))
+        assert at_rest(shared, *ways) and not shared.buffers._idle and not shared.buffers._used
+        one, other = [await chunks(store) for store in stores]
+        assert one == other and len(one) == CHUNKS
+
+    asyncio.run(run())
+    assert len(made) < 3 * CHUNKS  # each chunk is read once, and read back twice
 
 
 def test_two_tiers_cost_one_read_one_verification_and_one_encoding(spool, work):

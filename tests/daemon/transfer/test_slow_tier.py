@@ -42,7 +42,7 @@ class Slow(MemoryStore):
     async def put(self, key: str, data: Buffer) -> str:
         done = await super().put(key, data)
         if "/manifests/" in key:
-            manifests = [one for one in self._keys if "/manifests/" in one]
+            manifests = [one for one in self.keys if "/manifests/" in one]
             self.sent.append(max(steps_on([key])))
             self.leading.append(self.sent[-1] == self._saved)
             self.most = max(self.most, len(steps_on(manifests)))
@@ -120,7 +120,7 @@ def test_nothing_goes_because_of_a_newer_one_that_is_rotten(spool):
             await settle(daemon)
 
     asyncio.run(work())
-    assert steps_on(store._keys)[-2:] == [1, 3]
+    assert steps_on(store.keys)[-2:] == [1, 3]
 
 
 def test_a_deletion_that_fails_holds_up_no_flush(spool, monkeypatch):
@@ -138,7 +138,7 @@ def test_a_deletion_that_fails_holds_up_no_flush(spool, monkeypatch):
             for step in range(1, 6):
                 commit(spool, part(step))
                 daemon.wake()
-                await until(lambda step=step: daemon.tiers.has(part(step), "tier"))
+                await until(lambda step=step: daemon.tiers.observed.has(part(step), "tier"))
             assert daemon.journal.counters["errors"]
             store.before = None
             await settle(daemon)

@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant(
         "stored bytes are not compared with their digest",
         "tierd/codec/codec.py",
-        "    if digest(data) != stored.xxh3_128:\n",
+        "    if found != stored.xxh3_128:\n",
         "    if False:\n",
         "corruption --only 11",
         "are wrong, and these were named",
@@ -67,8 +67,8 @@ MUTANTS = (
     ),
     Mutant(
         "bytes that are read from the spool are not compared",
-        "tierd/spool/file_io.py",
-        "    if digest(data) != chunk.xxh3_128:\n",
+        "tierd/spool/verified_reads.py",
+        "    if found != chunk.xxh3_128:\n",
         "    if False:\n",
         "corruption --only 11",
         "[] were named",
@@ -122,7 +122,7 @@ MUTANTS = (
     ),
     Mutant(
         "retention keeps one less",
-        "tierd/core/retention/policy.py",
+        "tierd/core/retention/ranking.py",
         "        if place <= count:\n",
         "        if place < count:\n",
         "pytest tests/core/retention/test_policy.py -k golden",

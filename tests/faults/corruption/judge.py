@@ -7,7 +7,7 @@ are the ones that were saved, or an encoding of them that the unharmed world had
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,6 +16,7 @@ import xxhash
 import zstandard
 from faults.corruption.cipher import UNREADABLE
 from faults.corruption.places import ORIGIN, RUN, TIERS, WORLD, Places
+from support.by_hand import chain, program, raw
 
 from tierd.core.ids import PartId
 
@@ -25,6 +26,15 @@ Piece = tuple[int, int, str]  # offset, size, digest of the raw bytes
 
 def digest(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def _is_entry(chunk: Mapping[str, Any]) -> bool:
+    """Whether a chunk's key is not that of something else, and only a patch has a base, and always: FORMAT.md."""
+    entry = chunk.get("stored")
+    if not entry:
+        return True
+    name = f"{chunk['xxh3_128']}.{entry['codec']}"
+    return entry["key"].rpartition("/")[2] == name and ("base" in entry) == entry["codec"].startswith("patch")
 
 
 @lru_cache(maxsize=4096)
@@ -40,13 +50,12 @@ def sealed(data: bytes) -> dict[str, Any] | None:
 def said(data: bytes | None, part: PartId) -> dict[str, Any] | None:
     """What a manifest says that is intact and says that it is `part`'s."""
     found = sealed(data) if data is not None else None
-    if found is None or found["version"] != 1:
+    if found is None or found["version"] not in (1, 3):
         return None
     names = (found["run"], found["attempt"], found["step"], found["rank"], found["world_size"])
-    for chunk in (chunk for file in found["files"] for chunk in file["chunks"]):
-        entry = chunk.get("stored")
-        if entry and entry["key"].rpartition("/")[2] != f"{chunk['xxh3_128']}.{entry['codec']}":
-            return None  # a key of something else, FORMAT.md
+    entries = (one for file in found["files"] for chunk in file["chunks"] for one in chain(chunk))
+    if not all(map(_is_entry, entries)):
+        return None
     own = part.checkpoint
     return found if names == (own.run, own.attempt, own.step, part.rank, part.world) else None
 
@@ -111,18 +120,34 @@ class Judge:
         return self.places.read(f"{part.path}/{path}")
 
     def is_form(self, name: str, form: str, data: bytes | None) -> bool:
-        return data is not None and self.places.forms[name].get(form) == data
+        """Whether an object is the encoding of a chunk that the unharmed world had, or another if it had a patch."""
+        known = self.places.forms[name].get(form)
+        if data is None or known is not None or form.startswith("patch"):
+            return data is not None and known == data
+        try:
+            stored = {"stored": {"key": "", "codec": form}, "size": self.places.sizes[name]}
+            return digest(raw(stored, lambda key: data)) == name
+        except Exception:  # of the program: it is no encoding at all
+            return False
 
     def stored(self, tier: str, part: PartId, chunk: Mapping[str, Any]) -> bool:
-        """Whether an object is as its manifest's entry says, and holds what was saved."""
+        """Whether an object is as its manifest's entry says, and holds what was saved; with a patch, its bases too."""
         entry = chunk.get("stored")
         data = self.places.get(tier, f"{part.checkpoint.run}/{entry['key']}") if entry else None
         return (
             data is not None
             and len(data) == entry["size"]
             and digest(data) == entry["xxh3_128"]
-            and self.is_form(chunk["xxh3_128"], entry["codec"], data)
+            and (
+                self.is_form(chunk["xxh3_128"], entry["codec"], data)
+                if "base" not in entry
+                else self.stored(tier, part, entry["base"])
+                and digest(raw(chunk, self._get(tier, part))) == chunk["xxh3_128"]
+            )
         )
+
+    def _get(self, tier: str, part: PartId) -> Callable[[str], Any]:
+        return lambda key: self.places.get(tier, f"{part.checkpoint.run}/{key}")
 
     def by_digest(self, tier: str, part: PartId, name: str) -> bool:
         """Whether a tier has a right object of a chunk under any checkpoint's name, at the part's own rank."""
@@ -178,11 +203,39 @@ class Judge:
         name = self.truth[part].pieces[number][1][index][2]
         for tier in TIERS:
             told = self.honest(tier, part)
-            if told and self.stored(tier, part, told["files"][number]["chunks"][index]):
+            if told and self._link(tier, part, told["files"][number]["chunks"][index], (number, index)) is not None:
                 return True
             if self.by_digest(tier, part, name):
                 return True
         return False
+
+    def _link(self, tier: str, part: PartId, link: Mapping[str, Any], where: tuple[int, int]) -> bytes | None:
+        """The bytes of a chunk, or of a base, whose object one tier has right: a base may come from any tier."""
+        entry = link.get("stored")
+        data = self._get(tier, part)(entry["key"]) if entry else None
+        if data is None or len(data) != entry["size"] or digest(data) != entry["xxh3_128"]:
+            return None
+        if "base" not in entry:
+            right = self.is_form(link["xxh3_128"], entry["codec"], data)
+            return raw(link, lambda key: data) if right else None
+        for there, base in self._places(tier, part, entry["base"], where):
+            below = self._link(there, part, base, where)
+            if below is not None:
+                found = bytes(program().apply_patch(data, below))
+                return found if digest(found) == link["xxh3_128"] else None
+        return None
+
+    def _places(
+        self, tier: str, part: PartId, link: Mapping[str, Any], where: tuple[int, int]
+    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Where a base may lie: as the patch's manifest says, as those of other tiers say, or under the same key."""
+        yield tier, link
+        for other in (one for one in TIERS if one != tier):
+            if told := self.honest(other, part):
+                equal = (link["size"], link["xxh3_128"])
+                links = chain(told["files"][where[0]]["chunks"][where[1]])
+                yield from ((other, one) for one in links if (one["size"], one["xxh3_128"]) == equal)
+            yield other, link
 
     def chunk_in_spool(self, part: PartId, number: int, index: int, *, whole: bool = False) -> bool:
         """Whether it lies right in its place; `whole`: in a file of the right length."""

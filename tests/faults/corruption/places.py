@@ -53,7 +53,11 @@ def contents(run: str, launch: int, step: int, rank: int) -> dict[str, bytes]:
     """What a part holds: numbers that change, some that never do, noise, text, and nothing."""
     mine = np.random.default_rng([len(run), launch, step, rank])
     still = np.random.default_rng([len(run), rank])
+    table = np.random.default_rng([len(run), rank, 1]).integers(0, 256, (100, 64), np.uint8)
+    for number in range(2 * step + launch):  # few rows change at each step, so it is stored as patches
+        table[7 * number % 100] = np.random.default_rng([rank, number]).integers(0, 256, 64, np.uint8)
     return {
+        "deep/table.bin": table.tobytes()[:-11],
         "tensors.bin": mine.normal(size=2500).astype("<f4").tobytes() + mine.bytes(300),
         "deep/frozen.bin": still.normal(size=1500).astype("<f4").tobytes(),
         "deep/noise.bin": mine.bytes(700),
@@ -74,6 +78,7 @@ class Places:
     parts: list[PartId]
     held: dict[PartId, dict[str, bytes]]
     forms: dict[str, dict[str, bytes]] = field(default_factory=dict)  # raw digest -> codec -> the encoded bytes
+    sizes: dict[str, int] = field(default_factory=dict)  # raw digest -> raw size of the chunk
     gone: set[PartId] = field(default_factory=set)  # parts that the spool was relieved of in this trial
     cipher: Cipher | None = None  # of the tier `near`, where that is encrypted
     stores: dict[str, Store] = field(default_factory=dict)  # as tierd gets them
@@ -85,7 +90,7 @@ class Places:
     def contents(self, tier: str) -> Iterator[tuple[str, bytes]]:
         """Every object by its key, and what it holds; of what nobody can decrypt, `UNREADABLE`."""
         cipher = self._cipher(tier)
-        for key, (data, _) in self.memory[tier]._objects.items():
+        for key, (data, _) in self.memory[tier].objects.items():
             if cipher is None:
                 yield key, data
             else:
@@ -111,17 +116,17 @@ class Places:
 
     def raw(self, tier: str, key: str) -> bytes | None:
         """The bytes of an object as they lie there."""
-        found = self.memory[tier]._objects.get(self._hidden(tier, key))
+        found = self.memory[tier].objects.get(self._hidden(tier, key))
         return found[0] if found else None
 
     def put_raw(self, tier: str, key: str, data: bytes | None) -> None:
         store, name = self.memory[tier], self._hidden(tier, key)
         if data is not None:
-            store._puts += 1
-            store._objects[name] = data, store._puts
+            store.sequence += 1
+            store.objects[name] = data, store.sequence
         else:
-            store._objects.pop(name, None)
-        store._keys = sorted(store._objects)
+            store.objects.pop(name, None)
+        store.keys = sorted(store.objects)
 
     def read(self, path: str) -> bytes | None:
         try:
@@ -149,8 +154,8 @@ class Places:
         """Everything as it was."""
         for tier, objects in self.objects.items():
             store = self.memory[tier] = MemoryStore()
-            store._objects = {key: (data, number) for number, (key, data) in enumerate(objects.items())}
-            store._keys, store._puts = sorted(objects), len(objects)
+            store.objects = {key: (data, number) for number, (key, data) in enumerate(objects.items())}
+            store.keys, store.sequence = sorted(objects), len(objects)
             self.stores[tier] = EncryptedStore(store, Key(SECRET)) if self._cipher(tier) else store
         self.gone.clear()
         (self.spool.control / "scrubbed.json").unlink(missing_ok=True)
@@ -224,7 +229,7 @@ def build(root: Path, *, encrypted: bool) -> Places:
                 lenders[tier, run, rank] = decode(bytes(await store.get(part.manifest_key)))
 
     asyncio.run(work())
-    objects = {tier: {key: one[0] for key, one in store._objects.items()} for tier, store in memory.items()}
+    objects = {tier: {key: one[0] for key, one in store.objects.items()} for tier, store in memory.items()}
     pristine = {tier: dict(found) for tier, found in objects.items()}
     if cipher:
         named = {cipher.shown(key): data for key, data in objects["near"].items()}
@@ -239,11 +244,14 @@ def build(root: Path, *, encrypted: bool) -> Places:
     found = Places(spool, memory, pristine, objects, files, parts, held, cipher=cipher, stores=stores)
     for contained in pristine.values():
         for key, data in contained.items():
+            if "/manifests/" in key:
+                files = msgspec.json.decode(data)["files"]
+                found.sizes |= {chunk["xxh3_128"]: chunk["size"] for file in files for chunk in file["chunks"]}
             if "/chunks/" in key:
                 digest, _, form = key.rpartition("/")[2].partition(".")
                 found.forms.setdefault(digest, {})[form] = data
     codecs = {form for forms in found.forms.values() for form in forms}
-    assert codecs == {"raw", "zst", "planes"}, codecs
+    assert {codec[:5] for codec in codecs} == {"raw", "zst", "plane", "patch"}, codecs
     shared = [part for part in parts if _borrows(pristine["near"][part.manifest_key])]
     assert shared, "nothing is shared between checkpoints"
     return found

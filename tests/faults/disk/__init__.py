@@ -79,7 +79,7 @@ MUTANTS = (
     ),
     Mutant(
         "a tier whose mark has vanished is an empty tier",
-        "tierd/stores/file.py",
+        "tierd/stores/file_tree.py",
         "            elif marked:\n",
         "            elif marked and not self._seen:\n",
         "disk --only 9",

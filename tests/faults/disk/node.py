@@ -20,10 +20,11 @@ import torch
 import xxhash
 from faults.rounds import Lost
 from support import by_hand
+from support.timed import HASTE, give, give_client
 from support.world import Daemon, settle
 
 import tierd
-from tierd.client.restoring import source
+from tierd.client.checkpointer import made_of
 from tierd.client.saving.save import Save
 from tierd.core.errors import (
     CheckpointNotFound,
@@ -40,10 +41,8 @@ from tierd.core.errors import (
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning import sharing
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
-from tierd.daemon import handoff, reconcile, tier_worker
-from tierd.daemon.reconciling import agenda, live_inventory, pruner
-from tierd.daemon.tiers import intents
-from tierd.daemon.tiers import tiers as tiering
+from tierd.daemon import reconcile, tier_worker
+from tierd.daemon.reconciling import agenda
 from tierd.daemon.transfer import fetch
 from tierd.stores.file import FileStore
 
@@ -54,12 +53,8 @@ KEEP = 3  # on each place: then a tier that was down gets all that it wants
 
 def hurry() -> None:
     """Waits of seconds become waits of milliseconds; their order stays."""
-    tier_worker._LONGEST = BACKOFF
-    live_inventory._ABANDONED, tier_worker._STUCK, pruner._AGAIN = 0.05, 0.05, 0.02
-    intents._OWN_STALE, intents._PAUSE = 0, 0.01
-    tiering._ANSWER = 0.5
-    source._PATIENCE = 0.5
-    handoff._TICK = 0.05
+    give(**HASTE | {"backoff_s": BACKOFF, "tick_s": 0.05})
+    give_client(start_s=0.5)
     sharing.SMALLEST_SHARED_BYTES = 1
     fetch._SPARE = 0  # a fetch begins, however full the disk is
     _watch_workers()
@@ -138,7 +133,7 @@ def read_tier(root: Path, big: int) -> tuple[set[int], set[str]]:
         try:
             manifest = judge.read_sealed(path)
             chunks = [chunk for file in manifest["files"] for chunk in file["chunks"]]
-            named |= {chunk["stored"]["key"] for chunk in chunks}
+            named |= {one["stored"]["key"] for chunk in chunks for one in by_hand.chain(chunk)}
             files = {
                 file["path"]: b"".join(judge.read_chunk(home, chunk) for chunk in file["chunks"])
                 for file in manifest["files"]
@@ -328,7 +323,7 @@ class Node:
     def wait_for(self, step: int, tier: str) -> None:
         """A tier's copy has to come, in bounded time."""
         part = PartId(CheckpointId("run", self.trainer.attempt, step), 0, 1)
-        save = Save(part, self.trainer._spool)
+        save = Save(part, made_of(self.trainer).spool)
         save.finish(None)
         try:
             save.wait(tier, timeout=DEADLINE)

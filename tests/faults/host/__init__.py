@@ -109,7 +109,7 @@ MUTANTS = (
     ),
     Mutant(
         "a node's own mark stands until a clock that was set back has made up for it",
-        "tierd/daemon/tiers/intents.py",
+        "tierd/daemon/tiers/stamps.py",
         "    if by == who and age < 0:\n",
         "    if False:\n",
         "pytest tests/daemon/tiers/test_intents.py -k set_back",

@@ -77,7 +77,7 @@ MUTANTS = (
     ),
     Mutant(
         "a message may be nested as deep as it likes",
-        "tierd/ipc/messages.py",
+        "tierd/ipc/decoding.py",
         "    except RecursionError as error:\n",
         "    except ZeroDivisionError as error:\n",
         "hostile --only 3",

@@ -28,7 +28,7 @@ from tierd.daemon.tiers.observe import look_around
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Status
 from tierd.spool.spool import Spool
-from tierd.state.json_tree import parse_tree
+from tierd.state.tree_parser import parse_tree
 from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
 

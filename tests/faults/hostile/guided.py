@@ -22,6 +22,8 @@ _MODULES = [
     "tierd.core.config",
     "tierd.state.tensor_file",
     "tierd.state.json_tree",
+    "tierd.state.tree_parser",
+    "tierd.state.tree_tags",
     "tierd.codec.byte_planes",
 ]
 
@@ -54,9 +56,9 @@ def main() -> None:
         from tierd.codec import byte_planes
         from tierd.core.config import from_toml
         from tierd.core.manifest import decode
-        from tierd.ipc import messages
-        from tierd.state.json_tree import parse_tree
+        from tierd.ipc import decoding, messages
         from tierd.state.tensor_file import parse_layout
+        from tierd.state.tree_parser import parse_tree
     import msgspec
     from faults.hostile import readers
 
@@ -77,7 +79,7 @@ def main() -> None:
             json.dumps(readers.TREE).encode(),
         ),
         "planes": (lambda data: byte_planes.unpack(data, len(readers.RAW)), readers.PACKED),
-        "wire": (messages.decode_request, messages.encode_line(readers.REQUESTS[4])),
+        "wire": (decoding.decode_request, messages.encode_line(readers.REQUESTS[4])),
     }
     read, first = given[what]
     with open(f"{corpus}/first", "wb") as file:

@@ -143,15 +143,15 @@ def listing(noise: random.Random) -> None:
     planted = [_planted(noise) for _ in range(noise.randrange(1, 12))]
     store = MemoryStore()
     # What no store takes, none lists; `is_key` is what any of them is asked with.
-    store._objects = {key: (data, number) for number, (key, data) in enumerate(planted) if is_key(key)}
-    store._keys = sorted(store._objects)
+    store.objects = {key: (data, number) for number, (key, data) in enumerate(planted) if is_key(key)}
+    store.keys = sorted(store.objects)
     place = asyncio.run(TierObserver(store).look({RUN}, {RUN: (0,)}, few=noise.choice([0, 100])))
-    names = {key: match for key in store._keys if (match := _MANIFEST.fullmatch(key))}
+    names = {key: match for key in store.keys if (match := _MANIFEST.fullmatch(key))}
     right = {
         (int(match[1]), match[2]) for match in names.values() if int(match[3]) < int(match[4]) and _is_launch(match[2])
     }
     if {(one.step, one.attempt) for one in place.checkpoints} != right:
-        raise Lost(f"{sorted(store._keys)} were taken for {sorted(place.checkpoints)}")
+        raise Lost(f"{sorted(store.keys)} were taken for {sorted(place.checkpoints)}")
     for seen in place.copies(RUN):
         line = timeline({seen.id}, {seen.id}, Inventory(Place(), {"t": place}).origins(RUN))
         if len({*line.path, *line.branches}) != 1:

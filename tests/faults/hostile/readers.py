@@ -27,7 +27,7 @@ from support.world import attempt, part
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from tierd.codec import byte_planes, codec
+from tierd.codec import byte_planes, codec, patch
 from tierd.core import ids
 from tierd.core.config import from_toml
 from tierd.core.errors import (
@@ -48,10 +48,10 @@ from tierd.core.retention.stored import decode as decode_retention
 from tierd.core.timeline.run_view import RunView
 from tierd.core.urls import parse_url
 from tierd.dcp.metadata import read_metadata
-from tierd.ipc import messages
-from tierd.ipc.messages import read_member
-from tierd.state.json_tree import parse_tree
+from tierd.ipc import decoding, handoff_messages, replies
+from tierd.ipc.replies import read_member
 from tierd.state.tensor_file import parse_layout, plan_layout, view
+from tierd.state.tree_parser import parse_tree
 from tierd.stores.base import is_key
 
 PART = part(7, 2, 1, 2)
@@ -105,6 +105,19 @@ def sealed(body: bytes) -> bytes:
     return body[:-1] + b',"digest":"%s"}\n' % digest(body[:-1]).encode()
 
 
+def _patched() -> dict[str, Any]:
+    """A manifest one of whose chunks is a patch of a patch."""
+    tree: dict[str, Any] = json.loads(json.dumps(MANIFEST)) | {"version": 3}
+    entry = tree["files"][0]["chunks"][0]
+    for number in (1, 4):
+        stored = entry["stored"]
+        stored["codec"] = f"patch{number:011}"
+        stored["key"] = f"{stored['key'].rpartition('.')[0]}.{stored['codec']}"
+        stored["base"] = entry = _chunk(number + 3)
+    return tree
+
+
+PATCHED = _patched()
 MOST = 32 << 20  # bytes that a manifest has at most, FORMAT.md
 
 
@@ -140,7 +153,8 @@ def manifest(noise: random.Random) -> None:
     if kind < 0.003:
         data = noise.choice(huge())
     else:
-        tree = mutated(MANIFEST, noise, noise.randrange(1, 4)) if kind < 0.7 else _aimed(noise)
+        whole = PATCHED if 0.5 < kind < 0.6 else MANIFEST
+        tree = mutated(whole, noise, noise.randrange(1, 4)) if kind < 0.7 else _aimed(noise)
         data = sealed(dumped(tree, noise))
     if 0.1 < kind < 0.3:
         data = spoiled(data, noise)
@@ -163,8 +177,10 @@ def manifest(noise: random.Random) -> None:
             raise Lost(f"a path was taken that shadows another: {file.path!r}")
         if sum(chunk.size for chunk in file.chunks) != file.size or any(c.size > 256 << 20 for c in file.chunks):
             raise Lost(f"sizes were taken that do not fit: {file}")
-        for chunk in file.chunks:
+        for chunk in (one for first in file.chunks for one in first.chain()):
             one = chunk.stored
+            if one and (chunk.size != one.base.size if one.base else one.codec.startswith("patch")):
+                raise Lost(f"a patch was taken without a base that fits: {one}")
             if one and (
                 ".." in one.key
                 or one.key.split("/")[2] != f"{found.rank:05}"
@@ -516,10 +532,31 @@ def chunk(noise: random.Random) -> None:
     found = only(lambda: codec.decode(entry, data, "here"), CorruptChunk, FormatTooNew)
     if found is not None and bytes(found) != RAW:
         raise Lost(f"wrong bytes came out of {form}")
+    _patch(random.Random(data))
     if form == "planes":
         whole = only(lambda: byte_planes.unpack(data, size), ValueError)
         if whole is not None and len(whole) != size:
             raise Lost(f"{len(whole)} bytes instead of {size}")
+
+
+def _patch(noise: random.Random) -> None:
+    """A patch, or what claims to be one, on a base that is right."""
+    new = bytearray(RAW)
+    new[100:130] = noise.randbytes(30)
+    made = patch.make(new, RAW)
+    assert made is not None
+    heads = [patch.HEAD.pack(b"TPC1", size, count) for size in (len(RAW), 1) for count in (0, 1, 9, 1 << 31)]
+    data = noise.choice([made, spoiled(made, noise), noise.choice(heads) + noise.choice([FRAME, NAMELESS, *BOMBS])])
+    found = only(lambda: patch.apply(data, RAW), ValueError, zstandard.ZstdError)
+    if found is not None and len(found) != len(RAW):
+        raise Lost(f"a patch made {len(found)} bytes of {len(RAW)}")
+    name = digest(bytes(new))
+    base = Chunk(size=len(RAW), xxh3_128=digest(RAW))
+    stored = Stored(codec="patch" + 11 * "0", size=len(data), xxh3_128=digest(data), key="", base=base)
+    entry = Chunk(size=len(RAW), xxh3_128=name, stored=stored)
+    taken = only(lambda: codec.decode(entry, data, "here", None, RAW), CorruptChunk, FormatTooNew)
+    if taken is not None and bytes(taken) != new:
+        raise Lost("wrong bytes came out of a patch")
 
 
 def _head(noise: random.Random, size: int) -> bytes:
@@ -578,18 +615,18 @@ def message(noise: random.Random) -> None:
     request = dumped(mutated(noise.choice(REQUESTS), noise, noise.randrange(1, 4)), noise)
     if noise.random() < 0.1:
         request = b'{"x":' + b"[" * noise.choice([500, 30_000]) + b',"op":"status"}'
-    only(lambda: messages.decode_request(request), msgspec.DecodeError, ValueError)
+    only(lambda: decoding.decode_request(request), msgspec.DecodeError, ValueError)
     handed = dumped(mutated(noise.choice(HANDED), noise, noise.randrange(1, 4)), noise)
     if noise.random() < 0.1:
         handed = b'{"x":' + b"[" * noise.choice([500, 8000]) + b',"op":"leave"}'
-    found = only(lambda: messages.decode_handed(handed), msgspec.DecodeError, ValueError)
-    if isinstance(found, messages.Persist) and not is_key(found.part.manifest_key):
+    found = only(lambda: decoding.decode_handed(handed), msgspec.DecodeError, ValueError)
+    if isinstance(found, handoff_messages.Persist) and not is_key(found.part.manifest_key):
         raise Lost(f"{found} was taken")
     reply = mutated(noise.choice(REPLIES), noise, noise.randrange(1, 3))
     if isinstance(reply, dict):
-        only(lambda: messages.raise_error(reply), TierdError, TimeoutError)
+        only(lambda: replies.raise_error(reply), TierdError, TimeoutError)
         only(lambda: read_member(reply, "sight", RunView), DaemonUnavailable)
-        only(lambda: messages.greeted(reply))
+        only(lambda: replies.greeted(reply))
 
 
 READERS: dict[str, Reader] = {

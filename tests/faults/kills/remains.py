@@ -12,6 +12,7 @@ from typing import Any
 from faults.kills.victims import RUN, content, is_staged, staged, told
 from faults.rounds import Lost
 from support import by_hand
+from support.by_hand import chain
 
 _ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine")
 
@@ -38,7 +39,7 @@ def leftovers(
         manifests = _files(tier / RUN / "manifests")
         names = {path.relative_to(tier / RUN / "manifests").as_posix() for path in manifests}
         found += _differ(name, names, {f"{part}.json" for part in wanted(name)})
-        named = {chunk["stored"]["key"] for path in manifests for chunk in _chunks(path)}
+        named = {one["stored"]["key"] for path in manifests for chunk in _chunks(path) for one in chain(chunk)}
         there = {path.relative_to(tier / RUN).as_posix() for path in _files(tier / RUN / "chunks")}
         lent = {key.split("/")[1] for key in named}
         # What a cut-off prune left under a checkpoint goes when nobody names any chunk of that any more.
@@ -66,7 +67,8 @@ def waiting(tiers: Mapping[str, Path]) -> int:
     """How many chunks nobody names, under checkpoints of which somebody names another."""
     count = 0
     for tier in tiers.values():
-        named = {chunk["stored"]["key"] for path in _files(tier / RUN / "manifests") for chunk in _chunks(path)}
+        chunks = [chunk for path in _files(tier / RUN / "manifests") for chunk in _chunks(path)]
+        named = {one["stored"]["key"] for chunk in chunks for one in chain(chunk)}
         count += len({path.relative_to(tier / RUN).as_posix() for path in _files(tier / RUN / "chunks")} - named)
     return count
 

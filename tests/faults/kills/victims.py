@@ -31,19 +31,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.timed import give, give_client
 from torch import distributed
 
 import tierd
-from tierd.client.restoring import source
 from tierd.client.saving import handoff as giving
 from tierd.client.saving import pipeline, snapshot
 from tierd.core.config import Config
 from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, StateMismatch
 from tierd.core.planning import sharing
 from tierd.daemon import handoff as taking
-from tierd.daemon import service, tier_worker
-from tierd.daemon.reconciling import flusher, live_inventory, pruner, repairs
-from tierd.daemon.tiers import intents
+from tierd.daemon import service
+from tierd.daemon.reconciling import flusher, pruner, repairs
 
 RUN = "run"
 FROZEN = 1_100_000  # bytes: a chunk of its own, the same in every checkpoint, and large enough for direct I/O
@@ -223,13 +222,18 @@ def daemon(config: Config, page: Page, slow: float, *, last: bool) -> None:
         slow: seconds at most that persisting a snapshot takes longer, as on a busy disk.
         last: nobody is killed any more; what a kill left of a fetch is then given up soon.
     """
-    tier_worker._LONGEST = 0.3
-    tier_worker._STUCK, pruner._AGAIN, live_inventory._ABANDONED = 0.3, 0.1, 0.2
-    intents._OWN_STALE, intents._PAUSE = 300, 0.02
-    taking._ORPHAN = 8.0
+    give(
+        backoff_s=0.3,
+        stuck_s=0.3,
+        prune_again_s=0.1,
+        abandoned_s=0.2,
+        own_stale_ms=300,
+        mark_pause_s=0.02,
+        orphan_s=8.0,
+    )
     sharing.SMALLEST_SHARED_BYTES = 1
     if last:
-        live_inventory._TAKEN_UP = 1.0
+        give(taken_up_s=1.0)
     _mark(taking, "write_part", page, "persist", slow)
     _mark_async(flusher.Flusher, "flush", page, "flush")
     _mark_async(pruner.Pruner, "prune", page, "prune")
@@ -299,8 +303,7 @@ def rank(orders: Orders, page: Page) -> None:
         out.write(json.dumps(line).encode() + b"\n")
 
     try:
-        source._PATIENCE = 3.0 if orders.steps is None else 60.0
-        giving._GREETING = 5.0
+        give_client(start_s=3.0 if orders.steps is None else 60.0, greeting_s=5.0)
         for name in ("save", "restore"):
             _mark(tierd.Checkpointer, name, page, name)
         _mark(pipeline, "write_part", page, "persist", orders.slow)

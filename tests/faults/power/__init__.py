@@ -215,7 +215,7 @@ MUTANTS = (
     ),
     Mutant(
         "a pin is answered before it is durable",
-        "tierd/spool/spool.py",
+        "tierd/spool/leftovers.py",
         """        if path.parent.is_dir():
             sync_directory(path.parent)
 """,
@@ -225,7 +225,7 @@ MUTANTS = (
     ),
     Mutant(
         "a put is not durable before it is shown",
-        "tierd/stores/file.py",
+        "tierd/stores/file_tree.py",
         # With the hint, which has the kernel begin to write at once, so that on a quick disk nothing would show.
         """                os.fsync(fd)  # never retried, because after an error the kernel marks the lost pages clean
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that a read-back comes from the device
@@ -236,7 +236,7 @@ MUTANTS = (
     ),
     Mutant(
         "a put is answered before it is durable",
-        "tierd/stores/file.py",
+        "tierd/stores/file_tree.py",
         """dst_dir_fd=parent)
                         sync_directory(parent)
 """,
@@ -270,7 +270,7 @@ MUTANTS = (
     ),
     Mutant(
         "a fetched file is not durable before it is shown",
-        "tierd/daemon/transfer/download.py",
+        "tierd/daemon/transfer/download_files.py",
         """        os.fsync(self.fd)
         self.close()
 """,

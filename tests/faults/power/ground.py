@@ -16,11 +16,12 @@ from typing import Any
 from faults.power.truth import SPOOL, TIER, TIER_PINNED, Sizes, Thing
 from faults.rounds import Lost
 from support.nodes import Inline
+from support.timed import give
 from support.world import RUN, config, part
 
 import tierd.core.planning.sharing
 import tierd.daemon.reconciling.live_inventory
-import tierd.daemon.tiers.intents
+import tierd.daemon.tiers.stamps
 import tierd.daemon.transfer.concurrency
 import tierd.stores.file
 from tierd.core.errors import StepRefused
@@ -29,8 +30,8 @@ from tierd.core.manifest import VERSION, Manifest, decode
 from tierd.core.planning.plan import plan
 from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.tiers.intents import node
 from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.tiers.stamps import node
 from tierd.daemon.transfer.flush import Route, flush
 from tierd.spool.commit import CHUNK_SIZE, Source, write_part
 from tierd.spool.spool import Spool
@@ -162,10 +163,7 @@ async def _settle(ground: Ground, keep: int, keep_local: int) -> None:
 
 def later() -> None:
     """What was cut off has come of age: nothing of it is worth waiting for."""
-    live = tierd.daemon.reconciling.live_inventory
-    live._ABANDONED = live._TAKEN_UP = 0.0
-    tierd.daemon.tiers.intents._OWN_STALE = 0
-    tierd.daemon.tiers.intents._LOOKS = 3
+    give(abandoned_s=0.0, taken_up_s=0.0, own_stale_ms=0, mark_looks=3)
 
 
 def settle(ground: Ground, keep: int = 100, keep_local: int = 100) -> None:

@@ -9,7 +9,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -30,13 +30,16 @@ from faults.rounds import Lost
 from support.world import RUN, part
 
 from tierd.client.saving import handoff as giving
+from tierd.client.timings import ClientTimings
 from tierd.core.errors import StepRefused
 from tierd.core.ids import PartId, pins_prefix
 from tierd.core.manifest import TENSORS, TREE
 from tierd.daemon import handoff as taking
+from tierd.daemon import timings
 from tierd.daemon.pause import TierPause
-from tierd.daemon.tiers.intents import node
 from tierd.daemon.tiers.prune import prune, quarantine
+from tierd.daemon.tiers.stamps import node
+from tierd.daemon.timings import USUAL
 from tierd.daemon.transfer.fetch import Partial, fetch
 from tierd.spool.arena import Arena
 from tierd.spool.spool import Spool
@@ -166,12 +169,12 @@ def _ranks(ground: Ground) -> None:
 def _hand_off(ground: Ground) -> None:
     """Snapshots that a daemon takes over, on its own threads: what it answers for is durable, the trainer does nothing
     more for it. The second one goes over a spare."""
-    giving._GREETING = giving._SILENCE = 60.0
-    taking._TICK = 0.01  # that its end waits for
     spool = Spool(ground.spool)
-    daemon = taking.HandoffServer(spool, lambda which, written: None)
+    daemon = taking.HandoffServer(
+        spool, lambda which, written: None, replace(USUAL, tick_s=0.01)
+    )  # its end waits for it
     with daemon.listening(60.0):
-        trainer = giving.HandoffClient(spool)
+        trainer = giving.HandoffClient(spool, ClientTimings(greeting_s=60.0, silence_s=60.0))
         _give(ground, spool, trainer, 0, part(2))
         with ground.change(drops=[(SPOOL, part(1).path)]):
             spool.remove([part(1)], daemon.writers())
@@ -256,7 +259,7 @@ def _prune(ground: Ground) -> None:
         spool, store = ground.opened()
         for step in (1, 2):
             with ground.change(drops=[(TIER, part(step).path)]):
-                await prune(store, [part(step).checkpoint], node(spool.root))
+                await prune(store, [part(step).checkpoint], node(spool.root), timings=timings.given())
 
     alone(work())
 

@@ -16,8 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 
 import xxhash
-import zstandard
 from faults.rounds import Lost
+from support.by_hand import chain, raw
 
 # A thing is (place, name). What a place is, and what its names look like:
 SPOOL = "spool"  # <run>/<checkpoint>/<part>
@@ -239,8 +239,8 @@ def _look_at_tier(seen: Seen, tier: Path, sizes: Sizes) -> None:
             case [run, "quarantine", checkpoint, part]:
                 seen.things.add((TIER_ASIDE, f"{run}/{checkpoint}/{part.removesuffix('.json')}"))
                 manifest = _manifest(path.read_bytes())
-                found = [chunk["stored"]["key"] for file in manifest["files"] for chunk in file["chunks"]]
-                seen.named |= {f"{run}/{key}" for key in found}
+                chunks = [chunk for file in manifest["files"] for chunk in file["chunks"]]
+                seen.named |= {f"{run}/{one['stored']['key']}" for chunk in chunks for one in chain(chunk)}
             case [run, "pins", checkpoint]:
                 seen.things.add((TIER_PINNED, f"{run}/{checkpoint}"))
             case [_, "chunks", *_]:
@@ -259,24 +259,22 @@ def _look_at_manifest(seen: Seen, tier: Path, name: str, path: Path, sizes: Size
         return
     for file, chunks in _files(manifest, sizes.files_of(name)):
         for chunk, data in chunks:
-            key = f"{name.partition('/')[0]}/{chunk['stored']['key']}"
-            seen.named.add(key)
-            if why := _chunk_defect(tier / key, chunk["stored"], data):
-                seen.bad[thing] = f"{file}: {key} {why}"
+            home = tier / name.partition("/")[0]
+            seen.named |= {f"{home.name}/{one['stored']['key']}" for one in chain(chunk)}
+            if why := _chunk_defect(home, chunk, data):
+                seen.bad[thing] = f"{file}: {chunk['stored']['key']} {why}"
 
 
-def _chunk_defect(path: Path, stored: dict, raw: bytes) -> str | None:
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return "is not there"
-    if len(data) != stored["size"] or xxhash.xxh3_128_hexdigest(data) != stored["xxh3_128"]:
-        return f"is not what was stored: {len(data)} bytes of {stored['size']}"
-    if stored["codec"] == "zst":
-        data = zstandard.ZstdDecompressor().decompress(data)
-    elif stored["codec"] != "raw":
-        return f"is stored as {stored['codec']}, which nothing here should be"
-    return None if data == raw else f"holds {_difference(data, raw)}"
+def _chunk_defect(home: Path, chunk: dict, wanted: bytes) -> str | None:
+    for stored in (one["stored"] for one in chain(chunk)):
+        try:
+            data = (home / stored["key"]).read_bytes()
+        except FileNotFoundError:
+            return f"is not there, or its base {stored['key']} is not"
+        if len(data) != stored["size"] or xxhash.xxh3_128_hexdigest(data) != stored["xxh3_128"]:
+            return f"is not what was stored, or its base is not: {stored['key']} has {len(data)} bytes"
+    data = raw(chunk, lambda key: (home / key).read_bytes())
+    return None if data == wanted else f"holds {_difference(data, wanted)}"
 
 
 def _difference(there: bytes, wanted: bytes) -> str:

@@ -41,6 +41,7 @@ from faults.s3 import call, secure
 from faults.s3 import journey as long
 from faults.s3.proxy import Proxy
 from faults.s3.slot import BUCKETS, Secrets, Slot, administer
+from support.timed import timed
 from support.world import hurry
 
 Trial = Callable[[Slot, int, random.Random], Awaitable[None]]
@@ -125,7 +126,7 @@ MUTANTS = (
     Mutant(
         "what a server gives is not compared with its digest",
         "tierd/codec/codec.py",
-        "if digest(data) != stored.xxh3_128:\n        raise",
+        "if found != stored.xxh3_128:\n        raise",
         "if False:\n        raise",
         "s3 --only 33",
         "a flipped bit went unnoticed",
@@ -308,6 +309,8 @@ def _hurry() -> Iterator[None]:
                     stack.enter_context(mock.patch.object(target, str(name), value))
 
         hurry(Patch)
+        # Else what one refused deletion left would wait for ten minutes.
+        timed(Patch, refused_s=0.2, twin_s=5.0)
         for name, value in {
             "tierd.stores.s3.s3_store._READ_TIMEOUT_S": 0.8,
             "tierd.stores.s3.s3_store.LARGEST": 4 << 20,
@@ -317,9 +320,7 @@ def _hurry() -> Iterator[None]:
             "tierd.stores.retry._FIRST_DELAY_S": 0.004,
             "tierd.stores.retry._LONGEST_DELAY_S": 0.02,
             "tierd.stores.retry.LARGEST": 1_000_000,
-            "tierd.stores.deletions._AGAIN_S": 0.2,  # else what one refused deletion left would wait for ten minutes
             "tierd.daemon.tiers.observe._RELIST": 0.0,
-            "tierd.daemon.tiers.tiers._ANSWER": 5.0,
         }.items():
             Patch.setattr(name, value)
         yield

@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import xxhash
-import zstandard
 from faults.rounds import Lost
 from faults.s3.proxy import BROKEN, DAMAGED, HARMLESS, LOST, REFUSALS, SAID, UNHEARD, Fault, Request
 from faults.s3.slot import PREFIX, Slot, calm, chunks_of
+from support import by_hand
 from support.world import commit, config, part, running
 
 import tierd
@@ -231,10 +231,11 @@ class _Journey:
         for file in described["files"]:
             data = b""
             for chunk in file["chunks"]:
-                stored = self.slot.mirror[f"p/{self.run}/{chunk['stored']['key']}"]
-                if xxhash.xxh3_128_hexdigest(stored) != chunk["stored"]["xxh3_128"]:
-                    raise Lost(f"{one}: {chunk['stored']['key']} holds other bytes")
-                data += zstandard.decompress(stored) if chunk["stored"]["codec"] == "zst" else stored
+                for below in by_hand.chain(chunk):
+                    stored = self.slot.mirror[f"p/{self.run}/{below['stored']['key']}"]
+                    if xxhash.xxh3_128_hexdigest(stored) != below["stored"]["xxh3_128"]:
+                        raise Lost(f"{one}: {below['stored']['key']} holds other bytes")
+                data += by_hand.raw(chunk, lambda key: self.slot.mirror[f"p/{self.run}/{key}"])
             if data != self.files[one][file["path"]]:
                 raise Lost(f"{one}: {file['path']} is wrong on the tier")
         if {file["path"] for file in described["files"]} != set(self.files[one]):

@@ -20,6 +20,7 @@ from typing import Any
 import xxhash
 from faults.rounds import Lost
 from faults.s3.proxy import Answer, Fault, Proxy, Request
+from support.by_hand import chain
 
 from tierd.core.urls import parse_url
 from tierd.stores.limit import LimitedStore
@@ -212,7 +213,8 @@ class Slot:
 def chunks_of(name: str, manifest: bytes) -> dict[str, tuple[int, str]]:
     """What a manifest names: the key in its bucket -> size and digest of the object."""
     run = name.removeprefix(PREFIX).partition("/")[0]
-    stored = [chunk["stored"] for file in json.loads(manifest)["files"] for chunk in file["chunks"]]
+    chunks = [chunk for file in json.loads(manifest)["files"] for chunk in file["chunks"]]
+    stored = [one["stored"] for chunk in chunks for one in chain(chunk)]
     return {f"{PREFIX}{run}/{one['key']}": (one["size"], one["xxh3_128"]) for one in stored}
 
 

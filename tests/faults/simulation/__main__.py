@@ -7,11 +7,11 @@ import logging
 import os
 import sys
 
-from faults.simulation import trial
+from faults.simulation.trial import play
 
 logging.disable(logging.CRITICAL)
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 for line in sys.stdin:
-    answers.write(json.dumps(trial(int(line))) + "\n")
+    answers.write(json.dumps(play(int(line))) + "\n")
     answers.flush()

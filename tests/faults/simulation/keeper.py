@@ -27,6 +27,7 @@ from typing import Any
 from faults.rounds import Lost
 from faults.simulation.rules import Rules, Saved, Which, is_on, timeline
 from faults.simulation.store import Bucket
+from support import by_hand
 
 HOLD_FOR = 7 * 86400.0  # seconds
 FINISHED = 86400.0  # seconds
@@ -50,7 +51,7 @@ def _chunks(manifest: bytes) -> dict[str, int] | None:
         parsed: dict[str, Any] = json.loads(manifest)
     except ValueError:
         return None
-    stored = [chunk["stored"] for file in parsed["files"] for chunk in file["chunks"]]
+    stored = [one["stored"] for file in parsed["files"] for chunk in file["chunks"] for one in by_hand.chain(chunk)]
     return {f"{parsed['run']}/{one['key']}": one["size"] for one in stored}
 
 

@@ -38,7 +38,7 @@ from tierd.core.planning.place import SPOOL
 from tierd.core.planning.plan import plan
 from tierd.daemon.control import Control
 from tierd.daemon.reconcile import Reconciler
-from tierd.ipc import messages
+from tierd.ipc import messages, replies
 from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
 from tierd.stores.retry import RetryingStore
@@ -160,9 +160,8 @@ class Node:
         self.lines = {one.name: Line(one, self.life, world.weather, world.rng, world.count) for one in world.buckets}
         stores = {name: RetryingStore(line, rng=world.rng.random) for name, line in self.lines.items()}
         settings = config(self.spool, *stores, keep=world.keep, keep_local=world.keep_local, **world.options)
-        self.daemon = Reconciler(settings, self.spool, stores, self._heard)
-        self.daemon._random = self.daemon.scrubber._random = random.Random(world.rng.random())
-        self.daemon.scrubber._clock = lambda: __import__("time").time()
+        jitter = random.Random(world.rng.random())
+        self.daemon = Reconciler(settings, self.spool, stores, self._heard, jitter=jitter)
         self.control = Control(self.daemon, _NoHandOff())  # type: ignore[arg-type]
         self.work = self.life.spawn(self.daemon.run())
         self.up = True
@@ -290,16 +289,16 @@ class _Link:
         line = messages.encode_line(Caller.here.caller.ask(lambda: self._answer(request)))
         reply = msgspec.json.decode(line)
         if not reply.get("ok"):
-            messages.raise_error(reply)
+            replies.raise_error(reply)
         return dict(reply)
 
     async def _answer(self, request: Any) -> dict[str, Any]:
         if isinstance(request, messages.Wait):
             self._node.world.count["restores that another node was asked for"] += 1
         try:
-            return {"ok": True, **await self._life.spawn(self._node.control._do(request, self._held))}
+            return {"ok": True, **await self._life.spawn(self._node.control.handler.handle(request, self._held))}
         except (TierdError, TimeoutError, OSError) as error:
-            return messages.error_reply(error)
+            return replies.error_reply(error)
 
     def close(self) -> None:
         for one in self._held:
@@ -517,6 +516,7 @@ def tierd_here(loop: SimLoop) -> Iterator[None]:
             ("tierd.daemon.scrub.tier_repair.node", name),
             ("tierd.core.planning.sharing.SMALLEST_SHARED_BYTES", 1),
             ("tierd.spool.file_io.ahead", lambda items, worth: contextlib.nullcontext(items)),
+            ("tierd.spool.verified_reads.ahead", lambda items, worth: contextlib.nullcontext(items)),
             ("tierd.spool.direct_io.ahead", lambda items, worth: contextlib.nullcontext(items)),
         ):
             stack.enter_context(mock.patch(target, value))

@@ -197,9 +197,8 @@ class Site:
         self.spool.site, self.spool.life = self, self.life
         self.lines = {one.name: Wire(one, self.life, region) for one in region.tiers}
         stores = {name: RetryingStore(line, rng=region.rng.random) for name, line in self.lines.items()}
-        self.daemon = Reconciler(self._config(), self.spool, stores, self._heard)
-        self.daemon._random = self.daemon.scrubber._random = random.Random(region.rng.random())
-        self.daemon.scrubber._clock = lambda: __import__("time").time()
+        jitter = random.Random(region.rng.random())
+        self.daemon = Reconciler(self._config(), self.spool, stores, self._heard, jitter=jitter)
         for run in sorted(self.attached):  # a trainer attaches again when its daemon went
             self.daemon.requests.presence.came(run)
         self.control = Control(self.daemon, _NoHandOff())  # type: ignore[arg-type]

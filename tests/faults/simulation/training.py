@@ -16,6 +16,7 @@ from faults.simulation.loop import EPOCH, Life
 from faults.simulation.node import Caller, _Meeting, _Ranks
 from faults.simulation.region import Region, Site, which
 from faults.simulation.rules import Saved, Which, is_on
+from faults.simulation.truth import table
 from support.world import CHUNK, commit, part
 
 from tierd.client.ranks.launch import Clock
@@ -35,10 +36,11 @@ def content(one: Which) -> dict[str, bytes]:
         "backbone": run.encode()[:1] * (2 * CHUNK),
         "head": bytes([step // 4 % 251]) * (CHUNK // 2) + bytes([launch % 251]) * (CHUNK // 2),
         "news": noise.randbytes(CHUNK // 2),
+        "table": table(run, step, launch),
     }
 
 
-SIZE = 5 * CHUNK  # bytes that one takes in a spool, with its manifest, and a little more
+SIZE = 6 * CHUNK  # bytes that one takes in a spool, with its manifest, and a little more
 
 
 async def restored(site: Site, life: Life, run: str, asked: Which | None = None) -> Which | None:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import xxhash
-import zstandard
 from faults.rounds import Lost
 from faults.simulation.store import Bucket
+from support import by_hand
 from support.world import CHUNK, RUN
 
 Part: TypeAlias = tuple[int, int, int]
@@ -46,8 +46,19 @@ def content(part: Part) -> dict[str, bytes]:
         "backbone": bytes([rank]) * (2 * CHUNK),
         "deep/rows": bytes([rank, step // 3 % 251]) * (CHUNK // 2) + bytes([rank, launch % 251]) * (CHUNK // 2),
         "news": noise.randbytes(CHUNK // 2),
+        "table": table(f"{rank}", step, launch),
         "empty": b"",
     }
+
+
+def table(name: str, step: int, launch: int) -> bytes:
+    """Rows of which each step changes one, and each attempt another: what is stored as patches."""
+    data = bytearray(random.Random(f"table {name}").randbytes(CHUNK))
+    for change in (*map(str, range(step + 1)), f"{step} {launch}"):
+        noise = random.Random(f"row {name} {change}")
+        at = noise.randrange(CHUNK // 64) * 64
+        data[at : at + 64] = noise.randbytes(64)
+    return bytes(data)
 
 
 def digest(data: bytes) -> str:
@@ -88,17 +99,9 @@ def _describes(manifest: dict[str, Any], part: Part) -> bool:
 def named(data: bytes) -> set[str]:
     """The keys of the chunks that a manifest on a tier names; none of anything else that is sealed, as a head."""
     files = (_parsed(data) or {}).get("files", ())
-    return {f"{RUN}/{chunk['stored']['key']}" for file in files for chunk in file["chunks"]}
-
-
-@lru_cache(maxsize=16384)
-def _holds(data: bytes, codec: str, size: int, stored: str, raw: str) -> bool:
-    """Whether an object is what a manifest says of it."""
-    if len(data) != size or digest(data) != stored:
-        return False
-    if codec == "zst":
-        return digest(zstandard.ZstdDecompressor().decompress(data)) == raw
-    return codec != "raw" or stored == raw
+    return {
+        f"{RUN}/{one['stored']['key']}" for file in files for chunk in file["chunks"] for one in by_hand.chain(chunk)
+    }
 
 
 class Truth:
@@ -138,6 +141,7 @@ class Truth:
         self.putters: dict[tuple[str, Part], str] = {}  # who put a manifest last, and whether it was spoiled
         self.injuries = 0
         self.floor: Checkpoint | None = None
+        self._raws: dict[tuple[str, ...], str] = {}  # by the digests of a chunk's objects, that of its bytes
         self._tiers: dict[str, tuple[int, dict[Part, bool]]] = {}
         self._spools: dict[Path, tuple[int, set[Part]]] = {}
 
@@ -164,13 +168,25 @@ class Truth:
         found = []
         for file in (_parsed(bucket.objects[key][0]) or {"files": ()})["files"]:
             for chunk in file["chunks"]:
-                stored = chunk["stored"]
-                here = bucket.objects.get(f"{RUN}/{stored['key']}")
-                if here is None or not _holds(
-                    here[0], stored["codec"], stored["size"], stored["xxh3_128"], chunk["xxh3_128"]
-                ):
-                    found.append(f"{RUN}/{stored['key']}")
+                bad = [one["stored"]["key"] for one in by_hand.chain(chunk) if not self._is_as_told(bucket, one)]
+                found += [f"{RUN}/{key}" for key in bad]
+                if not bad and not self._is_right_raw(bucket, chunk):
+                    found.append(f"{RUN}/{chunk['stored']['key']}")
         return found
+
+    def _is_right_raw(self, bucket: Bucket, chunk: dict[str, Any]) -> bool:
+        """Whether a chunk whose objects are as told holds what the manifest says."""
+        name = tuple(one["stored"]["xxh3_128"] for one in by_hand.chain(chunk))
+        if name not in self._raws:
+            raw = by_hand.raw(chunk, lambda key: bucket.objects[f"{RUN}/{key}"][0])
+            self._raws[name] = digest(raw)
+        return self._raws[name] == chunk["xxh3_128"]
+
+    def _is_as_told(self, bucket: Bucket, chunk: dict[str, Any]) -> bool:
+        """Whether a chunk's own object is what the manifest says of it."""
+        stored = chunk["stored"]
+        data, _ = bucket.objects.get(f"{RUN}/{stored['key']}", (None, 0))
+        return data is not None and len(data) == stored["size"] and digest(data) == stored["xxh3_128"]
 
     def in_spool(self, spool: Path, version: int) -> set[Part]:
         """The parts that are right there."""
@@ -269,6 +285,7 @@ class Truth:
             self.revenants[bucket.name].discard(key)
             self.hurt[bucket.name].discard(key)
             self._ended(bucket.name, part)
+            self._falls |= self._is_unnoticed(bucket, part)
             if key.replace("/manifests/", "/quarantine/") not in bucket.objects:
                 home = key.replace("/manifests/", "/chunks/").rpartition("/")[0]
                 under = {one for one in bucket.keys if one.startswith(f"{home}/")}
@@ -280,6 +297,14 @@ class Truth:
                 # What a damaged one named is known to each node that read it before, and spared.
                 if all(is_sealed(bucket.objects[one][0]) for one in others if part_of(one)):
                     self.doomed[bucket.name] |= {one for one in loose if one.split("/")[2] not in coming}
+
+    def _is_unnoticed(self, bucket: Bucket, part: Part) -> bool:
+        """Whether the trial has hurt a newer checkpoint there since it was verified, and no manifest of it was set
+        aside: retention goes by what was verified."""
+        return any(
+            newer[:2] > part[:2] and not right and self._is_excused(bucket.name, newer)
+            for newer, right in self.on_tier(bucket).items()
+        )
 
     def flushed(self, tier: str, part: Part, who: str) -> None:
         """A node says that it flushed a part: the manifest that it put last is the one that it had."""

@@ -31,6 +31,7 @@ from faults.rounds import Lost, Mutant, Round
 from torch import nn
 
 import tierd
+from tierd.client.checkpointer import made_of
 from tierd.core.errors import TornSnapshot
 
 UNIT = "late writes"
@@ -168,7 +169,7 @@ MUTANTS = (
         "tierd/client/saving/snapshot.py",
         "moved = [name for name, before, after in zip(names, was, now, strict=True) if before != after]",
         "moved = []",
-        "pytest tests/client/saving/test_torn.py -k one_element",
+        "pytest tests/client/saving/test_foreign_writes.py -k one_element",
     ),
     Mutant(
         "large tensors are not compared",
@@ -264,7 +265,7 @@ def _play(trial: Trial, seed: int, checkpointer: tierd.Checkpointer, spool: Path
 
 def _detach(checkpointer: tierd.Checkpointer, optimizer: torch.optim.Optimizer) -> None:
     """An attached optimizer would be kept, and with it its parameters, until the checkpointer is closed."""
-    handles = checkpointer._gate._optimizers.pop(optimizer)
+    handles = made_of(checkpointer).gate._optimizers.pop(optimizer)
     for handle in handles:
         handle.remove()
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedS
 
 from tierd.core.errors import StateMismatch
 from tierd.core.shard_placement import MAX_BOXES, Placement, parse_placement
-from tierd.state.json_tree import parse_tree
 from tierd.state.kinds.dtensors import SavedDTensor, is_placed_alike, placement_of
+from tierd.state.tree_parser import parse_tree
 
 ROOT = Path(__file__).parents[3]
 

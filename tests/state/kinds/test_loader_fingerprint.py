@@ -31,11 +31,12 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import tierd
 from tierd.core.errors import StateMismatch, StateRefused
-from tierd.state.capture import Capturer
+from tierd.state.capturer import Capturer
+from tierd.state.fit import check_fit
 from tierd.state.flatten import flatten, unflatten
 from tierd.state.kinds import loader_fingerprint
 from tierd.state.kinds.loader_fingerprint import ask
-from tierd.state.load import check_fit, load
+from tierd.state.load import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital'")
 WORLD = 3

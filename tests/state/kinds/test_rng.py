@@ -12,8 +12,9 @@ import torch
 from support.training import through
 
 from tierd.core.errors import StateMismatch
+from tierd.state.fit import check_fit
 from tierd.state.kinds.rng import RngState
-from tierd.state.load import check_fit, load
+from tierd.state.load import load
 
 
 def draw():

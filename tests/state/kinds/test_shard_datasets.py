@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from tierd.core.errors import StateMismatch
+from tierd.state.fit import check_fit
 from tierd.state.kinds.loader_fingerprint import ask
-from tierd.state.load import check_fit, load
+from tierd.state.load import load
 
 LIBRARY = "torch_dataloader_utils.dataset.base"
 

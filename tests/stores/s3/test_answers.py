@@ -245,6 +245,20 @@ def test_credentials_that_come_after_the_start_are_found(file: Path, monkeypatch
     assert bucket.objects["p/k"] == b"1"
 
 
+def test_a_refusal_without_a_text_is_told_without_one(file: Path) -> None:
+    written(file, "first")
+
+    async def use(bucket: Bucket) -> None:
+        bucket.deny("GetObject", status=503, code="SlowDown")
+        store = S3Store(parse_url(bucket.url()))
+        with pytest.raises(StoreUnavailable, match=r"SlowDown 503$"):
+            await store.get("k")
+        await store.aclose()
+
+    with serving(Bucket()) as bucket:
+        asyncio.run(use(bucket))
+
+
 def test_credentials_that_were_replaced_are_taken_up_within_the_call(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

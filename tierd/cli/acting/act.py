@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tierd.cli.acting.ending import EXIT_UNFINISHED
+from tierd.cli.exit_codes import EXIT_UNFINISHED
 from tierd.cli.known import answering, no_such
 from tierd.cli.options import (
     AttemptOption,
@@ -38,13 +38,14 @@ from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.candidates import agree
 from tierd.core.timeline.run_view import RunView
 from tierd.core.urls import parse_url
-from tierd.daemon.service import open_all, open_tiers, serve
+from tierd.daemon.opening import open_tiers
+from tierd.daemon.service import open_all, serve
 from tierd.daemon.tiers.observe import look_around
 from tierd.daemon.tiers.reach import Reach
 from tierd.daemon.tiers.reach import reach as try_out
 from tierd.ipc import messages
 from tierd.ipc.client import Link
-from tierd.ipc.messages import read_member
+from tierd.ipc.replies import read_member
 from tierd.logs import LogFormat
 from tierd.logs import use as use_format
 from tierd.spool.spool import Spool

@@ -27,7 +27,7 @@ from tierd.cli.options import (
 from tierd.cli.tables import console, print_json, table
 from tierd.core.errors import CheckpointNotFound, ConfigError, FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import PartId, check_attempt, check_run
-from tierd.daemon.service import open_tiers
+from tierd.daemon.opening import open_tiers
 from tierd.daemon.tiers.disown import Claim, Claimed, claimed, living_here
 from tierd.daemon.tiers.disown import disown as take_away
 from tierd.spool.spool import Spool

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from tierd.cli.exit_codes import EXIT_UNFINISHED
 from tierd.cli.known import answering, no_such
 from tierd.cli.options import AttemptOption, ConfigOption, JsonOption, Places, RunArgument, SpoolOption, places
 from tierd.cli.progress import Meter, progress
@@ -23,7 +24,6 @@ from tierd.core.retention.policy import seconds
 from tierd.ipc import messages
 from tierd.ipc.client import Link
 
-EXIT_UNFINISHED = 9
 _POLL_S = 0.5
 _LOOK_S = 1.0  # between two listings of tiers to which other nodes send
 _MARGIN_S = 10.0  # that the daemon's answer may take beyond the time in the request

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
+from tierd.cli.acting.import_spool import import_spool
 from tierd.cli.known import answering
 from tierd.cli.options import AttemptOption, JsonOption, KeyFileOption, Places, ToOption
 from tierd.cli.progress import progress
 from tierd.cli.reading.read import look
 from tierd.cli.tables import complain, console, print_json, print_table, size, table
 from tierd.core.config import Config, from_urls
-from tierd.core.errors import CheckpointNotFound, ConfigError, SpoolUnusable
+from tierd.core.errors import CheckpointNotFound, ConfigError
 from tierd.core.ids import check_run
 from tierd.core.report import report
-from tierd.core.urls import parse_url
+from tierd.core.urls import StoreUrl, parse_url
+from tierd.daemon.intake.bucket import BucketOrigin, split_url
 from tierd.daemon.intake.importing import ImportedRun, import_units
-from tierd.daemon.service import open_tiers
+from tierd.daemon.intake.origin import Origin, directory_origin
+from tierd.daemon.opening import open_tiers
 from tierd.daemon.transfer.copy import CopiedRun, copy_run
 from tierd.daemon.transfer.download import Progress
 from tierd.priority import hasten
-from tierd.spool.spool import Spool
+from tierd.stores.open import open_foreign
 
 _EXIT_REFUSED, _EXIT_CORRUPT = 4, 5
 
@@ -136,7 +136,9 @@ def _show(answer: Copied) -> None:
 
 
 def import_(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a directory of checkpoints.")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH|URL", help="A checkpoint, or a directory of checkpoints; also in a bucket.")
+    ],
     name: Annotated[str, typer.Option("--run", metavar="RUN", help="The run that they become.")],
     to: ToOption = None,
     step: Annotated[
@@ -147,10 +149,11 @@ def import_(
     json: JsonOption = False,
 ) -> None:
     """Turn existing checkpoints of other programs into verified ones of a run: each is checked and taken as its files,
-    in the order of steps. PATH is not written to. Needs no daemon."""
-    run, where = check_run(name), _local(path)
+    in the order of steps. PATH is not written to. What lies in a bucket is brought below $TMPDIR, one checkpoint at a
+    time. Needs no daemon."""
+    run, where = check_run(name), _place(path)
     config = from_urls("/", to or [], key_file=str(key_file.absolute()) if key_file else None)
-    done = asyncio.run(_import(config, where, run, step))
+    done = asyncio.run(_import(config, path, where, run, step))
     answer = Imported(done, _unkept(config, run, {(one.step, one.attempt) for one in done.units}))
     print_json(answer) if json else _show_imported(answer)
     if done.refused:
@@ -158,14 +161,14 @@ def import_(
         raise typer.Exit(_EXIT_CORRUPT if corrupt else _EXIT_REFUSED)
 
 
-def _local(text: str) -> Path:
-    """Return the path that an argument names, as a path or as a file: URL."""
+def _place(text: str) -> Path | StoreUrl:
+    """Return the path that an argument names, as a path or as a file: URL; or the URL of a bucket."""
     if "://" not in text:
         path = Path(text)
     elif (url := parse_url(text)).scheme == "file":
         path = Path(url.path)
     else:
-        raise ConfigError(f"{text}: import reads files; download it to a disk first, or mount the bucket")
+        return url
     if not path.exists():
         raise CheckpointNotFound(f"{path}: no such file or directory")
     if not (path.is_file() or path.is_dir()):
@@ -173,32 +176,23 @@ def _local(text: str) -> Path:
     return path
 
 
-async def _import(config: Config, path: Path, run: str, step: int | None) -> ImportedRun:
+async def _import(config: Config, shown: str, place: Path | StoreUrl, run: str, step: int | None) -> ImportedRun:
     async with AsyncExitStack() as stack:
         stores = await open_tiers(config, stack)
         moved = Progress()
-        with _staging(path.resolve()) as spool, progress("importing") as bar:
+        origin: Origin
+        if isinstance(place, Path):
+            spool = stack.enter_context(import_spool(place.resolve()))
+            origin = stack.enter_context(directory_origin(place))
+        else:
+            spool = stack.enter_context(import_spool(None))
+            listed, name = split_url(place)
+            store = open_foreign(listed)
+            stack.push_async_callback(store.aclose)
+            origin = await BucketOrigin.at(shown, store, name, spool.root.with_name("objects"))
+        with progress("importing") as bar:
             moved.told = lambda at: bar.update(at.done, at.total)
-            return await import_units(path, stores, spool, run, step, moved)
-
-
-@contextmanager
-def _staging(path: Path) -> Iterator[Spool]:
-    """Make a spool for one command: beside the path, where files can be linked, or else where temporary files go.
-
-    Raises:
-        SpoolHeld: another import of the path is at work.
-    """
-    try:
-        spool = Spool(path.with_name(f".tierd-import-{path.name or 'root'}"))
-    except (SpoolUnusable, OSError):  # a read-only file system, or somebody else's directory
-        spool = Spool(tempfile.mkdtemp(prefix="tierd-import-"))
-    with spool.lock():
-        try:
-            spool.remove(spool.parts())  # of an import that was killed
-            yield spool
-        finally:
-            shutil.rmtree(spool.root, ignore_errors=True)
+            return await import_units(origin, stores, spool, run, step, moved)
 
 
 def _show_imported(answer: Imported) -> None:

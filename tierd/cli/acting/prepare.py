@@ -9,7 +9,7 @@ import typer
 
 from tierd.cli.acting.watch import DirectoryArgument, default_spool
 from tierd.cli.known import note_unknown
-from tierd.cli.options import JsonOption, KeyFileOption, Places, SpoolOption, ToOption
+from tierd.cli.options import JsonOption, KeyFileOption, Places, SpoolOption, ToOption, check_whose
 from tierd.cli.reading.restore import with_tiers
 from tierd.cli.tables import console, print_json, table
 from tierd.core.config import from_urls
@@ -37,6 +37,7 @@ def prepare(
     and fetch replacements."""
     where, run, moved = directory.absolute(), check_run(name), Progress()
     home = (spool or default_spool(where)).absolute()
+    check_whose(home)
     own = Spool(home, write=False) if (home / ".tierd").is_dir() else None
     config = from_urls(str(home), to or [], None, str(key_file.absolute()) if key_file else None)
     found = asyncio.run(with_tiers(config, moved, lambda stores: prepare_directory(where, run, own, stores, moved)))

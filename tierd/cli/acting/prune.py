@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tierd.cli.known import note_unknown
+from tierd.cli.known import check_known
 from tierd.cli.options import (
     ConfigOption,
     JsonOption,
@@ -27,7 +27,7 @@ from tierd.core.planning.inventory import Inventory, runs
 from tierd.core.planning.pruning import MOST_CHECKPOINTS
 from tierd.core.planning.verdicts import judge
 from tierd.core.retention.policies import known_policy, unknown
-from tierd.daemon.service import open_tiers
+from tierd.daemon.opening import open_tiers
 from tierd.daemon.tiers.manifests import Manifests
 from tierd.daemon.tiers.observe import look_around
 from tierd.daemon.tiers.prune import prune as prune_tier
@@ -82,10 +82,11 @@ def prune(
     which does both by itself."""
     where = places(None, url, config, keep_last, key_file)
     judged = asyncio.run(_prune(where, run, dry_run=dry_run))
-    if run and not judged:
-        note_unknown(where, run)
     if json:
         print_json({"verdicts": judged})
+    if run and not judged:
+        check_known(where, run)
+    if json:
         return
     rows = [
         (

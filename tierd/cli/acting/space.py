@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from tierd.cli.known import answering, note_unknown
+from tierd.cli.known import answering, no_such
 from tierd.cli.options import (
     ConfigOption,
     JsonOption,
@@ -37,8 +37,8 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import check_run
 from tierd.core.planning.place import SPOOL
+from tierd.daemon.opening import open_tiers
 from tierd.daemon.remove import Held, held_in_spool, held_on_tier, remove_from_spool, remove_from_tier
-from tierd.daemon.service import open_tiers
 from tierd.daemon.tiers.observe import TierObserver
 from tierd.daemon.usage import Usage, usage_in_spool, usage_on_tier
 from tierd.ipc import messages
@@ -162,13 +162,12 @@ def du(
     json: JsonOption = False,
 ) -> None:
     """The room that each run takes in each place, and how much of it several checkpoints share."""
-    where = places(spool, url, config, key_file=key_file)
+    where = places(spool, url, config, key_file=key_file, run_option=True)
     found = asyncio.run(_usages(where, run and check_run(run)))
-    if run and not found.usage and not found.unreached:
-        note_unknown(where, run)
+    missing = run is not None and not found.usage and not found.unreached
     if json:
         print_json(found)
-    else:
+    elif not missing:
         rows = [
             (
                 one.run,
@@ -185,6 +184,9 @@ def du(
             console().print(f"{name} did not answer")
     if found.unreached:
         raise typer.Exit(6)
+    if missing:
+        with answering(where, run):
+            raise no_such(run, None, ())
 
 
 async def _usages(where: Places, run: str | None) -> Usages:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tierd.cli.acting.act import tell
-from tierd.cli.acting.ending import EXIT_UNFINISHED
+from tierd.cli.exit_codes import EXIT_UNFINISHED
 from tierd.cli.options import JsonOption, KeyFileOption, SpoolOption, ToOption
 from tierd.core.config import WatchConfig, from_urls
 from tierd.core.errors import ConfigError

@@ -1,38 +1,37 @@
-"""The command `advise`, which only computes.
-
-Invariant: nothing is guessed. A value without its unit, or an incomplete set of the model's inputs, is an error that
-names the option.
-"""
+"""The command `advise`, which only computes; `advise_values` checks the values of its options."""
 
 from __future__ import annotations
 
-import asyncio
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
-from msgspec import Meta
 
-from tierd.cli.known import answering
+from tierd.cli.exit_codes import EXIT_WARNING
 from tierd.cli.measuring.advise_show import Advised, account, draw, draw_table, markdown, show, times
-from tierd.cli.options import JsonOption, RunOption, SpoolOption, places
-from tierd.cli.reading.read import look
-from tierd.cli.reading.status import EXIT_WARNING
+from tierd.cli.measuring.advise_values import (
+    LOCAL,
+    Measured,
+    away_of,
+    measured_by,
+    mtbf_of,
+    past_of,
+    second_level,
+    step_time_of,
+    tiers_of,
+)
+from tierd.cli.options import JsonOption, RunOption, SpoolOption
 from tierd.cli.tables import console, print_json, print_lines
-from tierd.cli.units import LONGEST, SHORTEST, count, rate, size, time
+from tierd.cli.units import count, rate, time
 from tierd.core.advice.notice import Fit, fit
-from tierd.core.advice.run_history import Past, past
+from tierd.core.advice.run_history import Past
 from tierd.core.advice.save_interval import Advice, Costs, advise
 from tierd.core.advice.table import Job, TableRow, lines
 from tierd.core.errors import ConfigError
-from tierd.core.planning.inventory import Inventory, runs
 
 _STEPS = (100, 500, 1000, 5000)  # rows of the table if the step time is known,
 _MINUTES = (1, 5, 15, 60)  # and if it is not
-_LOCAL = "spool"
 
 StateOption = Annotated[
     str | None,
@@ -114,25 +113,11 @@ DrainOption = Annotated[
 ]
 
 
-class _Measured(msgspec.Struct, frozen=True):
-    state_bytes: Annotated[int, Meta(ge=0)]
-    blocked_s: Annotated[float, Meta(ge=0, le=LONGEST)]
-    durable_s: Annotated[float, Meta(ge=SHORTEST, le=LONGEST)]
-
-
-class _Benched(_Measured, frozen=True):
-    state_bytes: Annotated[int, Meta(gt=0)]
-
-
-class _Bench(msgspec.Struct, frozen=True):
-    advise: _Benched
-
-
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """The values of the options, in seconds and bytes."""
 
-    measured: _Measured
+    measured: Measured
     mtbf_s: float | None
     restart_s: float
     flush_s: float
@@ -178,24 +163,24 @@ def advise_command(
     """How often to save, and the goodput to expect, from what saving and failing cost. With --notice: whether the last
     save is in time when the node ends.
     """
-    went = _went(from_run, spool, run)
+    went = past_of(from_run, spool, run)
     sync_s = None if sync is None else time("--sync", sync)
     node_count = count("--nodes", nodes)
     if went is not None:
         state_size = state_size or f"{max(1, went.state_bytes // node_count)}B"
-    measured = _measured(file, state_size, blocked, bandwidth, None if table else sync_s)
+    measured = measured_by(file, state_size, blocked, bandwidth, sync_s, table)
     if notice is not None:
-        _answer_notice(_fit(measured, notice, drain, tier_bandwidth, _step_time(step_time, went)), json)
+        _answer_notice(_fit(measured, notice, drain, tier_bandwidth, step_time_of(step_time, went)), json)
         return
     if drain is not None:
         raise ConfigError("--drain is for --notice: how long the daemon sends after it")
     asked = _Asked(
         measured,
-        _mtbf(mtbf, node_count, went),
-        _away(went, time("--restart", restart, zero=True)),
-        *_second_level(measured.state_bytes, tier_bandwidth, node_loss, table),
+        mtbf_of(mtbf, node_count, went),
+        away_of(went, time("--restart", restart, zero=True)),
+        *second_level(measured.state_bytes, tier_bandwidth, node_loss, table),
         sync_s,
-        _step_time(step_time, went),
+        step_time_of(step_time, went),
         went.every_steps if every is None and went is not None else every,
     )
     if asked.every is not None:
@@ -204,7 +189,7 @@ def advise_command(
             raise ConfigError("--every counts steps: say how long one takes with --step-time")
     if tier and not table:
         raise ConfigError("--tier is a row of the table: give --table as well")
-    found = _answer(asked, went, _tiers(tier, tier_bandwidth) if table else None)
+    found = _answer(asked, went, tiers_of(tier, tier_bandwidth) if table else None)
     _draw(plot, found)
     if json:
         print_json(found)
@@ -264,12 +249,12 @@ def _print(found: Advised, asked: _Asked) -> None:
         for line in account(found.past, found.advice.yours, found.advice.recommended):
             print_lines(line)
     if found.table is not None:
-        print_lines("\n".join(markdown(found.table, _LOCAL, asked.node_loss or 1.0)))
+        print_lines("\n".join(markdown(found.table, LOCAL, asked.node_loss or 1.0)))
     elif found.costs is not None and found.advice is not None:
         show(console(), found.costs, found.advice, found.sync)
 
 
-def _fit(measured: _Measured, notice: str, drain: str | None, tier_bandwidth: str | None, step_s: float | None) -> Fit:
+def _fit(measured: Measured, notice: str, drain: str | None, tier_bandwidth: str | None, step_s: float | None) -> Fit:
     return fit(
         time("--notice", notice),
         measured.state_bytes,
@@ -288,96 +273,3 @@ def _answer_notice(found: Fit, json: bool) -> None:
         print_lines("\n".join(times(found)))
     if not found.fits:
         raise typer.Exit(EXIT_WARNING)
-
-
-# -- values of the options -------------------------------------------------------------------------------------------
-
-
-def _went(from_run: tuple[str, str] | None, spool: Path | None, run: str | None) -> Past | None:
-    """Read the history of a real run."""
-    if from_run is None and spool is None:
-        if run is not None:
-            raise ConfigError("--run is for --spool: which of its runs")
-        return None
-    if from_run is not None and (spool is not None or run is not None):
-        raise ConfigError("--from-run names a tier and the run itself; leave --spool and --run out")
-    urls, name = ([from_run[0]], from_run[1]) if from_run else (None, run)
-    where = places(spool, urls, None)
-    world: Inventory = asyncio.run(look(where, name))
-    if name is None:
-        there = runs(world)
-        if len(there) != 1:
-            raise ConfigError(f"--spool {spool}: it has {len(there)} runs; say which with --run")
-        [name] = there
-    with answering(where, name):
-        return past(world, name)
-
-
-def _mtbf(mtbf: str | None, nodes: int, went: Past | None) -> float | None:
-    if mtbf is not None:
-        return time("--mtbf", mtbf) / nodes
-    if went is None:
-        return None
-    if not went.failures:
-        raise ConfigError(f"run {went.run}: no launch resumed, so no failure is known; say how often with --mtbf")
-    return went.span_s / went.failures
-
-
-def _away(went: Past | None, given: float) -> float:
-    return given if went is None or math.isnan(went.away_s) else went.away_s
-
-
-def _step_time(step_time: str | None, went: Past | None) -> float | None:
-    if step_time is not None:
-        return time("--step-time", step_time)
-    return None if went is None else went.step_s
-
-
-def _tiers(tiers: list[str] | None, bandwidth: str | None) -> dict[str, float | None]:
-    found: dict[str, float | None] = {_LOCAL: None}
-    for one in tiers or ([f"tier={bandwidth}"] if bandwidth else []):
-        name, equals, text = one.partition("=")
-        if not (name and equals) or name in found or "|" in name:
-            raise ConfigError(f"--tier {one!r}: a name of its own and a bandwidth, as network=500MB/s")
-        found[name] = rate("--tier", text)
-    return found
-
-
-def _measured(
-    file: Path | None, state_size: str | None, blocked: str | None, bandwidth: str | None, sync_s: float | None
-) -> _Measured:
-    given = {"--state-size": state_size, "--blocked": blocked, "--bandwidth": bandwidth}
-    if file is not None:
-        if any(value is not None for value in given.values()):
-            raise ConfigError(f"--from names what saving costs itself; leave {', '.join(given)} out")
-        try:
-            return msgspec.json.decode(file.read_bytes(), type=_Bench).advise
-        except (OSError, msgspec.DecodeError) as error:
-            raise ConfigError(f"--from {file}: not what `tierd bench overhead` writes: {error}") from error
-    if sync_s is not None and blocked is None and bandwidth is None:  # only a save that training waits for
-        return _Measured(0 if state_size is None else round(size("--state-size", state_size)), sync_s, sync_s)
-    if state_size is None or blocked is None or bandwidth is None:
-        missing = ", ".join(option for option, value in given.items() if value is None)
-        raise ConfigError(
-            f"missing: {missing}; or give --from FILE, the JSON of `tierd bench overhead`, or --sync TIME"
-        )
-    amount, cost = size("--state-size", state_size), time("--blocked", blocked, zero=True)
-    return _Measured(round(amount), cost, cost + amount / rate("--bandwidth", bandwidth))
-
-
-def _second_level(
-    size_bytes: int, tier_bandwidth: str | None, node_loss: float | None, table: bool
-) -> tuple[float, float]:
-    """Return the time to copy a checkpoint to the tier, and the share of failures that need the tier's copy."""
-    if (tier_bandwidth is None) != (node_loss is None) and not table:
-        raise ConfigError(
-            "--tier-bandwidth and --node-loss need each other: how fast to the tier, and how often it counts"
-        )
-    if node_loss is not None and not 0 < node_loss <= 1:
-        raise ConfigError(f"--node-loss {node_loss:g}: a share of all failures, more than 0 and at most 1")
-    if tier_bandwidth is None:
-        return 0.0, node_loss or 0.0
-    if node_loss is None:
-        rate("--tier-bandwidth", tier_bandwidth)
-        return 0.0, 0.0
-    return size_bytes / rate("--tier-bandwidth", tier_bandwidth), node_loss

@@ -1,4 +1,4 @@
-"""Commands that measure: `bench overhead`.
+"""Commands that measure: `bench overhead` and `bench growth`.
 
 Invariant: torch and the measuring modules are imported only when such a command runs.
 """
@@ -20,7 +20,14 @@ def register(app: typer.Typer) -> None:
     bench = typer.Typer(help="Measure what saving costs training.", no_args_is_help=True)
     bench.callback()(lambda: None)
     bench.command("overhead")(overhead)
+    bench.command("growth")(growth)
     app.add_typer(bench, name="bench")
+
+
+_DirectoryOption = Annotated[
+    Path | None,
+    typer.Option("--dir", metavar="DIR", help="A directory on the disk to measure.", show_default="a temporary one"),
+]
 
 
 def overhead(
@@ -34,12 +41,7 @@ def overhead(
     every: Annotated[
         int | None, typer.Option("--every", min=1, help="Steps from a save to the next.", show_default="4 to 10")
     ] = None,
-    directory: Annotated[
-        Path | None,
-        typer.Option(
-            "--dir", metavar="DIR", help="A directory on the disk to measure.", show_default="a temporary one"
-        ),
-    ] = None,
+    directory: _DirectoryOption = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Write overhead.json, .md and .png there.", show_default=False),
@@ -69,6 +71,38 @@ def overhead(
         print_json({"result": result, "verdicts": targets.verdicts(result)})
     else:
         print_lines(page.page(result))
+
+
+def growth(
+    only: Annotated[
+        str | None, typer.Option("--only", metavar="PART,…", help="Only these parts.", show_default="all")
+    ] = None,
+    scale: Annotated[
+        float, typer.Option("--scale", metavar="SHARE", help="So many times as many checkpoints and runs.")
+    ] = 1.0,
+    s3: Annotated[
+        str, typer.Option("--s3", metavar="URL", help="An empty place in a bucket, for restores.", show_default=False)
+    ] = "",
+    directory: _DirectoryOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Write growth.json and .md there.", show_default=False),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Costs that must not grow with a state, a run or a node, beside torch.save and its peers, and each goal."""
+    try:
+        from tierd.bench.growth import page, result
+        from tierd.bench.growth.run import growth as run
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed; pip install 'tierd[bench]'") from error
+
+    parts = [name.strip() for name in only.split(",")] if only is not None else list(page.TITLES)
+    found = run(parts, scale, s3, directory, out, lambda text: print_lines(text, error=True))
+    if json:
+        print_json({"result": found, "verdicts": result.verdicts(found)})
+    else:
+        print_lines(page.page(found))
 
 
 def _numbers(option: str, text: str) -> list[float]:

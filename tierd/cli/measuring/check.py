@@ -11,11 +11,10 @@ from typing import Annotated
 
 import typer
 
+from tierd.cli.exit_codes import EXIT_NOT_EXACT
 from tierd.cli.options import JsonOption
 from tierd.cli.tables import print_lines
 from tierd.core.printable import printable_json
-
-EXIT_NOT_EXACT = 8
 
 
 def register(app: typer.Typer) -> None:

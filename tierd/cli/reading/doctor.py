@@ -14,8 +14,8 @@ from pathlib import Path
 
 import typer
 
+from tierd.cli.exit_codes import EXIT_ALERT, EXIT_WARNING
 from tierd.cli.options import ConfigOption, JsonOption, KeyFileOption, SpoolOption, UrlArgument, load_config
-from tierd.cli.reading.status import EXIT_ALERT, EXIT_WARNING
 from tierd.cli.tables import Table, console, print_json, table
 from tierd.core.config import Config, TierConfig, from_urls
 from tierd.core.diagnosis.findings import Finding, Severity, finding, worst

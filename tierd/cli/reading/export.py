@@ -5,6 +5,9 @@ Invariant: torch and the reading modules are imported only when the command runs
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -60,7 +63,9 @@ def export(
         raise ConfigError("export needs a tier's URL, --run RUN and --to DIR")
     best_goal(best, mode, step)
     try:
-        from tierd.reading import open as open_run
+        with _uncollected():
+            from tierd.reading import exports as _exports  # noqa: F401  loaded here, because `Reader.export` needs it
+            from tierd.reading import open as open_run
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; pip install 'tierd[torch,daemon]'") from error
 
@@ -95,3 +100,15 @@ def export(
         complain(f"--dtype {dtype} made finite values infinite in {', '.join(done.overflowed[:5])}{more}")
     for one in done.skipped:
         out.print(f"skipped {one}")
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pause the garbage collector while modules are loaded: it visits all their objects again and again, in vain."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -11,15 +11,14 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tierd.cli.known import note_unknown
+from tierd.cli.exit_codes import EXIT_UNDELIVERED
+from tierd.cli.known import check_known, note_unknown
 from tierd.cli.options import JsonOption, KeyFileOption, UrlArgument, places
 from tierd.cli.tables import print_lines
 from tierd.core.errors import ConfigError
 from tierd.core.printable import printable_json
 from tierd.core.retention.policy import seconds
 from tierd.core.urls import parse_url
-
-EXIT_UNDELIVERED = 12
 
 
 def register(app: typer.Typer) -> None:
@@ -47,7 +46,8 @@ def follow(
 ) -> None:
     """Run a command for each complete checkpoint, once over restarts; status 0 counts as delivered.
 
-    Its files are fetched and verified if the command names {directory}; otherwise only its manifests are read."""
+    Its files are fetched and verified if the command names {directory}; otherwise only its manifests are read.
+    A run that begins later is waited for, without --once."""
     if not url or not name or not command or to is None:
         raise ConfigError("follow needs a tier's URL, --run RUN, --exec COMMAND and --to DIR")
     try:
@@ -68,7 +68,8 @@ def follow(
 
     words = parse_command(command)
     _check_apart(to, url)
-    note_unknown(places(None, list(url), None, key_file=key_file), name)  # and it may begin later
+    # A follower may be started before the run's first save, but what ends at once has nothing to wait for.
+    (check_known if once else note_unknown)(places(None, list(url), None, key_file=key_file), name)
     with open_run(list(url), name, key_file) as reader:
         follower = CommandFollower(reader.tiers, to, words, tell)
         if not follower.run(latest=latest, period_s=period_s, once=once):

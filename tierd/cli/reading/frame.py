@@ -19,6 +19,7 @@ from tierd.core.printable import printable
 Members = Mapping[str, Any]
 
 _CHECKPOINTS, _EVENTS, _LAUNCHES = 12, 30, 8  # of each run the newest; the last; of each run the last
+_LANE = 160  # columns of a drawn launch at most, because a file or a pipe has lines of any width
 _BARS = " ▁▂▃▄▅▆▇█"
 _BAD = ("failing", "persist failed", "corrupt", "quarantined", "given up", "two launches", "rolled back")
 
@@ -108,7 +109,8 @@ def _runs(status: Members, runs: Members, width: int) -> Iterator[Text]:
     if not by_run:
         yield Text("none in the spool")
     if runs["unreached"]:
-        yield from _plain([f"not known, because these do not answer: {', '.join(runs['unreached'])}"], width, "yellow")
+        words = f"tiers that do not answer, so their copies are not known: {', '.join(runs['unreached'])}"
+        yield from _plain([words], width, "yellow")
     for name, found in by_run.items():
         newest = next((one["step"] for one in found if _is_on_a_tier(one)), None)
         safe = "on no tier" if newest is None else f"step {newest} is on a tier"
@@ -131,7 +133,7 @@ def _timeline(launches: Sequence[Members], checkpoints: Sequence[Members], width
     steps = [one["step"] for one in checkpoints]
     steps += [one["from_step"] for one in launches if one["from_step"] is not None]
     low, high = min(steps), max(steps)
-    room = max(10, width - 2)
+    room = max(10, min(width - 2, _LANE))
     for launch in shown:
         how = "from the beginning" if launch["from_step"] is None else f"from step {launch['from_step']}"
         lost = f", rolled back by {launch['lost_steps']} steps" if launch["lost_steps"] else ""
@@ -139,16 +141,21 @@ def _timeline(launches: Sequence[Members], checkpoints: Sequence[Members], width
         yield from _plain([words], width, "yellow" if lost else "")
         if high > low:
             own = [one for one in checkpoints if one["attempt"] == launch["attempt"]]
-            yield Text(_lane(launch, own, low, high, room), style="dim" if launch is not shown[-1] else "")
+            # To where a later launch left it, also if retention has deleted that checkpoint since.
+            left_at = [one["from_step"] for one in launches if one["from_attempt"] == launch["attempt"]]
+            last = max(launch["last_step"], *left_at) if left_at else launch["last_step"]
+            yield Text(_lane(launch, last, own, (low, high), room), style="dim" if launch is not shown[-1] else "")
 
 
-def _lane(launch: Members, checkpoints: Sequence[Members], low: int, high: int, room: int) -> str:
+def _lane(launch: Members, last: int, checkpoints: Sequence[Members], steps: tuple[int, int], room: int) -> str:
+    low, high = steps
+
     def at(step: int) -> int:
         return (step - low) * (room - 1) // (high - low)
 
     drawn = [" "] * room
     first = launch["first_step"] if launch["from_step"] is None else launch["from_step"]
-    for column in range(at(first), at(launch["last_step"]) + 1):
+    for column in range(at(first), at(last) + 1):
         drawn[column] = "─"
     if launch["from_step"] is not None:
         drawn[at(first)] = "└"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import typer
 
-from tierd.cli.known import answering, no_such, note_unknown
+from tierd.cli.known import answering, no_such
 from tierd.cli.options import (
     AttemptOption,
     ConfigOption,
@@ -43,15 +43,15 @@ from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL
 from tierd.core.report import Report, report
 from tierd.core.timeline.candidates import not_found, restore_candidates
-from tierd.daemon.service import open_tiers
+from tierd.daemon.opening import open_tiers
 from tierd.daemon.tiers.observe import look_around
 from tierd.daemon.tiers.prune import verify as verify_on_tier
 from tierd.daemon.transfer.replicas import read_manifest
-from tierd.ipc import messages
+from tierd.ipc import messages, replies
 from tierd.ipc.client import Link
 from tierd.priority import hasten
-from tierd.spool.file_io import bad_chunks
 from tierd.spool.spool import Spool
+from tierd.spool.verified_reads import bad_chunks
 from tierd.stores.base import Store
 
 
@@ -70,18 +70,20 @@ def ls(
     json: JsonOption = False,
 ) -> None:
     """Every checkpoint, where its copies lie, and what retention makes of them. → resumes next, * pinned."""
-    where = places(spool, url, config, key_file=key_file)
+    where = places(spool, url, config, key_file=key_file, run_option=True)
     found, unanswered = _report(where, run)
-    if run and not found.checkpoints and not found.unreached:
-        note_unknown(where, run)
+    missing = run is not None and not found.checkpoints and not found.unreached and not unanswered
     if json:
         print_json(found)
-    else:
+    elif not missing:
         print_checkpoints(found)
         for name in found.unreached:
             console().print(f"{name} did not answer")
     if found.unreached or unanswered:
         raise typer.Exit(6)
+    with answering(where, run):
+        if missing:
+            raise no_such(run, None, ())
 
 
 def show(
@@ -102,7 +104,7 @@ def show(
     found = next(
         c
         for c in report(inventory, where.config, run, defaults=where.policy).checkpoints
-        if (c.step, c.attempt) == _name(checkpoint)
+        if (c.step, c.attempt) == (checkpoint.step, checkpoint.attempt)
     )
     manifests = asyncio.run(_manifests(where, inventory, checkpoint))
     if json:
@@ -110,7 +112,7 @@ def show(
         return
     out = console()
     out.print(f"{checkpoint}, {found.created}, {'complete' if found.complete else 'incomplete'}")
-    out.print(f"resumed from: {found.resumed_from or 'nothing'}")
+    out.print(f"resumed from: {_origin(run, found.resumed_from) or 'nothing'}")
     values = ", ".join(f"{name} {'none' if value is None else value}" for name, value in found.metrics.items())
     out.print(f"metrics: {values or 'none'}")
     for line in _lineage(manifests):
@@ -119,6 +121,11 @@ def show(
     for manifest in manifests:
         rows = [(file.path, size(file.size), str(len(file.chunks))) for file in manifest.files]
         out.print(table(f"rank {manifest.rank} of {manifest.world_size}", ("FILE", "BYTES", "CHUNKS"), rows))
+
+
+def _origin(run: str, name: str | None) -> CheckpointId | str | None:
+    """Return the checkpoint of this name, which people read more easily; or the name."""
+    return (CheckpointId.parse(run, name) if name else None) or name
 
 
 def _lineage(manifests: list[Manifest]) -> Iterator[str]:
@@ -159,7 +166,7 @@ def verify(
     json: JsonOption = False,
 ) -> None:
     """Re-read every byte of every copy and compare digests. Changes nothing. Exit code 5 when something is corrupt."""
-    where = places(spool, url, config, key_file=key_file)
+    where = places(spool, url, config, key_file=key_file, run_option=True)
     checks, unreached, steps = asyncio.run(_verify(where, run, step))
     if json:
         print_json({"checks": checks, "unreached": unreached})
@@ -167,6 +174,10 @@ def verify(
         rows = [(c.place, c.run, str(c.step), c.attempt, str(c.rank), size(c.size), _found(c)) for c in checks]
         console().print(table(None, ("WHERE", "RUN", "STEP", "ATTEMPT", "RANK", "BYTES", "BYTES ARE"), rows))
     if any(check.wrong for check in checks):
+        complain(
+            "what differs was not changed: the daemon repairs it from another place when its scrub reads it, within "
+            "`scrub` (default 30d); to have that done now: docs/howto/recovery.md"
+        )
         raise typer.Exit(5)
     if unreached or any(check.unchecked for check in checks):
         raise typer.Exit(6)
@@ -197,17 +208,13 @@ def choose(inventory: Inventory, run: str, step: int, attempt: str | None) -> Ch
     return max(matching)
 
 
-def _name(checkpoint: CheckpointId) -> tuple[int, str]:
-    return checkpoint.step, checkpoint.attempt
-
-
 def _report(where: Places, run: str | None) -> tuple[Report, bool]:
     """Return the report of `ls`, and whether a daemon runs that did not report its places."""
     unanswered = False
     if where.spool is not None and not where.config:
         try:
             with Link(where.spool) as link:  # the daemon knows the tiers and their retention
-                return messages.read_member(link.ask(messages.Report(run=run)), "report", Report), False
+                return replies.read_member(link.ask(messages.Report(run=run)), "report", Report), False
         except VersionMismatch as error:
             complain(f"{error}. Without it, only the spool is shown")
         except DaemonAbsent:
@@ -233,22 +240,21 @@ async def _manifests(where: Places, inventory: Inventory, checkpoint: Checkpoint
     """Return each rank's manifest, from the first place with a readable one. A tier's says how chunks are stored."""
     found: dict[PartId, Manifest] = {}
     async with AsyncExitStack() as stack:
-        for name, store in (await _stores(where, stack)).items():
-            place = inventory.tiers[name]
+        stores = await _stores(where, stack)
+        for name in (*stores, SPOOL):
+            place = inventory.places.get(name)
             seen = place.checkpoints.get(checkpoint) if place else None
             for part in seen.parts() if seen else ():
-                try:
-                    found.setdefault(part, await read_manifest(store, part))
-                except TierdError:
-                    continue
-    seen = inventory.spool.checkpoints.get(checkpoint)
-    for part in seen.parts() if seen else ():
-        assert where.spool is not None
-        try:
-            found.setdefault(part, where.spool.manifest(part))
-        except TierdError:
-            continue
+                with suppress(TierdError):
+                    found[part] = found.get(part) or await _manifest(where.spool, stores, name, part)
     return [found[part] for part in sorted(found)]
+
+
+async def _manifest(spool: Spool | None, stores: dict[str, Store], name: str, part: PartId) -> Manifest:
+    if name == SPOOL:
+        assert spool is not None
+        return spool.manifest(part)
+    return await read_manifest(stores[name], part)
 
 
 async def _verify(where: Places, run: str | None, step: int | None) -> tuple[list[Check], list[str], set[int]]:

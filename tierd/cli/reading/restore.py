@@ -30,7 +30,7 @@ from tierd.core.errors import ConfigError
 from tierd.core.ids import check_run
 from tierd.daemon.intake.chosen import put_back_chosen
 from tierd.daemon.intake.in_place import PutBack
-from tierd.daemon.service import open_tiers
+from tierd.daemon.opening import open_tiers
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import Exported, export
 from tierd.priority import hasten

@@ -15,7 +15,7 @@ from tierd.cli.tables import complain, print_json, print_table, size, table
 from tierd.cli.units import span
 from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId
-from tierd.daemon.service import open_tiers
+from tierd.daemon.opening import open_tiers
 from tierd.daemon.tiers.overview import RunOverview, Seen, observe, overview
 from tierd.priority import hasten
 from tierd.spool.conditions import translated

@@ -13,13 +13,14 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from tierd.cli.exit_codes import EXIT_ALERT, EXIT_WARNING
 from tierd.cli.options import ConfigOption, JsonOption, SpoolOption, places
 from tierd.cli.tables import Table, complain, console, disagreements, paused, print_json, print_lines, size, table
 from tierd.core.errors import ConfigError, DaemonAbsent, DaemonUnavailable, VersionMismatch
 from tierd.core.timeline.launches import Lease, Rival, held, warning
 from tierd.daemon.reports import last_status
 from tierd.events.alerts import BACKLOG
-from tierd.ipc import messages
+from tierd.ipc import messages, replies
 from tierd.ipc.client import Link
 from tierd.spool.spool import Spool
 
@@ -31,7 +32,6 @@ def register(app: typer.Typer) -> None:
     app.command()(status)
 
 
-EXIT_WARNING, EXIT_ALERT = 10, 11
 CheckOption = Annotated[
     bool, typer.Option("--check", help="Print only what is wrong, and exit with 10 for a warning, 11 for an alert.")
 ]
@@ -108,11 +108,11 @@ def _ask(spool: Spool) -> Members:
     """Return the daemon's status. Every version answers this request, so a daemon of any version is shown."""
     try:
         with Link(spool) as link:
-            return messages.read_member(link.ask(messages.Status()), "status", Members)
+            return replies.read_member(link.ask(messages.Status()), "status", Members)
     except VersionMismatch as error:
         complain(error)
     with Link(spool, greet=False) as link:
-        return messages.read_member(link.ask(messages.Status()), "status", Members)
+        return replies.read_member(link.ask(messages.Status()), "status", Members)
 
 
 def _daemon(answer: Members) -> Iterator[str]:
@@ -164,6 +164,9 @@ COLUMNS: dict[str, Callable[[Members], str]] = {
 }
 
 
+EVENT_COLUMNS = ("AT", "PLACE", "EVENT", "OF", "TEXT")
+
+
 def _tiers(answer: Members) -> Iterator[Table]:
     yield table(None, COLUMNS, [[_cell(text, tier) for text in COLUMNS.values()] for tier in answer["tiers"]])
 
@@ -193,15 +196,18 @@ def _tell(answer: Members) -> Iterator[str]:
 
 def _alerts(answer: Members) -> Iterator[str]:
     for alert in answer["alerts"]:
-        fails = f"{alert['doing']} {alert['subject']} failed {alert['tries']} times in a row"
+        doing = "observing" if alert["doing"] == "look" else f"{alert['doing']} {alert['subject']}"
+        fails = f"{doing} failed {alert['tries']} times in a row"
         if alert["subject"] == BACKLOG:
             fails = "what is to be pruned becomes ever more"
         yield f"ALERT {alert['place']}: {fails}, since {alert['since'][:19]}: {alert['why']}"
 
 
-def _events(answer: Members) -> Iterator[str]:
-    for event in answer["events"][-10:]:
-        yield f"{event['at'][:19]}  {event['place']}  {event['what']}  {event['subject']}  {event['why']}"
+def _events(answer: Members) -> Iterator[Table]:
+    members = ("at", "place", "what", "subject", "why")
+    found = [[event[one] for one in members] for event in answer["events"][-10:]]
+    if found:
+        yield table(None, EVENT_COLUMNS, [[at[:19], *others] for at, *others in found])
 
 
 SECTIONS: tuple[Callable[[Members], Iterator[str | Table]], ...] = (

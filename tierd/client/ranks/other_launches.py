@@ -16,7 +16,8 @@ from tierd.core.ids import PartId
 from tierd.core.planning.place import SPOOL
 from tierd.core.timeline.launches import Rival, warning
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Launches, read_member
+from tierd.ipc.messages import Launches
+from tierd.ipc.replies import read_member
 from tierd.spool.leases import hold, holds, release, trainers
 from tierd.spool.spool import Spool
 

@@ -23,7 +23,8 @@ from typing import Any
 from tierd.client.ranks.board import Board
 from tierd.core.errors import DaemonSilent, DaemonUnavailable, RequestUnknown, TierdError, VersionMismatch
 from tierd.ipc.client import Link
-from tierd.ipc.messages import MAX_NOTE, Notes, read_member
+from tierd.ipc.messages import MAX_NOTE, Notes
+from tierd.ipc.replies import read_member
 from tierd.spool.spool import Spool
 
 _ANSWER_S = 20.0  # how long the daemon, or its successor, may take for one request

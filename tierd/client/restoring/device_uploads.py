@@ -25,10 +25,11 @@ from tierd.client.saving.pinning import SLICE, Pinning
 from tierd.core.errors import StateMismatch
 from tierd.core.manifest import TENSORS, TREE, File, Manifest
 from tierd.spool.arena import Arena, available
-from tierd.spool.file_io import check_bytes, read_file
+from tierd.spool.verified_reads import check_bytes, read_file
 from tierd.state import cuda
+from tierd.state.containers import SEQUENCES, paired
 from tierd.state.flatten import unflatten
-from tierd.state.kinds.optimizers import tensors_in
+from tierd.state.kinds.dtensors import tensors_in
 
 log = logging.getLogger("tierd")
 
@@ -227,11 +228,8 @@ def destinations(target: Any, saved: Any) -> Iterator[tuple[torch.Tensor, torch.
             yield from destinations(own.get(key), value)
     elif isinstance(target, torch.optim.Optimizer):
         yield from _of_optimizer(target, saved)
-    elif isinstance(target, dict) and isinstance(saved, dict):
-        for key, value in saved.items():
-            yield from destinations(target.get(key), value)
-    elif isinstance(target, list | tuple) and isinstance(saved, list | tuple):
-        for old, value in zip(target, saved, strict=False):
+    elif any(isinstance(target, kind) and isinstance(saved, kind) for kind in (dict, SEQUENCES)):
+        for _, old, value in paired(target, saved):
             yield from destinations(old, value)
 
 

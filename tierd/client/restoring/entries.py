@@ -16,8 +16,9 @@ from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE, Manifest
 from tierd.spool.direct_io import memory_for, settle
-from tierd.state.json_tree import NAMING, parse_key, tree_text
+from tierd.state.json_tree import NAMING
 from tierd.state.tensor_file import TensorEntry, TensorFileLayout, parse_layout
+from tierd.state.tree_parser import parse_key, tree_text
 from tierd.state.values import show_part
 
 

@@ -31,8 +31,9 @@ from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.ipc.client import Link
 from tierd.ipc.messages import MAX_REQUEST, Fetch
 from tierd.spool.direct_io import LARGE, PAGE, memory_for
-from tierd.spool.file_io import open_plain, read_chunks
+from tierd.spool.file_io import open_plain
 from tierd.spool.spool import Spool
+from tierd.spool.verified_reads import read_chunks
 
 _BATCH = 64 << 20  # bytes that are read at once, unless one entry is larger
 _RUNS = 1000  # runs of chunks for one file in one request

@@ -17,6 +17,7 @@ from tierd.client.restoring.ranged_reader import Files
 from tierd.client.restoring.search import Search, Skipped
 from tierd.client.restoring.source import LoadedPart, NodeSource
 from tierd.client.saving.handoff import HandoffClient
+from tierd.client.timings import USUAL, ClientTimings
 from tierd.core.errors import StateMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest
@@ -83,7 +84,7 @@ class Restorer(Search):
     """Find the newest checkpoint that every rank can verify, and read this rank's part of it.
 
     Args:
-        tiers, line, keep, metrics, silent, uploads: as in `NodeSource`.
+        tiers, line, keep, metrics, silent, uploads, timings: as in `NodeSource`.
         clock, tell: as in `Search`.
         only: names of entries; no byte of other entries is read.
     """
@@ -103,10 +104,19 @@ class Restorer(Search):
         only: Collection[str] | None = None,
         silent: str = "",
         uploads: Uploads | None = None,
+        timings: ClientTimings = USUAL,
     ) -> None:
         self._spool, self._keep, self._only = spool, keep, only
         self.source: NodeSource = NodeSource(
-            spool, run, tiers=tiers, line=line, keep=keep, metrics=metrics, silent=silent, uploads=uploads
+            spool,
+            run,
+            tiers=tiers,
+            line=line,
+            keep=keep,
+            metrics=metrics,
+            silent=silent,
+            uploads=uploads,
+            timings=timings,
         )
         super().__init__(run, ranks, self.source, clock, tell)
 

@@ -18,6 +18,7 @@ from tierd.client.restoring.device_uploads import Uploads
 from tierd.client.restoring.progress import Fetching
 from tierd.client.restoring.streaming import StreamedPart
 from tierd.client.saving.handoff import HandoffClient
+from tierd.client.timings import USUAL, ClientTimings
 from tierd.core.errors import (
     CheckpointNotFound,
     CorruptChunk,
@@ -37,20 +38,19 @@ from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL, Place
 from tierd.core.timeline.run_view import RunView, cut, run_view_of
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Candidates, Fetch, Status, Wait, read_member
+from tierd.ipc.messages import Candidates, Fetch, Status, Wait
+from tierd.ipc.replies import read_member
 from tierd.spool.arena import Arena
 from tierd.spool.conditions import condition, translated
-from tierd.spool.file_io import bad_chunks, check_bytes
 from tierd.spool.records import committed, heads
 from tierd.spool.spool import Spool
+from tierd.spool.verified_reads import bad_chunks, check_bytes
 
 log = logging.getLogger("tierd")
 
 MEMORY = "memory"  # stands in place of a tier's name
-_PATIENCE = 5.0  # seconds to wait for a daemon that may be starting, as at a node's boot
-_FLUSH = 600.0  # seconds in which the parts that other nodes need from this spool have to reach a tier
-_TURN = 2.0  # seconds of `_FLUSH` to wait for one part and one tier at a time
-_REST = 0.2  # seconds of `_FLUSH` between two rounds
+_TURN = 2.0  # seconds to wait for one part and one tier at a time
+_REST = 0.2  # seconds between two rounds
 _NEWEST = 4  # checkpoints in the first listing of the spool alone; nearly every restore takes one of them
 
 LoadedPart = tuple[Manifest, Mapping[str, memoryview], str]
@@ -67,6 +67,7 @@ class NodeSource:
         metrics: names of the metrics whose values the view contains.
         silent: why the daemon cannot be asked, if that is already known; the daemon is then not waited for again.
         uploads: copies files to devices while more is read.
+        timings: how long it waits.
 
     Attributes:
         link: the connection to the daemon, which keeps fetched directories while it is open; None without a daemon.
@@ -85,8 +86,9 @@ class NodeSource:
         metrics: tuple[str, ...] = (),
         silent: str = "",
         uploads: Uploads | None = None,
+        timings: ClientTimings = USUAL,
     ) -> None:
-        self._uploads = uploads
+        self._uploads, self._timings = uploads, timings
         self._spool, self._run, self._tiers, self._line, self._keep = spool, run, tiers, line, keep
         self._metrics = metrics
         self.link: Link | None = None
@@ -131,7 +133,7 @@ class NodeSource:
     def _connect(self) -> Link | None:
         if not self._tiers:
             return None
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + self._timings.start_s
         while True:
             link = None
             try:
@@ -183,7 +185,7 @@ class NodeSource:
         """
         if self.link is None:
             return
-        end = time.monotonic() + _FLUSH
+        end = time.monotonic() + self._timings.flushed_s
         try:
             left = [part for part in self._spool.parts() if part.checkpoint == checkpoint]
             status = self.link.ask(Status())["status"]

@@ -19,8 +19,9 @@ from tierd.core.ids import PartId
 from tierd.core.manifest import DRAFT_NAME, Chunk, File, Manifest, decode
 from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.spool.direct_io import LARGE, PAGE, memory_for, populate, read_into, set_direct, settle
-from tierd.spool.file_io import digest, open_plain, read_chunk, read_file
+from tierd.spool.file_io import digest, open_plain
 from tierd.spool.spool import Spool
+from tierd.spool.verified_reads import read_chunk, read_file
 
 _PAUSE = 0.05  # seconds between two checks for chunks that have arrived
 _TOUCH = 32 << 20  # bytes of memory that are touched between two checks

@@ -21,9 +21,10 @@ from tierd.client.saving.worker import Latch
 from tierd.core.errors import ConfigError, SaveFailed
 from tierd.core.manifest import Manifest
 from tierd.state import cuda
-from tierd.state.capture import Capture, Capturer
-from tierd.state.json_tree import STORED_AS
+from tierd.state.capture import Capture
+from tierd.state.capturer import Capturer
 from tierd.state.kinds.dtensors import is_dtensor, local_of
+from tierd.state.stored_dtypes import STORED_AS
 from tierd.state.tensor_file import TensorFileLayout, view
 from tierd.state.values import form_of
 

@@ -15,26 +15,26 @@ from dataclasses import dataclass
 
 from tierd.client.saving.packets import Ended, Silent, opened, receive, send
 from tierd.client.saving.save import Save
+from tierd.client.timings import USUAL, ClientTimings
 from tierd.core.errors import DaemonUnavailable, ObjectNotFound, TierdError, VersionMismatch
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE, Manifest, encode
 from tierd.ipc.client import HELLO, THIS, connect
-from tierd.ipc.messages import HEARTBEAT, Leave, Lend, Persist, Recall, greeted
+from tierd.ipc.handoff_messages import Leave, Lend, Persist, Recall
+from tierd.ipc.messages import HEARTBEAT
 from tierd.ipc.protocol import BEATS, explain
+from tierd.ipc.replies import greeted
 from tierd.spool.arena import Arena
 from tierd.spool.commit import CommittedPart
 from tierd.spool.spool import Spool
 
 log = logging.getLogger("tierd")
 
-# Seconds without a packet after which a daemon counts as stopped. Together with the greeting it makes the one second
-# that a stopped daemon may cost. A false alarm is harmless, because the client then writes the snapshot, too.
-_SILENCE = 0.9
-_LONG_SILENCE = 6 * HEARTBEAT  # the same for a daemon before protocol 1.1, which sends a sign of life every `HEARTBEAT`
-_GREETING = 0.1  # seconds that a save gives a daemon to greet, counted from the connection
-CALM_GREETING = 0.5  # the same for callers that do not delay training
-_ALONE = 30.0  # seconds for which an unusable daemon is not contacted
-_MOST_DOUBLED = 7  # doublings of `_ALONE`: a daemon that falls silent repeatedly is finally left alone for an hour
+# Seconds without a packet after which a daemon before protocol 1.1 counts as stopped: it sends a sign of life every
+# `HEARTBEAT`.
+_LONG_SILENCE = 6 * HEARTBEAT
+CALM_GREETING = 0.5  # seconds that a daemon has to greet where training is not delayed
+_MOST_DOUBLED = 7  # doublings of `alone_s`: a daemon that falls silent repeatedly is finally left alone for an hour
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,48 +59,53 @@ class OrphanedSnapshot:
 class HandoffClient:
     """This trainer's connection to the hand-off socket. One thread hands over, another waits for answers in
     that order.
+
+    Attributes:
+        timings: how long it waits, and for how long it leaves a daemon alone.
+        line: the connection to a daemon that has greeted; None without one.
+        not_before: no daemon is contacted before this time, monotonic seconds.
+        silences: how often the daemon fell silent since its last answer.
     """
 
-    def __init__(self, spool: Spool) -> None:
-        self._spool = spool
-        self._line: _Connection | None = None
+    def __init__(self, spool: Spool, timings: ClientTimings = USUAL) -> None:
+        self._spool, self.timings = spool, timings
+        self.line: Connection | None = None
         self._ungreeted: _Ungreeted | None = None
         self._renewing = threading.Lock()
-        self._not_before = 0.0  # monotonic seconds
-        self._silences = 0  # how often the daemon fell silent since its last answer
+        self.not_before = 0.0
+        self.silences = 0
         self._warned = ""  # the refusal that was last logged
 
     @property
     def stopped(self) -> bool:
         """Whether the daemon was found silent, and is not contacted for a while."""
-        return self._silences > 0 and time.monotonic() < self._not_before
+        return self.silences > 0 and time.monotonic() < self.not_before
 
     def renew(self, patience_s: float = 0.0) -> bool:
         """Connect unless connected, and check for a daemon's greeting; return whether one has greeted.
 
         A connection alone proves nothing, because the system accepts it for a stopped daemon. So an ungreeted
-        connection is kept, and checked again the next time. A daemon that fell silent is not contacted for `_ALONE`
-        seconds, and twice as long each further time. A daemon of an incompatible version is not contacted for `_ALONE`
-        seconds.
+        connection is kept, and checked again the next time. A daemon that fell silent is not contacted for `alone_s`,
+        and twice as long each further time. A daemon of an incompatible version is not contacted for `alone_s`.
 
         Args:
             patience_s: seconds that the daemon has for its greeting, counted from the connection.
         """
-        if self._line is not None:
+        if self.line is not None:
             return True
-        if time.monotonic() < self._not_before or not self._renewing.acquire(timeout=patience_s):
+        if time.monotonic() < self.not_before or not self._renewing.acquire(timeout=patience_s):
             return False
         try:
             # After one daemon ended, another one may listen by now. If both end at once, neither is contacted for a
             # while.
-            if self._line is None and self._has_gone(patience_s) and self._has_gone(patience_s):
-                self._not_before = time.monotonic() + _ALONE
-            return self._line is not None
+            if self.line is None and self._has_gone(patience_s) and self._has_gone(patience_s):
+                self.not_before = time.monotonic() + self.timings.alone_s
+            return self.line is not None
         finally:
             self._renewing.release()
 
     def _has_gone(self, patience_s: float) -> bool:
-        """Whether the daemon ended before it greeted. After a greeting, `_line` is set."""
+        """Whether the daemon ended before it greeted. After a greeting, `line` is set."""
         ungreeted = self._ungreeted = self._ungreeted or self._connect()
         if ungreeted is None:
             return False
@@ -118,14 +123,14 @@ class HandoffClient:
             connection.close()
             if isinstance(error, Ended | ConnectionError):
                 return True
-            self._not_before = time.monotonic() + _ALONE
+            self.not_before = time.monotonic() + self.timings.alone_s
             if isinstance(error, TierdError) and str(error) != self._warned:
                 self._warned = str(error)
                 log.warning("%s. Meanwhile training writes its checkpoints itself", error)
             return False
         self._ungreeted = None
         beats = daemon.protocol is not None and daemon.protocol >= BEATS
-        self._line = _Connection(connection, {}, _SILENCE if beats else _LONG_SILENCE)
+        self.line = Connection(connection, {}, self.timings.silence_s if beats else _LONG_SILENCE)
         return False
 
     def _connect(self) -> _Ungreeted | None:
@@ -137,7 +142,7 @@ class HandoffClient:
             connect(connection, self._spool.handoff_socket, patience_s=0.0)
         except OSError as error:
             if not isinstance(error, FileNotFoundError | ConnectionRefusedError):
-                self._not_before = time.monotonic() + _ALONE
+                self.not_before = time.monotonic() + self.timings.alone_s
             connection.close()
             return None
         return _Ungreeted(connection, time.monotonic())
@@ -171,8 +176,8 @@ class HandoffClient:
         )
         try:
             for _ in range(2):  # the second time for a daemon that started after the first had ended
-                patience_s = 0.0 if self._silences else _GREETING
-                if arena.shared or not self.renew(patience_s) or (line := self._line) is None:
+                patience_s = 0.0 if self.silences else self.timings.greeting_s
+                if arena.shared or not self.renew(patience_s) or (line := self.line) is None:
                     break
                 if self._tell(line, slot, arena, persist, box):
                     return PendingHandoff(line.connection, tensors + len(tree), line.silence_s)
@@ -180,7 +185,7 @@ class HandoffClient:
         finally:
             box.close()
 
-    def _tell(self, line: _Connection, slot: int, arena: Arena, persist: Persist, box: Arena) -> bool:
+    def _tell(self, line: Connection, slot: int, arena: Arena, persist: Persist, box: Arena) -> bool:
         try:
             if line.lent.get(slot) is not arena:
                 send(line.connection, Lend(slot=slot), arena.fd)
@@ -213,23 +218,25 @@ class HandoffClient:
             given.connection.close()
             raise
         except TierdError:  # an error is also an answer
-            self._silences = 0
+            self.silences = 0
             raise
-        self._silences = 0
+        self.silences = 0
         return CommittedPart(size=given.size, direct=bool(reply["direct"]), recycled=bool(reply["recycled"]))
 
     def _leave_alone(self) -> None:
         """Do not contact the daemon for a while, longer the more often it fell silent since its last answer."""
-        self._not_before = time.monotonic() + _ALONE * 2 ** min(self._silences, _MOST_DOUBLED)
-        self._silences += 1
+        self.not_before = time.monotonic() + self.timings.alone_s * 2 ** min(self.silences, _MOST_DOUBLED)
+        self.silences += 1
 
     def recall(self, part: PartId) -> OrphanedSnapshot | None:
         """Take over `part`, unverified, from a trainer that died, if the daemon still has it in memory."""
-        if not self.renew(CALM_GREETING) or (line := self._line) is None:
+        if not self.renew(CALM_GREETING) or (line := self.line) is None:
             return None
         try:
             send(line.connection, Recall(part=part))
-            reply, fds = receive(line.connection, _SILENCE)  # the daemon only searches its memory, whatever its version
+            reply, fds = receive(
+                line.connection, self.timings.silence_s
+            )  # the daemon only searches its memory, whatever its version
             arena, box = (Arena.received(fd) for fd in fds)
         except ObjectNotFound:
             return None
@@ -248,7 +255,7 @@ class HandoffClient:
         if self._ungreeted is not None:
             self._ungreeted.connection.close()
             self._ungreeted = None
-        line = self._line
+        line = self.line
         if line is not None:
             self._let_go(line.connection)
             self._drop(line.connection, gone=True)
@@ -268,9 +275,9 @@ class HandoffClient:
             gone: the daemon has released the arenas. If not, the daemon takes this trainer for dead and may give the
                 arenas to a successor, so this process never writes to them again.
         """
-        line = self._line
+        line = self.line
         if line is not None and line.connection is connection:
-            self._line = None
+            self.line = None
             for arena in line.lent.values():
                 arena.shared |= not gone
         try:
@@ -280,7 +287,7 @@ class HandoffClient:
 
 
 @dataclass(frozen=True, slots=True)
-class _Connection:
+class Connection:
     """A connection, the arenas handed over on it, and the seconds of silence after which the daemon counts
     as stopped.
     """

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from tierd.core.errors import DaemonUnavailable
-from tierd.ipc.messages import MAX_PACKET, AnyHanded, raise_error
+from tierd.ipc.handoff_messages import MAX_PACKET, AnyHanded
+from tierd.ipc.replies import raise_error
 
 _TURNS = 4  # intervals into which a wait for silence is divided
 

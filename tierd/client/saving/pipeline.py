@@ -45,6 +45,10 @@ class Pipeline:
         line: the connection to the daemon; None if there is to be no daemon.
         ended: called with every save that ends, and with the error if it failed.
         room: called by the thread that persists if the disk is full, to make room.
+
+    Attributes:
+        slots: the slots, each with its arena.
+        free: the slots that hold no snapshot.
     """
 
     def __init__(
@@ -61,10 +65,10 @@ class Pipeline:
         self._line = line
         self._ended = ended
         self._room = room
-        self._slots = [Slot(number) for number in range(slots)]
-        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-        for slot in self._slots:
-            self._free.put(slot)
+        self.slots = [Slot(number) for number in range(slots)]
+        self.free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        for slot in self.slots:
+            self.free.put(slot)
         self._persister = Worker("tierd-persist")
         # Created later, so ended first: a snapshot that it still copies is still persisted.
         self._copier = Worker("tierd-copy")
@@ -76,11 +80,11 @@ class Pipeline:
     @property
     def busy(self) -> bool:
         """Whether a snapshot taken now would have to wait for a slot."""
-        return len(self._unfinished) >= len(self._slots)
+        return len(self._unfinished) >= len(self.slots)
 
     def is_ready(self, size: int) -> bool:
         """Whether a snapshot of `size` bytes that is taken now finds a free slot with touched memory."""
-        return not self.busy and all(slot.has(size) for slot in self._slots)
+        return not self.busy and all(slot.has(size) for slot in self.slots)
 
     def behind(self, work: Callable[[], None]) -> None:
         """Run `work` in the copying thread, after the snapshots that were already taken are copied."""
@@ -104,7 +108,7 @@ class Pipeline:
     def adopt(self, arena: Arena | None) -> None:
         """Use the arena that a predecessor left, because it is already touched. No save may be running."""
         if arena is not None:
-            self._slots[0].adopt(arena)
+            self.slots[0].adopt(arena)
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Return when every save has ended, or after `timeout_s`; return whether every save has."""
@@ -118,40 +122,40 @@ class Pipeline:
         self._persister.close()
         if self._line is not None:
             self._line.close()
-        for slot in self._slots:
+        for slot in self.slots:
             slot.drop()
         self._stats.pinned_bytes = 0
 
     # -- the thread that copies ---------------------------------------------------------------------------------------
 
     def _reserve(self, size: int, device: torch.device | None) -> None:
-        idle = [self._free.get() for _ in self._slots]
+        idle = [self.free.get() for _ in self.slots]
         for slot in idle:
             _fit(slot, size, device)
         for slot in idle:
-            self._free.put(slot)
+            self.free.put(slot)
 
     def _pin(self, device: torch.device) -> None:
         """Pin a slice of an idle slot, then let jobs that arrived meanwhile run first, such as a save."""
-        for _ in self._slots:
+        for _ in self.slots:
             try:
-                slot = self._free.get_nowait()
+                slot = self.free.get_nowait()
             except queue.Empty:
                 return  # the thread that returns the slot pins it
             try:
                 cuda.api.enter(device)
                 before = slot.pinned
                 left = slot.pin(device)
-                self._stats.pinned_bytes = sum(other.pinned for other in self._slots)
+                self._stats.pinned_bytes = sum(other.pinned for other in self.slots)
             finally:
-                self._free.put(slot)
+                self.free.put(slot)
             if left or slot.pinned > before:
                 with suppress(ConfigError):  # the pipeline is closing
                     self._copier.give(lambda: self._pin(device))
                 return
 
     def _take(self, snapshot: Snapshot) -> None:
-        slot = self._free.get()
+        slot = self.free.get()
         if not snapshot.returned:
             self._stats.waited_s += time.perf_counter() - snapshot.asked
         error: Exception | None = None
@@ -172,7 +176,7 @@ class Pipeline:
 
     def _free_again(self, snapshot: Snapshot, slot: Slot) -> None:
         self._unfinished.discard(snapshot)
-        self._free.put(slot)
+        self.free.put(slot)
         if snapshot.copies:
             device = snapshot.copies.devices[0]
             with suppress(ConfigError):  # the pipeline is closing
@@ -272,14 +276,14 @@ class Pipeline:
         def fit() -> None:
             if available() > size:
                 _fit(slot, size)
-            for _ in self._slots:
+            for _ in self.slots:
                 with suppress(queue.Empty):
-                    idle = self._free.get_nowait()
+                    idle = self.free.get_nowait()
                     try:
                         if idle.arena is not None and idle.arena.shared and available() > size:
                             _fit(idle, size)
                     finally:
-                        self._free.put(idle)
+                        self.free.put(idle)
 
         thread = threading.Thread(target=fit, name="tierd-anew", daemon=True)
         with suppress(RuntimeError):  # the interpreter is ending, or no thread could be started: the next save does it

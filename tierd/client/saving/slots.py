@@ -16,10 +16,10 @@ from tierd.client.saving import numa
 from tierd.client.saving.pinning import Pinning
 from tierd.spool.arena import Arena, available
 from tierd.state import cuda
-from tierd.state.encode import uncollected
-from tierd.state.kinds.dtensors import local_of
-from tierd.state.kinds.optimizers import leaves, tensors_in
+from tierd.state.containers import leaves
+from tierd.state.kinds.dtensors import local_of, tensors_in
 from tierd.state.tensor_file import Targets, TensorFileLayout, targets
+from tierd.state.uncollected import uncollected
 
 log = logging.getLogger("tierd")
 

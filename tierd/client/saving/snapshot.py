@@ -26,6 +26,7 @@ from tierd.client.saving.sampling import Late, TensorSample
 from tierd.client.saving.save import Save
 from tierd.client.saving.slots import Slot
 from tierd.client.saving.worker import Latch
+from tierd.client.timings import USUAL, ClientTimings
 from tierd.core.errors import TornSnapshot
 from tierd.core.manifest import Manifest
 from tierd.state import cuda
@@ -34,8 +35,6 @@ from tierd.state.capture import Capture
 _version = operator.attrgetter("_version")
 _YIELD = 100e-6  # seconds; enough for a woken thread to run
 _TURN = 0.5  # seconds
-_HELD_UP = 5.0  # seconds
-_LONG_OVER = 10.0  # seconds after a copy; a write that overlapped the copy has ended by then, and shows
 
 
 class Snapshot:
@@ -45,6 +44,7 @@ class Snapshot:
         manifest: makes the part's manifest, without files.
         late: the tensors that are copied behind training; none for a save that blocks until everything is copied.
         torn: called with the names of late tensors that something other than an attached optimizer changed.
+        timings: how long it waits.
     """
 
     def __init__(
@@ -54,8 +54,9 @@ class Snapshot:
         manifest: Callable[[], Manifest],
         late: Late,
         torn: Callable[[list[str]], None] = lambda names: None,
+        timings: ClientTimings = USUAL,
     ) -> None:
-        self.save = save
+        self.save, self._timings = save, timings
         self._make_manifest = manifest
         self.capture = capture
         self.late, self._late = late.names, late
@@ -90,7 +91,7 @@ class Snapshot:
         finally:
             if self._encoder.get(None) is me:
                 self._encoded.open()
-        self._encoded.wait(_HELD_UP)
+        self._encoded.wait(self._timings.encoded_s)
         if not self.tree:  # the first thread failed, was interrupted, or runs a signal handler that waits here
             self.tree = self._encoded_tree()
 
@@ -195,7 +196,7 @@ class Snapshot:
         if not self.late or self._fate:
             return
         assert self._into is not None
-        end = time.monotonic() + _LONG_OVER
+        end = time.monotonic() + self._timings.overlapped_s
         while not self._verdict:  # polled, because a signal may arrive between the verdict and the latch
             if (left := end - time.monotonic()) > 0:
                 self._confirmed.wait(min(left, _TURN))
@@ -204,7 +205,7 @@ class Snapshot:
             later = self._witness.look(self._into, _side_stream)
             if not later():  # only an empty result counts: a step may have begun meanwhile, which has confirmed before
                 self._judge(later)
-            end = time.monotonic() + _LONG_OVER
+            end = time.monotonic() + self._timings.overlapped_s
         if changed := self._verdict[None]():
             self._torn(changed)
             raise TornSnapshot(

@@ -26,12 +26,15 @@ CHECKS: dict[str, str] = {
     "limits": "The daemon uses a thread for each connection of a trainer, and up to 64 for each tier.",
     "daemon": "Client and daemon have to understand each other.",
     "directory": "A tier has to survive the loss of the node's disk.",
+    "room": "A flush puts a whole state there before retention deletes an older one.",
     "key": "Everything on the tier is encrypted with this key.",
     "DNS": "Every request begins with the server's address.",
+    "connection": "Every request needs a connection to the server, and an answer.",
     "TLS": "Uploads are not signed, so only TLS protects them on a network that is not your own.",
     "clock": "An S3 server refuses requests whose time is off by more than 15 minutes.",
     "credentials": "They sign every request, also in some hours' time.",
     "operations": "A flush puts and reads back, an observation lists, and retention deletes.",
+    "daemon's view": "The daemon has credentials, a sandbox and mounts of its own, which this shell need not share.",
     "checksums": "Where the server verifies checksums, the daemon need not read back what it has put.",
     "throughput": "A flush should take less time than passes between two saves.",
     "lifecycle": "A rule of the bucket that deletes or archives by age knows nothing of retention: newer checkpoints "
@@ -64,11 +67,13 @@ class Kind:
 _LOCAL_DISK = "Put the spool on a local disk: ext4, XFS or Btrfs on NVMe."
 _CHAIN = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give the node a role."
 _DRAIN = "Set it to more than `drain`, or lower `drain` in tierd.toml."
+_WAY = "and the way there: a firewall, HTTPS_PROXY, NO_PROXY"
 _ALLOW = "To have it checked, allow the credentials {}; or look at the bucket yourself."
 
 FINDINGS: dict[str, Kind] = {
     "spool found": Kind("spool", "ok"),
     "spool absent": Kind("spool", "note", "Nothing: the first daemon or trainer makes it."),
+    "spool silent": Kind("spool", "error", "Look at its disk, and at the kernel's log; or name another directory."),
     "spool unusable": Kind("spool", "error", "Name another directory, or give this account the right to write there."),
     "local disk": Kind("file system", "ok"),
     "in memory": Kind("file system", "warning", _LOCAL_DISK),
@@ -89,7 +94,7 @@ FINDINGS: dict[str, Kind] = {
     "readable by others": Kind("owner and mode", "warning", "chmod 700; else the next daemon does that itself."),
     "writable by others": Kind("owner and mode", "error", "Look through it, then chmod 700."),
     "replaceable": Kind("owner and mode", "warning", "Take away others' right to write to the directory above."),
-    "another's": Kind("owner and mode", "error", "Run trainer, daemon and doctor as the account that owns the spool."),
+    "another's": Kind("owner and mode", "error", "Run trainer, daemon and doctor as the spool's account (sudo -u)."),
     "room": Kind("space", "ok"),
     "room short": Kind("space", "warning", "Free space there, or saves may find the disk full."),
     "room too small": Kind("space", "error", "Use a larger disk, or a lower keep_last for the spool."),
@@ -105,7 +110,7 @@ FINDINGS: dict[str, Kind] = {
     "low limits": Kind("limits", "warning", "Raise them: ulimit, LimitNOFILE= and TasksMax=, or the container's."),
     "file size limit": Kind("limits", "error", "Raise RLIMIT_FSIZE: a tensor file is as large as a rank's state."),
     "daemon answers": Kind("daemon", "ok"),
-    "no daemon": Kind("daemon", "note", "Start one (tierd run), or let a trainer start it (to=[...])."),
+    "no daemon": Kind("daemon", "note", "Start one: tierd run, systemctl start tierd, or a trainer with to=[...]."),
     "other version": Kind("daemon", "note", "Nothing: they work together. Restart the daemon to end an upgrade."),
     "versions apart": Kind("daemon", "error", "Upgrade the older of the two; the daemon first."),
     "silent daemon": Kind("daemon", "error", "Look at its log and at its state; a stopped one wants SIGCONT."),
@@ -113,18 +118,31 @@ FINDINGS: dict[str, Kind] = {
     "the spool's disk": Kind("directory", "warning", "Mount another disk or server there, or add a tier elsewhere."),
     "in the spool": Kind("directory", "error", "Name a directory that neither lies in the spool nor holds it."),
     "no directory": Kind("directory", "error", "Name a directory."),
+    "directory absent": Kind("directory", "error", "Mount it, or make it (mkdir) where it belongs."),
     "tier in memory": Kind("directory", "warning", "Mount a disk or server there: a reboot empties it."),
+    "room there": Kind("room", "ok"),
+    "nearly full": Kind(
+        "room", "error", "Free space there, use a larger disk, or lower the tier's keep_last; else flushes fail."
+    ),
+    "room unknown": Kind("room", "unknown", "Run doctor with --spool or --config, after the first save."),
     "key read": Kind("key", "ok"),
     "key unusable": Kind("key", "error", "Restore the key: without it nothing on the tier can be read."),
     "resolves": Kind("DNS", "ok"),
-    "does not resolve": Kind("DNS", "error", "Check the endpoint in the URL, and /etc/resolv.conf."),
+    "does not resolve": Kind(
+        "DNS",
+        "error",
+        "Check the endpoint in the URL, and /etc/resolv.conf; where only a proxy resolves names, set HTTPS_PROXY.",
+    ),
     "by proxy": Kind("DNS", "unknown", "Nothing: the proxy resolves the name and connects. `operations` tries it."),
+    "connects": Kind("connection", "ok"),
+    "no connection": Kind("connection", "error", f"Check that the server runs, host and port of the endpoint, {_WAY}."),
+    "silent server": Kind(
+        "connection", "error", f"Check that the server works, the port and scheme of the endpoint, {_WAY}."
+    ),
     "encrypted": Kind("TLS", "ok"),
     "not encrypted": Kind("TLS", "warning", "Write endpoint=https://... if the server speaks TLS."),
     "plain on loopback": Kind("TLS", "ok"),
-    "no TLS": Kind(
-        "TLS", "error", "Check host, port and scheme of the endpoint; AWS_CA_BUNDLE names your own authority."
-    ),
+    "no TLS": Kind("TLS", "error", "Check port and scheme of the endpoint; AWS_CA_BUNDLE names your own authority."),
     "certificate expires": Kind("TLS", "warning", "Have the server's certificate renewed."),
     "in time": Kind("clock", "ok"),
     "clock off": Kind("clock", "warning", "Run NTP on this node (chrony, systemd-timesyncd)."),
@@ -143,8 +161,35 @@ FINDINGS: dict[str, Kind] = {
         "operations", "warning", "Nothing, if it is meant. Else allow deletions, or nothing is pruned."
     ),
     "takes nothing": Kind("operations", "error", "Allow puts below the prefix; docs/howto/s3.md has the policy."),
-    "not writable": Kind("operations", "error", "Mount it writable, or give this account the right to write there."),
-    "no answer": Kind("operations", "error", "See the error, and the findings above."),
+    "not writable": Kind(
+        "operations",
+        "error",
+        "Mount it writable (mount -o remount,rw), or give this account its rights there (chown, chmod).",
+    ),
+    "refused": Kind(
+        "operations", "error", "See the error: allow listing, puts and gets below the prefix, as docs/howto/s3.md does."
+    ),
+    "no answer": Kind("operations", "error", f"Check that the server works, host and port of the endpoint, {_WAY}."),
+    "mount fails": Kind(
+        "directory", "error", "Look at its mount (findmnt), at the server behind it, and at the kernel's log."
+    ),
+    "not tried": Kind("operations", "unknown"),
+    "full": Kind(
+        "operations", "error", "Free space there, raise the quota, or lower the tier's keep_last: then flushes go on."
+    ),
+    "same view": Kind("daemon's view", "ok"),
+    "only here": Kind(
+        "daemon's view",
+        "error",
+        "Do what the daemon's error says. If it lacks credentials (EnvironmentFile=) or a path (ReadWritePaths=), give "
+        "them to its unit, and restart it: docs/howto/service.md.",
+    ),
+    "only the daemon": Kind(
+        "daemon's view",
+        "warning",
+        "Give doctor the daemon's credentials, as docs/howto/service.md does. If it is a directory: mount it, and "
+        "restart the daemon.",
+    ),
     "verifies": Kind("checksums", "ok"),
     "verifies none": Kind(
         "checksums", "note", "Nothing: the daemon reads back what it puts, which takes its download."
@@ -216,6 +261,14 @@ def finding(place: str, name: str, found: str, check: str = "") -> Finding:
     kind = FINDINGS[name]
     check = check or kind.check
     return Finding(place, check, name, kind.severity, found, CHECKS[check], kind.do)
+
+
+def in_units(count: float) -> str:
+    """Return a number of bytes as findings show it, `1.5 GiB`."""
+    for unit, length in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if count >= length:
+            return f"{count / length:.1f} {unit}"
+    return f"{count:.0f} B"
 
 
 def worst(findings: Iterable[Finding]) -> Severity:

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tierd.core.diagnosis.findings import NODE, Finding, finding
+from tierd.core.diagnosis.findings import NODE, Finding, finding, in_units
 
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 _LAYERS = {"overlay", "aufs", "fuse-overlayfs", "fuse.fuse-overlayfs"}
@@ -125,16 +125,16 @@ class Space:
 
 
 def space(found: Space) -> Finding:
-    free = f"{_size(found.free)} of {_size(found.total)} free"
+    free = f"{in_units(found.free)} of {in_units(found.total)} free"
     if found.state is None:
         return finding(NODE, "state unknown", f"{free}; the spool has no checkpoint yet")
     count = found.keep_last + 1
     needed = count * found.state
-    text = f"{free}; {count} states of {_size(found.state)} (run {found.run}) need {_size(needed)}"
+    text = f"{free}; {count} states of {in_units(found.state)} (run {found.run}) need {in_units(needed)}"
     if found.total < needed:
         return finding(NODE, "room too small", text)
     if found.free + found.used < needed:
-        return finding(NODE, "room short", f"{text}, and its checkpoints have {_size(found.used)}")
+        return finding(NODE, "room short", f"{text}, and its checkpoints have {in_units(found.used)}")
     return finding(NODE, "room", text)
 
 
@@ -147,13 +147,13 @@ def memory(total: int, available: int, limit: int | None, state: int | None) -> 
         limit: of the control group; None: none.
         state: the state's size; None: not known.
     """
-    text = f"{_size(available)} of {_size(total)} available"
-    text += f"; the control group's limit is {_size(limit)}" if limit is not None else "; no control group limits it"
+    text = f"{in_units(available)} of {in_units(total)} available"
+    text += f"; the control group's limit is {in_units(limit)}" if limit is not None else "; no control group limits it"
     most = min(total, limit) if limit is not None else total
     if most < _DAEMON:
         return finding(NODE, "memory too small", text)
     if state is not None and most < 2 * state + _DAEMON:
-        return finding(NODE, "memory short", f"{text}; training and one snapshot need {_size(2 * state)} together")
+        return finding(NODE, "memory short", f"{text}; training and one snapshot need {in_units(2 * state)} together")
     return finding(NODE, "memory", text)
 
 
@@ -169,10 +169,3 @@ def _low(found: Mapping[str, int | None]) -> Iterator[bool]:
     least = {"files": _FILES, "threads": _THREADS, "address space": 64 << 30}
     for name, most in found.items():
         yield most is not None and most < least.get(name, 0)
-
-
-def _size(count: float) -> str:
-    for unit, length in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if count >= length:
-            return f"{count / length:.1f} {unit}"
-    return f"{count:.0f} B"

@@ -2,17 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tierd.core.diagnosis.findings import Finding, finding
+from tierd.core.diagnosis.findings import Finding, finding, in_units
 
 _DAY_S = 86400.0
 _SKEW_S, _MOST_SKEW_S = 60.0, 900.0  # S3 answers RequestTimeTooSkewed beyond 15 minutes
 _EXPIRES_S = 14 * _DAY_S  # a certificate; most are renewed 30 days before
 _SOON_S = 3600.0  # temporary credentials that nobody renews
 _SLOW = 5e5  # bytes/s: one small object shows mostly the latency, and a flush sends several at a time
+# Findings of a tier that cannot be reached: further requests would fail for the same reason, and tell nothing new.
+_UNREACHED = {
+    "directory absent",
+    "does not resolve",
+    "mount fails",
+    "no answer",
+    "no connection",
+    "no directory",
+    "no TLS",
+    "silent server",
+}
 _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")  # not GLACIER_IR, whose objects can be read at once
+
+
+def is_reached(found: Iterable[Finding]) -> bool:
+    """Whether no finding about a tier means that it cannot be reached."""
+    return not any(one.finding in _UNREACHED for one in found)
+
+
+def works(found: Sequence[Finding]) -> bool | None:
+    """Whether a tier's operations work, by all findings about it; None: they were not tried."""
+    if not is_reached(found):
+        return False
+    tried = next((one for one in found if one.check == "operations" and one.severity != "unknown"), None)
+    return tried.severity != "error" if tried else None
+
+
+def room(place: str, free: int, total: int, state: int | None) -> Finding:
+    """Judge the free space of a tier's directory; `state` is the largest that this node saves, None: not known.
+
+    Neither compression nor shared chunks count, because no flush can rely on them.
+    """
+    text = f"{in_units(free)} of {in_units(total)} free"
+    if state is None:
+        return finding(place, "room unknown", f"{text}; no checkpoint tells the size of a state")
+    text += f"; one state has {in_units(state)}"
+    return finding(place, "room there" if free >= state else "nearly full", text)
+
+
+def view(place: str, works: bool, failure: str) -> Finding | None:
+    """Compare what was found here with what the daemon says of the tier; `failure` is empty if it reaches the tier.
+
+    Returns:
+        None if both fail, because the operations say why.
+    """
+    if works:
+        return (
+            finding(place, "only here", f"the daemon: {failure}")
+            if failure
+            else finding(place, "same view", "it works")
+        )
+    return None if failure else finding(place, "only the daemon", "the daemon reached it at its last listing")
 
 
 def skew(place: str, seconds: float | None) -> Finding:

@@ -6,6 +6,8 @@ parts.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -13,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from tierd.core.errors import TierdError
-from tierd.core.ids import CheckpointId, PartId
+from tierd.core.ids import CheckpointId, PartId, in_order
 from tierd.core.manifest import Manifest
 
 
@@ -135,7 +137,7 @@ class RunCopies:
     @cached_property
     def whole(self) -> list[CheckpointId]:
         """The usable checkpoints, oldest first."""
-        return sorted(one for one, seen in self.seen.items() if seen.usable)
+        return sorted((one for one, seen in self.seen.items() if seen.usable), key=in_order)
 
     @cached_property
     def halves(self) -> list[CheckpointCopy]:
@@ -145,7 +147,7 @@ class RunCopies:
     @cached_property
     def newest(self) -> CheckpointId | None:
         """The newest checkpoint, usable or not."""
-        return max(self.seen, key=lambda one: (one.attempt, one.step), default=None)
+        return max(self.seen, key=in_order, default=None)
 
     @cached_property
     def newest_of_each(self) -> list[CheckpointId]:
@@ -173,18 +175,21 @@ class RunCopies:
     @cached_property
     def led(self) -> frozenset[str]:
         """The attempts of which this place has a part of rank 0."""
-        return frozenset(
-            one.attempt for one, seen in self.seen.items() if any(0 in some for some in seen.ranks.values())
-        )
+        found: set[str] = set()
+        for one, seen in self.seen.items():
+            if one.attempt not in found and any(0 in some for some in seen.ranks.values()):
+                found.add(one.attempt)
+        return frozenset(found)
 
     @cached_property
     def made(self) -> dict[str, float]:
         """By attempt, the time when its newest checkpoint was made; seconds since 1970 by the clock of its node."""
-        found: dict[str, float] = {}
+        found: dict[str, datetime] = {}
         for one, seen in self.seen.items():
             if facts := seen.spoken:
-                found[one.attempt] = max(facts.created.timestamp(), found.get(one.attempt, 0.0))
-        return found
+                latest = found.get(one.attempt)
+                found[one.attempt] = facts.created if latest is None or facts.created > latest else latest
+        return {attempt: max(created.timestamp(), 0.0) for attempt, created in found.items()}
 
     @cached_property
     def borrowed(self) -> frozenset[CheckpointId]:
@@ -195,7 +200,11 @@ class RunCopies:
     def origins(self) -> dict[str, CheckpointId | None]:
         """The checkpoint that each attempt resumed from, if a manifest of it was read. All manifests of one attempt
         name the same origin."""
-        return {one.attempt: seen.origin for one, seen in self.seen.items() if seen.facts}
+        found: dict[str, CheckpointId | None] = {}
+        for one, seen in reversed(list(self.seen.items())):
+            if one.attempt not in found and seen.facts:
+                found[one.attempt] = seen.origin
+        return dict(reversed(found.items()))
 
 
 NO_COPIES = RunCopies({})
@@ -211,7 +220,15 @@ def differing(
     """
     if before is now:
         return set()
-    return {one for one, seen in now.items() if before.get(one) is not seen} | (before.keys() - now.keys())
+    # Most observations add or drop a few at either end, so all others are skipped without looking any up.
+    was, seen = list(before.values()), list(now.values())
+    first = next(itertools.compress(itertools.count(), map(operator.is_not, was, seen)), min(len(was), len(seen)))
+    was, seen = was[first:], seen[first:]
+    rest = map(operator.is_not, reversed(was), reversed(seen))
+    last = next(itertools.compress(itertools.count(), rest), min(len(was), len(seen)))
+    older = {one.id: one for one in was[: len(was) - last]}
+    newer = {one.id: one for one in seen[: len(seen) - last]}
+    return {one for one, copy in newer.items() if older.get(one) is not copy} | (older.keys() - newer.keys())
 
 
 def union(*seen: Mapping[int, frozenset[int]]) -> dict[int, frozenset[int]]:

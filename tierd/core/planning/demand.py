@@ -11,7 +11,7 @@ sending wanted checkpoints and deleting unwanted ones comes to an end.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -22,9 +22,10 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.copies import CheckpointCopy, differing, is_complete, union
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.janitor import fills
-from tierd.core.planning.place import Place
+from tierd.core.planning.place import SPOOL, Place
 from tierd.core.retention.policies import EVERYTHING, policy_for, unknown
-from tierd.core.retention.policy import CheckpointInfo, Ranking, RetentionPolicy
+from tierd.core.retention.policy import RetentionPolicy
+from tierd.core.retention.ranking import CheckpointInfo, Ranking
 from tierd.core.timeline.launches import living
 
 
@@ -64,8 +65,11 @@ class Demand:
         self.inventory, self.run = inventory, run
         self.copies: dict[CheckpointId, dict[str, CheckpointCopy]]
         self.merged: dict[CheckpointId, CheckpointCopy] = {}
+        self.whole: frozenset[CheckpointId]
         self._infos: dict[CheckpointId, CheckpointInfo] = {}
+        self._pending: dict[str, dict[CheckpointId, tuple[PartId, ...]]] = {}  # by tier; empty ones are left out
         changed = None if before is None else self._go_on_from(before)
+        known = before.whole if before and changed is not None else frozenset[CheckpointId]()
         if changed is None:
             self.copies = inventory.copies(run)
             changed = self.copies.keys()
@@ -76,7 +80,10 @@ class Demand:
                 self.merged[one] = seen = merged_of(tuple(self.copies[one].values()))
                 if seen.complete or any(seen.ranks.values()):
                     self._infos[one] = info_of(seen, frozenset(), complete=seen.complete)
-        self.whole = frozenset(one for one, seen in self.merged.items() if seen.complete)
+        fresh = [one for one in changed if one in self.merged and self.merged[one].complete]
+        self.whole = known.difference(changed).union(fresh)
+        for tier in self._pending:
+            self._note_pending(tier, changed)
         self.origins = inventory.origins(run)
         self._config = config
         self._policies: dict[str, RetentionPolicy] = {}
@@ -91,11 +98,27 @@ class Demand:
         seen = {name: place.run(self.run).seen for name, place in places.items()}
         changed = set[CheckpointId]().union(*(differing(old[name].run(self.run).seen, seen[name]) for name in seen))
         self.copies, self.merged, self._infos = dict(before.copies), dict(before.merged), dict(before._infos)
+        self._pending = {tier: dict(parts) for tier, parts in before._pending.items()}
         for one in changed:
             self.copies.pop(one, None)
             if copies := {name: some[one] for name, some in seen.items() if one in some}:
                 self.copies[one] = copies
         return changed
+
+    def pending(self, tier: str) -> dict[CheckpointId, tuple[PartId, ...]]:
+        """The parts that the spool has with a readable manifest, and a tier that answers without a usable one."""
+        if tier not in self._pending:
+            self._pending[tier] = {}
+            self._note_pending(tier, self.inventory.spool.run(self.run).seen)
+        return self._pending[tier]
+
+    def _note_pending(self, tier: str, changed: Iterable[CheckpointId]) -> None:
+        found = self._pending[tier]
+        for one in changed:
+            found.pop(one, None)
+            copies = self.copies.get(one, {})
+            if SPOOL in copies and (parts := pending_of(copies[SPOOL], copies.get(tier))):
+                found[one] = parts
 
     def policy(self, place: str) -> RetentionPolicy:
         """The run's policy in a place."""
@@ -234,10 +257,11 @@ def info_of(
     """
     if pins and seen.id in pins:
         return replace(info_of(seen, frozenset(), complete=complete, verified=verified), pinned=True)
-    kind = info_of, complete, verified
-    if kind not in seen.memo:
-        seen.memo[kind] = _info_of(seen, complete=complete, verified=verified)
-    return cast(CheckpointInfo, seen.memo[kind])
+    kind = complete, verified
+    found: CheckpointInfo | None = seen.memo.get(kind)
+    if found is None:
+        found = seen.memo[kind] = _info_of(seen, complete=complete, verified=verified)
+    return found
 
 
 def _info_of(seen: CheckpointCopy, *, complete: bool, verified: bool) -> CheckpointInfo:
@@ -250,6 +274,13 @@ def _info_of(seen: CheckpointCopy, *, complete: bool, verified: bool) -> Checkpo
         metrics=facts.metrics if facts else None,
         origin=facts.origin if facts else None,
     )
+
+
+def pending_of(here: CheckpointCopy, there: CheckpointCopy | None) -> tuple[PartId, ...]:
+    """The parts with a readable manifest `here` and without a usable one `there`, by rank."""
+    if there and not there.defects and there.ranks == here.ranks:
+        return ()
+    return tuple(part for part in sorted(here.facts) if there is None or not there.has(part))
 
 
 def lacked(place: Place, merged: CheckpointCopy, ranks: Collection[int], beyond: float) -> list[PartId]:

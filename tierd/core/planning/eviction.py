@@ -12,12 +12,11 @@ from tierd.core.config import Config
 from tierd.core.ids import CheckpointId
 from tierd.core.planning.copies import CheckpointCopy, is_complete, union
 from tierd.core.planning.demand import Demand, info_of, readable
-from tierd.core.planning.flush_candidates import pending
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL, Place
 from tierd.core.planning.tier_verdicts import infos_on, oldest_completable
 from tierd.core.retention.policies import unknown
-from tierd.core.retention.policy import Ranking
+from tierd.core.retention.ranking import Ranking
 
 
 def evictable(inventory: Inventory, config: Config) -> tuple[CheckpointId, ...]:
@@ -80,8 +79,7 @@ def _retired(demand: Demand, name: str, tier: Place | None) -> frozenset[Checkpo
     if tier is None or unknown(tier, demand.run) or unknown(demand.inventory.spool, demand.run):
         return frozenset()
     inventory, run, policy = demand.inventory, demand.run, demand.policy(name)
-    waiting = {part.checkpoint for part in pending(inventory.spool, tier, run)}
-    waiting = {one for one in waiting if not demand.keeps(name, one)}
+    waiting = {one for one in demand.pending(name) if not demand.keeps(name, one)}
     if not waiting:
         return frozenset()
     # Each checkpoint is judged as if it alone were added, because others that are merely pending must not retire it.
@@ -136,8 +134,9 @@ def _superseded(demand: Demand, name: str, tier: Place | None, whole: list[Check
     inventory, run = demand.inventory, demand.run
     if tier is None or unknown(tier, run) or unknown(inventory.spool, run):
         return frozenset()
-    there = tier.run(run).seen
-    if not (lacking := [seen.id for seen in whole if seen.id not in there and not demand.keeps(name, seen.id)]):
+    here, there = inventory.spool.run(run).seen, tier.run(run).seen
+    waiting = [one for one in demand.pending(name) if one not in there and here[one].whole]
+    if not (lacking := [one for one in waiting if not demand.keeps(name, one)]):
         return frozenset()
     pins = inventory.pins | inventory.held
     local = {seen.id: info_of(seen, pins, complete=True) for seen in whole}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.actions import Flush
 from tierd.core.planning.copies import is_complete
-from tierd.core.planning.demand import Demand, Wanted, lacked
+from tierd.core.planning.demand import Demand, Wanted, lacked, pending_of
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.janitor import is_janitor
 from tierd.core.planning.order import FlushCandidate
@@ -22,9 +22,7 @@ from tierd.core.planning.tier_verdicts import oldest_completable
 def candidates_of(demand: Demand, name: str, tier: Place) -> Iterator[tuple[FlushCandidate, list[Flush]]]:
     """The checkpoints that a tier wants and of which this daemon has parts to send, with those parts."""
     inventory, run = demand.inventory, demand.run
-    waiting: dict[CheckpointId, list[Flush]] = {}
-    for part in pending(inventory.spool, tier, run):
-        waiting.setdefault(part.checkpoint, []).append(Flush(part, name))
+    waiting = {one: [Flush(part, name) for part in parts] for one, parts in demand.pending(name).items()}
     if not waiting and len(inventory.places) < 3:  # no other tier answers
         return
     wanted, begun = wanted_on(demand, name, tier), _begun(tier, run)
@@ -62,6 +60,8 @@ def _relays(demand: Demand, name: str, tier: Place, wanted: Wanted) -> Iterator[
     tier, these are all parts.
     """
     inventory, run = demand.inventory, demand.run
+    if len(inventory.places) < 3:
+        return  # no other tier answers
     there = tier.run(run)
     lacking = (demand.whole & wanted.ids).difference(there.whole)
     if not lacking:
@@ -73,8 +73,8 @@ def _relays(demand: Demand, name: str, tier: Place, wanted: Wanted) -> Iterator[
     if launch and launch.attempt == newest:
         own.append(launch.ranks)
     filled = not own and demand.fills(name)
-    if not (own or filled) or len(inventory.places) < 3:
-        return  # no trainer saved the newest launch here, or no other tier answers
+    if not (own or filled):
+        return  # no trainer saved the newest launch here
     ranks = frozenset[int]().union(*(some for one in own for some in one.values()))
     beyond = 0.0 if filled else math.inf
     if is_janitor(inventory, tier, run):
@@ -89,14 +89,7 @@ def _relays(demand: Demand, name: str, tier: Place, wanted: Wanted) -> Iterator[
 def pending(spool: Place, tier: Place, run: str) -> list[PartId]:
     """The parts of `run` that the spool has with a readable manifest and the tier without a usable one."""
     on = tier.run(run).seen
-    return [
-        part
-        for one, seen in spool.run(run).seen.items()
-        for there in [on.get(one)]
-        if there is None or there.defects or there.ranks != seen.ranks
-        for part in sorted(seen.facts)  # by rank, in whatever order they were observed
-        if there is None or not there.has(part)
-    ]
+    return [part for one, seen in spool.run(run).seen.items() for part in pending_of(seen, on.get(one))]
 
 
 def _begun(tier: Place, run: str) -> dict[CheckpointId, int]:

@@ -125,6 +125,12 @@ class Place:
             found.setdefault(one.run, {})[one] = seen
         return {run: RunCopies(some) for run, some in found.items()}
 
+    def like(self, before: Place) -> Place:
+        """This place, which has the copies of `before`, with the values that were derived from them there."""
+        assert self.checkpoints is before.checkpoints
+        self.__dict__.update({name: before.__dict__[name] for name in _OF_COPIES if name in before.__dict__})
+        return self
+
     def run(self, run: str) -> RunCopies:
         """The copies of one run, with the values derived from them."""
         return self.runs.get(run, NO_COPIES)
@@ -218,11 +224,11 @@ class Place:
         for one in fresh:
             others = [old for old in policies.get(one.run, ()) if (old.by, old.given) != (one.by, one.given)]
             policies[one.run] = (*others, one)
-        return replace(self, policies=policies)
+        return replace(self, policies=policies).like(self)
 
     def with_heads(self, run: str, heads: tuple[Head, ...]) -> Place:
         """This place with these heads of a run."""
-        return replace(self, heads={**self.heads, run: heads})
+        return replace(self, heads={**self.heads, run: heads}).like(self)
 
     def without(self, checkpoint: CheckpointId) -> Place:
         """This place after a checkpoint was pruned there."""
@@ -245,6 +251,9 @@ class Place:
                     {part: why for part, why in seen.defects.items() if part not in gone},
                 )
         return replace(self, checkpoints=checkpoints)
+
+
+_OF_COPIES = ("runs", "_defective")  # the cached properties that depend on `checkpoints` alone
 
 
 def _only(some: Mapping[str, T], run: str) -> dict[str, T]:

@@ -15,7 +15,8 @@ from tierd.core.planning.demand import info_of
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
 from tierd.core.retention.policies import unknown
-from tierd.core.retention.policy import CheckpointInfo, Origins, Ranking, RetentionPolicy, Verdict
+from tierd.core.retention.policy import RetentionPolicy
+from tierd.core.retention.ranking import CheckpointInfo, Origins, Ranking, Verdict
 
 by_order = operator.attrgetter("order")
 
@@ -39,6 +40,9 @@ def judge_tier(
         living: the launches that live, as for `Ranking`.
         drops: whether to leave out most verdicts that keep.
     """
+    own = tier.run(run).seen.keys() | tier.owners | tier.cut
+    if drops and len(own) + len(tier.quarantined) <= policy.keep_last:
+        return ()  # `keep_last` keeps all of them
     over = oldest_completable(tier, policy, run, living)
     infos = infos_on(tier, run, inventory.pins | inventory.held)
     verdicts = _patient(infos, policy, inventory.origins(run), over, living, drops=drops)

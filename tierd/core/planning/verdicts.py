@@ -9,7 +9,7 @@ from tierd.core.planning.demand import Demand, info_of
 from tierd.core.planning.eviction import retired, superseded
 from tierd.core.planning.place import SPOOL, Place
 from tierd.core.planning.tier_verdicts import by_order, judge_tier, oldest_completable
-from tierd.core.retention.policy import HOPED_FOR, Ranking, Verdict
+from tierd.core.retention.ranking import HOPED_FOR, Ranking, Verdict
 
 
 def judge(demand: Demand, name: str) -> tuple[Verdict, ...]:

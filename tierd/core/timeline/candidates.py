@@ -10,15 +10,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from tierd.core.errors import CheckpointNotFound
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.inventory import Inventory
 from tierd.core.save_policy import Goal, listed
 from tierd.core.timeline.alternatives import steps_there
 from tierd.core.timeline.chain import timeline
-from tierd.core.timeline.run_view import CORRUPT, RunView, named, ranks_of, run_view_of
+from tierd.core.timeline.combined_views import (
+    combined,
+    complete_by_view,
+    corrupt_metrics,
+    lacking_ranks,
+    metric_values,
+    silent_places,
+)
+from tierd.core.timeline.run_view import RunView, named, run_view_of
 
 _MOST = 5  # items that a message lists
 UNTOLD = "rank 0's manifest is corrupt wherever it was seen: how good it is cannot be told"
@@ -132,8 +138,8 @@ def agree(
             metric in rank 0's manifest are candidates.
     """
     mute = world is not None and len(sights) < world  # other ranks do not know of checkpoints that only this node has
-    whole = _whole(sights, run)
-    found, complete, hollow = _together(sights, whole, run, mute=mute)
+    whole = complete_by_view(sights, run)
+    found, complete, hollow = combined(sights, whole, run, mute=mute)
     if world is not None and not everything:  # names alone do not prove that another world size saved a checkpoint
         hollow = {one for one in hollow if complete[one] != world}
         complete = {one: size for one, size in complete.items() if one not in hollow}
@@ -156,13 +162,13 @@ def agree(
         )
         # A requested attempt is ordered by itself, newest first, whether it was abandoned or not.
         order = order[:1] if step is not None else tuple(sorted(order, reverse=True))
-    values = _values(sights, run)
+    values = metric_values(sights, run)
     told, reach = values.get(best.metric, {}) if best else {}, order
     if best is not None:
         ranked = [one for one in reach if not math.isnan(told.get(one, math.nan))]
         order = tuple(sorted(ranked, key=lambda one: (_score(best, values, one), one), reverse=True))
     untold = tuple(one for one in reach if best and one not in told)
-    bad = _corrupt(sights, run) & set(untold)
+    bad = corrupt_metrics(sights, run) & set(untold)
     first = order[0] if order else None
     doubtful = aside | hollow
     if step is None and attempt is None:
@@ -175,7 +181,7 @@ def agree(
     if gone:  # this is rare; otherwise it is skipped, because decoding every rank's parts takes long
         gone -= {one for sight in sights for one in sight.partial(run).keys() - named(run, sight.gone)}
     unvouched = {*line.unvouched, *(one for one in hollow & doubtful if best or not first or one > first)}
-    lacking = _lacking(sights, whole, complete, world, everything=everything) if world and not mute else {}
+    lacking = lacking_ranks(sights, whole, complete, world, everything=everything) if world and not mute else {}
     return RestoreOrder(
         candidates=tuple(Candidate(one, complete[one], lacking.get(one, ())) for one in order),
         branches=tuple(checkpoint for checkpoint in line.branches if checkpoint not in order),
@@ -207,118 +213,14 @@ def agree(
         corrupt=tuple(one for one in untold if one in bad),
         gone=tuple(sorted(gone, reverse=True)),
         unvouched=tuple(sorted((one for one in unvouched if one not in order), reverse=True)),
-        silent=_silent(sights),
+        silent=silent_places(sights),
         down_to=max((CheckpointId(run, *one.down_to) for one in sights if one.down_to), default=None),
     )
-
-
-def _silent(sights: Sequence[RunView]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for number, sight in enumerate(sights):
-        for why in (sight.silent[name] for name in sight.unreached if name in sight.silent):
-            found[why] = (*found.get(why, ()), number)
-    return found
-
-
-def _values(sights: Sequence[RunView], run: str) -> dict[str, dict[CheckpointId, float]]:
-    """By metric, the values that any rank's view has, without corrupt ones."""
-    found: dict[str, dict[CheckpointId, float]] = {}
-    for sight in {msgspec.msgpack.encode(one.values): one for one in sights}.values():
-        for metric, attempts in sight.values.items():
-            found.setdefault(metric, {}).update(
-                (CheckpointId(run, attempt, step), math.nan if value is None else float(value))
-                for attempt, steps in attempts.items()
-                for step, value in steps.items()
-                if value != CORRUPT
-            )
-    return found
-
-
-def _corrupt(sights: Sequence[RunView], run: str) -> set[CheckpointId]:
-    return {
-        CheckpointId(run, attempt, step)
-        for sight in sights
-        for attempts in sight.values.values()
-        for attempt, steps in attempts.items()
-        for step, value in steps.items()
-        if value == CORRUPT
-    }
 
 
 def _score(goal: Goal, values: Mapping[str, Mapping[CheckpointId, float]], checkpoint: CheckpointId) -> float:
     value = values.get(goal.metric, {}).get(checkpoint, math.nan)
     return -math.inf if math.isnan(value) else goal.score(value)
-
-
-def _together(
-    sights: Sequence[RunView], whole: Sequence[dict[CheckpointId, int]], run: str, *, mute: bool
-) -> tuple[set[CheckpointId], dict[CheckpointId, int], set[CheckpointId]]:
-    """Combine the run views of all ranks.
-
-    Returns:
-        Every checkpoint of which any rank observes a part; the complete ones with their world sizes; and the complete
-        ones that only names show to be so.
-    """
-    told: dict[CheckpointId, int] = {}
-    bare: dict[CheckpointId, int] = {}
-    # Ranks of one node have equal views, each of which is decoded once.
-    alike = {
-        (id(seen), msgspec.msgpack.encode(one.hollow)): (one, seen) for one, seen in zip(sights, whole, strict=True)
-    }
-    for sight, seen in alike.values():
-        hollow = named(run, sight.hollow)
-        for checkpoint, size in seen.items():
-            into = bare if checkpoint in hollow else told
-            into[checkpoint] = min(size, into.get(checkpoint, size))
-    complete = bare | told
-    parts: dict[CheckpointId, dict[int, set[int]]] = {}
-    for sight in {msgspec.msgpack.encode(one.parts): one for one in sights}.values():
-        for checkpoint, sizes in sight.partial(run).items():
-            for size, ranks in sizes.items():
-                parts.setdefault(checkpoint, {}).setdefault(size, set()).update(ranks)
-    found = {*complete, *parts}
-    for checkpoint, sizes in parts.items():
-        full = [size for size, ranks in sizes.items() if len(ranks) == size != bare.get(checkpoint)]
-        if full and checkpoint not in told:
-            told[checkpoint] = complete[checkpoint] = min(full)
-    if mute:
-        for checkpoint in named(run, sights[0].mixed):
-            del complete[checkpoint]
-    return found, complete, bare.keys() & complete.keys() - told.keys()
-
-
-def _lacking(
-    sights: Sequence[RunView],
-    whole: Sequence[dict[CheckpointId, int]],
-    complete: dict[CheckpointId, int],
-    world: int,
-    *,
-    everything: bool,
-) -> dict[CheckpointId, tuple[int, ...]]:
-    """By complete checkpoint, the ranks that do not observe the parts that they need."""
-    found: dict[CheckpointId, list[int]] = {}
-    absent: dict[int, list[CheckpointId]] = {}
-    for rank, (sight, seen) in enumerate(zip(sights, whole, strict=True)):
-        if id(seen) not in absent:
-            needed = [one for one, size in complete.items() if everything or size == world]
-            absent[id(seen)] = [one for one in needed if seen.get(one) != complete[one]]
-        for checkpoint in absent[id(seen)]:
-            own = sight.parts.get(checkpoint.attempt, {}).get(checkpoint.step, {}).get(complete[checkpoint], [])
-            if everything or rank not in ranks_of(own):
-                found.setdefault(checkpoint, []).append(rank)
-    return {checkpoint: tuple(ranks) for checkpoint, ranks in found.items()}
-
-
-def _whole(sights: Sequence[RunView], run: str) -> list[dict[CheckpointId, int]]:
-    """For each run view, its complete checkpoints with their world sizes. Equal views are decoded once."""
-    same: dict[bytes, dict[CheckpointId, int]] = {}
-    found = []
-    for sight in sights:
-        name = msgspec.msgpack.encode(sight.whole)
-        if name not in same:
-            same[name] = sight.complete(run)
-        found.append(same[name])
-    return found
 
 
 def not_found(

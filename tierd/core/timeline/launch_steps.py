@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from tierd.core.report import Checkpoint
+from tierd.core.timeline.head import Known
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,8 @@ class LaunchSteps:
         attempt: the launch.
         first_step, last_step: its oldest and its newest checkpoint.
         from_step, from_attempt: the checkpoint from which it resumed; None: from the beginning, or not known.
-        lost_steps: by how many steps the launch that saved that checkpoint had come further.
+        lost_steps: by how many steps the launch that saved that checkpoint had come further, also if retention has
+            deleted its newest checkpoints since.
     """
 
     run: str
@@ -28,17 +30,27 @@ class LaunchSteps:
     lost_steps: int
 
 
-def launch_steps(checkpoints: Iterable[Checkpoint]) -> tuple[LaunchSteps, ...]:
-    """Return the launches of every run, by run and in their order."""
+def launch_steps(
+    checkpoints: Iterable[Checkpoint], remembered: Callable[[str], Mapping[str, Known]]
+) -> tuple[LaunchSteps, ...]:
+    """Return the launches of every run, by run and in their order.
+
+    Args:
+        checkpoints: those that are known.
+        remembered: a run's launches according to its heads.
+    """
     found: dict[tuple[str, str], list[Checkpoint]] = {}
     for one in checkpoints:
         found.setdefault((one.run, one.attempt), []).append(one)
     launches = []
+    heads = {run: remembered(run) for run in {run for run, _ in found}}
     for (run, attempt), saved in sorted(found.items()):
         steps = [one.step for one in saved]
         origin = next((one.resumed_from for one in saved if one.resumed_from), None)
         step, _, by = origin.partition(".") if origin else ("", "", "")
         before = [one.step for one in found.get((run, by), ())]
+        if (known := heads[run].get(by)) and known.newest is not None:
+            before.append(known.newest)
         lost = max(0, max(before) - int(step)) if before else 0
         launches.append(
             LaunchSteps(run, attempt, min(steps), max(steps), int(step) if step else None, by or None, lost)

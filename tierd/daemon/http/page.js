@@ -3,6 +3,7 @@
 // Every text goes into the document as text, never as markup: names come from buckets that others can write to.
 const SVG = "http://www.w3.org/2000/svg";
 const SHOWN = 12; // checkpoints of a run before "show all"
+const MEASURED = 3; // metrics of a checkpoint
 const DRAWN = 400; // checkpoints in a timeline
 const MINUTES = 30; // of throughput
 const whole = new Set(); // runs of which all checkpoints are shown
@@ -144,7 +145,10 @@ function timeline(launches) {
       const path = `M ${x(one.from_step)} ${y.get(one.from_attempt)} L ${x(one.from_step)} ${at}`;
       drawn.push(make("path", { class: "rollback", d: path }));
     }
-    drawn.push(make("line", { class: "lane", x1: x(first), x2: x(one.steps[one.steps.length - 1].step), y1: at, y2: at }));
+    // To where a later launch left it, also if retention has deleted that checkpoint since.
+    const left_at = launches.filter((it) => it.from_attempt === one.attempt).map((it) => it.from_step);
+    const last = Math.max(one.steps[one.steps.length - 1].step, ...left_at);
+    drawn.push(make("line", { class: "lane", x1: x(first), x2: x(last), y1: at, y2: at }));
   }
   for (const one of launches) {
     for (const it of one.steps) {
@@ -157,11 +161,18 @@ function timeline(launches) {
   return make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "timeline of launches" }, drawn);
 }
 
+function metricsOf(checkpoint) {
+  const found = Object.entries(checkpoint.metrics).slice(0, MEASURED);
+  const words = found.map(([name, value]) => `${name} ${value === null ? "none" : Number(value.toPrecision(4))}`);
+  return make("div", { class: "soft" }, words.join(", "));
+}
+
 function showRun(name, checkpoints) {
   const launches = launchesOf(name, checkpoints.slice(0, DRAWN));
   const shown = whole.has(name) ? checkpoints : checkpoints.slice(0, SHOWN);
   const rows = shown.map((one) => make("tr", {},
-    make("td", {}, make("strong", { class: "number" }, `step ${one.step}`), make("div", { class: "soft" }, age(one.created))),
+    make("td", {}, make("strong", { class: "number" }, `step ${one.step}`), make("div", { class: "soft" }, age(one.created)),
+      launches.length > 1 ? make("div", { class: "soft" }, `of launch ${one.attempt}`) : "", metricsOf(one)),
     make("td", {}, one.copies.map((copy) => copyChip(copy, one.world_size))), make("td", {}, moving(one))));
   const newest = checkpoints.find((one) => one.copies.some((copy) => copy.state === "verified"));
   const safe = newest ? chip(`step ${newest.step} is on a tier`, "good") : chip("on no tier", "warning");
@@ -182,7 +193,7 @@ function showRuns() {
   const found = new Map();
   for (const one of runs.checkpoints) found.set(one.run, [...(found.get(one.run) || []), one]);
   const cards = [...found].map(([name, checkpoints]) => showRun(name, checkpoints));
-  if (runs.unreached.length) cards.unshift(make("p", {}, chip(`not known, because these tiers do not answer: ${runs.unreached.join(", ")}`, "warning")));
+  if (runs.unreached.length) cards.unshift(make("p", {}, chip(`tiers that do not answer, so their copies are not known: ${runs.unreached.join(", ")}`, "warning")));
   put("runs", cards.length ? cards : make("div", { class: "card" }, "none in the spool"));
 }
 

@@ -10,9 +10,11 @@ from collections.abc import Collection
 from itertools import product
 
 from tierd.core.event_kinds import Event
+from tierd.core.planning.place import SPOOL
 from tierd.daemon.http.families import FAMILIES
 
 Labels = tuple[str, ...]
+_SENT = ("tierd_flush_raw_bytes_total", "tierd_flush_sent_bytes_total")
 _COUNTED = {
     "persisted": "tierd_saves_total",
     "persist failed": "tierd_save_failures_total",
@@ -68,9 +70,11 @@ class Tally:
 
     def begin(self, runs: Collection[str], places: Collection[str]) -> None:
         """Begin the counters of these runs at 0, because a rate knows nothing of a series whose first sample is 1."""
-        for name in _COUNTED.values():
-            both = "tier" in FAMILIES[name].labels
-            for labels in product(runs, places) if both else product(runs):
+        for name, family in FAMILIES.items():
+            if family.kind != "counter" or "run" not in family.labels:
+                continue
+            where = [one for one in places if one != SPOOL or name not in _SENT]  # nothing is sent to the spool
+            for labels in product(runs, where) if "tier" in family.labels else product(runs):
                 self.counts[name].setdefault(labels, 0.0)
 
     def _count(self, name: str, event: Event, number: float) -> None:

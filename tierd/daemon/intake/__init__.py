@@ -3,7 +3,9 @@
 - `unit_watch`: one watched directory: takes each unit that is due; synchronous.
 - `ordering`: the order in which units are taken, and what is in doubt about it.
 - `taking`: one unit's files into a stage.
-- `importing`: the checkpoints at a path into tiers, once, without a daemon.
+- `importing`: the checkpoints at a path or URL into tiers, once, without a daemon.
+- `origin`, `bucket`: where an import reads: a directory, or a bucket.
+- `taker`: which of several nodes that watch one directory takes.
 - `taken`: the record of what was taken, beside the spool's other records.
 - `intake`: the watches of a daemon, each in a thread of its own.
 - `manifests`: a manifest from the first place that has it right.

@@ -13,9 +13,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
-from pathlib import Path
 
 import xxhash
 
@@ -25,6 +24,7 @@ from tierd.core.ids import CheckpointId, PartId, next_attempt
 from tierd.core.manifest import Manifest
 from tierd.core.planning.place import Place
 from tierd.core.timeline.alternatives import steps_there
+from tierd.daemon.intake.origin import Entries, Origin
 from tierd.daemon.intake.taking import Busy, about, stage_unit
 from tierd.daemon.tiers.observe import TierObserver, base_of
 from tierd.daemon.transfer.concurrency import to_the_end
@@ -115,12 +115,12 @@ class _Found:
 
 
 async def import_units(
-    path: Path, stores: Mapping[str, Store], spool: Spool, run: str, step: int | None, progress: Progress
+    origin: Origin, stores: Mapping[str, Store], spool: Spool, run: str, step: int | None, progress: Progress
 ) -> ImportedRun:
-    """Import the checkpoint at a path, or every one below it, in the order of their steps.
+    """Import the checkpoint at a place, or every one below it, in the order of their steps.
 
     Args:
-        path: a checkpoint's file or directory, or a directory of checkpoints.
+        origin: a checkpoint's file or directory, or a directory of checkpoints; or such in a bucket.
         stores: the tiers, each of which gets every checkpoint.
         spool: where one unit at a time is staged; best on the same file system, where it is linked.
         run: the run that they become.
@@ -130,52 +130,35 @@ async def import_units(
     Raises:
         CheckpointNotFound: there is no checkpoint, or none of this step.
         ConfigError: a tier has checkpoints of the run that were not imported.
-        StoreUnavailable, StoreRefused, OSError: a tier, the spool or the directory failed; the same call continues.
+        StoreUnavailable, StoreRefused, SpoolFull, OSError: a tier, the spool or the origin failed; the same call
+            continues.
     """
     places = {name: await TierObserver(store).look({run}, {run: (0,)}, chunks=False) for name, store in stores.items()}
-    directory, name = await to_the_end(_split, path)
-    with Tree(directory) as tree:
-        listing = await to_the_end(_listed, tree, directory, name)
-        found, refused = await to_the_end(_ordered, tree, listing, name, step)
-        if not found and not refused:
-            raise CheckpointNotFound(f"{path}: no checkpoint of a program that is known lies there")
-        work = _Import(tree, directory, name, stores, spool, run, _attempt(run, places, found), places)
-        progress.begin(sum(one.size for one in found))
-        done: list[ImportedUnit] = []
-        for one in found:
-            unit = await work.unit(one)
-            refused += [unit] if isinstance(unit, RefusedUnit) else []
-            done += [unit] if isinstance(unit, ImportedUnit) else []
-            progress.done += one.size
-            progress.told(progress)
+    found, refused = await to_the_end(_ordered, origin, await origin.listing(), step)
+    if not found and not refused:
+        raise CheckpointNotFound(f"{origin.shown}: no checkpoint of a program that is known lies there")
+    work = _Import(origin, stores, spool, run, _attempt(run, places, found), places)
+    progress.begin(sum(one.size for one in found))
+    done: list[ImportedUnit] = []
+    for one in found:
+        unit = await work.unit(one)
+        refused += [unit] if isinstance(unit, RefusedUnit) else []
+        done += [unit] if isinstance(unit, ImportedUnit) else []
+        progress.done += one.size
+        progress.told(progress)
     return ImportedRun(run, tuple(done), tuple(refused))
 
 
-def _split(path: Path) -> tuple[Path, str | None]:
-    """Return the directory that is listed, and the name of the unit in it; None for all units below it."""
-    real = path.resolve(strict=True)
-    if not real.is_dir():
-        return real.parent, real.name
-    with Tree(real.parent) as tree:
-        alone = real.name and any(unit.path == real.name for unit in units(tree.listing(real.name)))
-    return (real.parent, real.name) if alone else (real, None)
-
-
-def _listed(tree: Tree, directory: Path, name: str | None) -> Listing:
-    return tree.listing(name) if name is None or (directory / name).is_dir() else tree.files()
-
-
-def _ordered(
-    tree: Tree, listing: Listing, name: str | None, step: int | None
-) -> tuple[list[_Found], list[RefusedUnit]]:
+def _ordered(origin: Origin, listing: Listing, step: int | None) -> tuple[list[_Found], list[RefusedUnit]]:
     """Return the units to import, in the order of their steps, and those that have none of their own."""
+    name = origin.name
     there = [unit for unit in units(listing) if name is None or unit.path == name or name in unit.files]
     if name is not None and not there and listing.entries[name].kind == "file":
         there = [lone_file(name)]
     found: dict[int, _Found] = {}
     refused: list[RefusedUnit] = []
     for unit in there:
-        described = describe(unit, lambda path: tree.opened(path, listing.entries[path]))
+        described = describe(unit, lambda path: origin.opened(path, listing.entries[path]))
         own = step if described.step is None and len(there) == 1 else described.step
         if own is None:
             refused.append(RefusedUnit(unit.path, "stepless", "nothing says its step; import it alone, with --step"))
@@ -213,9 +196,7 @@ def _attempt(run: str, places: Mapping[str, Place], found: Sequence[_Found]) -> 
 class _Import:
     """An import at work. `places` shows the tiers, with the parts that were sent."""
 
-    tree: Tree
-    directory: Path
-    name: str | None
+    origin: Origin
     stores: Mapping[str, Store]
     spool: Spool
     run: str
@@ -236,7 +217,7 @@ class _Import:
         sent = 0
         if lacking:
             try:
-                await to_the_end(self._stage, part, one)
+                await self._stage(part, one)
             except (Busy, Changed, CorruptChunk) as error:
                 return RefusedUnit(one.unit.path, "changing", str(error))
             except ManifestError as error:
@@ -264,25 +245,21 @@ class _Import:
         told = found.pop(UNIT_NAME, None)
         return told == (len(wanted), digest(wanted)) and {path: size for path, (size, _) in found.items()} == sizes
 
-    def _stage(self, part: PartId, one: _Found) -> None:
+    async def _stage(self, part: PartId, one: _Found) -> None:
         """Check a unit, and commit it to the spool; raises `_Unsound`, and as `stage_unit`."""
-
-        def opened(path: str) -> AbstractContextManager[ByteSource]:
-            return self.tree.opened(path, one.entries[path])
-
-        found = inspect_unit(one.unit, {path: entry.size for path, entry in one.entries.items()}, opened)
-        if found.status != "sound":
-            why = "; ".join(f"{each.file}: {each.reason}" for each in found.findings[:3])
-            raise _Unsound(found.status, why or "no format that can be checked")
-        with self.spool.stage(part) as stage:
-            staged = stage_unit(self.tree, one.unit, one.entries, one.described.ranks, stage, lambda: None)
-            after = _listed(self.tree, self.directory, self.name)
-            again = next((unit for unit in units(after) if unit.path == one.unit.path), one.unit)
-            if again.files != one.unit.files or any(
-                after.entries.get(path) != entry for path, entry in one.entries.items()
-            ):
-                raise Changed("it was written to, renamed or deleted")
-            stage.commit(Manifest.of(part, None, one.described.metrics, one.made, __version__, staged.files))
+        if one.unit.missing:
+            raise _Unsound("incomplete", f"{one.unit.path}: {one.unit.missing}")
+        # Files that this command made are linked, also those that a program would write again under their names.
+        unit = replace(one.unit, step=one.step) if self.origin.is_brought else one.unit
+        async with self.origin.brought(one.unit, one.entries) as (tree, entries):
+            await to_the_end(_inspect, tree, one.unit, entries)
+            with self.spool.stage(part) as stage:
+                ranks = one.described.ranks
+                staged = await to_the_end(stage_unit, tree, unit, entries, ranks, stage, lambda: None)
+                if (after := await self.origin.again(one.unit)) is not None:
+                    _check_unchanged(one, after)
+                made = Manifest.of(part, None, one.described.metrics, one.made, __version__, staged.files)
+                await to_the_end(stage.commit, made)
 
     async def _send(self, name: str, part: PartId) -> int:
         store = self.stores[name]
@@ -291,6 +268,22 @@ class _Import:
         self.places[name] = self.places[name].adding(part, done.facts)
         log.info("%s: imported, %d bytes as %d, %d of them sent", part.checkpoint, done.raw, done.stored, done.sent)
         return done.sent
+
+
+def _check_unchanged(one: _Found, after: Listing) -> None:
+    again = next((unit for unit in units(after) if unit.path == one.unit.path), one.unit)
+    if again.files != one.unit.files or any(after.entries.get(path) != entry for path, entry in one.entries.items()):
+        raise Changed("it was written to, renamed or deleted")
+
+
+def _inspect(tree: Tree, unit: Unit, entries: Entries) -> None:
+    def opened(path: str) -> AbstractContextManager[ByteSource]:
+        return tree.opened(path, entries[path])
+
+    found = inspect_unit(unit, {path: entry.size for path, entry in entries.items()}, opened)
+    if found.status != "sound":
+        why = "; ".join(f"{each.file}: {each.reason}" for each in found.findings[:3])
+        raise _Unsound(found.status, why or "no format that can be checked")
 
 
 class _Unsound(Exception):

@@ -6,78 +6,34 @@ Invariant: a watch that fails delays nothing else; it is tried again. Its thread
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from tierd.core.config import WatchConfig
 from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable, TierdError
-from tierd.core.ids import CheckpointId, PartId, pin_key
+from tierd.core.ids import PartId, pin_key
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.intake.manifests import first_manifest
+from tierd.daemon.intake.reports import ToReconciler
+from tierd.daemon.intake.taker import Taker
 from tierd.daemon.intake.unit_watch import UnitWatch
+from tierd.daemon.intake.watch_at_work import TRIES, RunNotWatched, WatchAtWork, run_in
 from tierd.daemon.reconcile import Reconciler
 from tierd.priority import lower
-from tierd.spool.commit import CommittedPart, Room
+from tierd.spool.commit import Room
+from tierd.stores.base import Store
 from tierd.watching.naming import history
 from tierd.watching.unit_file import UNIT_NAME
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 log = logging.getLogger("tierd.daemon")
 
-_LOOK_S = 3.0  # seconds between two listings
 _SHARE = 20  # a listing takes at most one part in this many of the time, because it may be of a network file system
 _PATIENCE_S = 60.0  # seconds for which a watch waits for the first observation of a tier
 _RETRY_S = 30.0  # seconds until a directory that cannot be listed is tried again
-
-
-_TRIES = 3  # failed tries in a row after which nothing waits for a directory
-
-
-class RunNotWatched(ConfigError):
-    """The run that a watch names has a trainer's checkpoints."""
-
-
-class _Stopped(Exception):
-    """The daemon ends, or the watch was removed from its configuration."""
-
-
-@dataclass(slots=True)
-class _Watching:
-    """A watch at work.
-
-    Attributes:
-        ending: whether its thread has to end soon.
-        idle: whether its last listing left nothing to take.
-        tries: how many times in a row the directory could not be watched.
-        error: why it cannot be watched.
-        refused: the units that are not taken as they are, by path, and why.
-    """
-
-    watch: WatchConfig
-    ending: bool = False
-    idle: bool = False
-    tries: int = 0
-    error: Exception | None = None
-    refused: Mapping[str, str] = field(default_factory=dict)
-    task: asyncio.Task[None] | None = field(default=None, repr=False)
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether nothing is left to take, or the directory cannot be watched."""
-        return self.idle or self.tries >= _TRIES or isinstance(self.error, RunNotWatched)
-
-    def going(self) -> None:
-        if self.ending:
-            raise _Stopped
 
 
 class Intake:
@@ -90,7 +46,7 @@ class Intake:
 
     def __init__(self, reconciler: Reconciler, room: Callable[[], Room | None]) -> None:
         self._reconciler, self._room = reconciler, room
-        self._watching: dict[WatchConfig, _Watching] = {}
+        self._watching: dict[WatchConfig, WatchAtWork] = {}
 
     @property
     def busy(self) -> bool:
@@ -104,7 +60,7 @@ class Intake:
         for one in self._watching.values():
             if isinstance(one.error, RunNotWatched):
                 return one.error
-            if one.error is not None and one.tries >= _TRIES:
+            if one.error is not None and one.tries >= TRIES:
                 return StoreRefused(f"{one.watch.directory}: it cannot be watched: {one.error}")
         return None
 
@@ -122,7 +78,7 @@ class Intake:
                     await self._end(self._watching.pop(watch))
                 for watch in wanted:
                     if watch not in self._watching:
-                        one = self._watching[watch] = _Watching(watch)
+                        one = self._watching[watch] = WatchAtWork(watch)
                         one.task = asyncio.ensure_future(self._watch(one))
                 await asyncio.sleep(1.0)
         finally:
@@ -131,41 +87,83 @@ class Intake:
             for one in self._watching.values():
                 await self._end(one)
 
-    async def _end(self, one: _Watching) -> None:
+    async def _end(self, one: WatchAtWork) -> None:
         one.ending = True
         self._reconciler.journal.warnings.pop(("watch", one.watch.run), None)
         if one.task is not None:
             one.task.cancel()
             await asyncio.gather(one.task, return_exceptions=True)
 
-    async def _watch(self, one: _Watching) -> None:
+    async def _watch(self, one: WatchAtWork) -> None:
         run = one.watch.run
-        reports = _ToReconciler(self._reconciler, run)
-        await self._observe(run)
+        await self._observe(run, list(self._reconciler.workers))
+        taker = Taker(run, self._reconciler.tiers.who, self._find_first, self._reconciler.timings)
+        renewing = asyncio.ensure_future(taker.keep_renewing())
+        try:
+            await self._look_for_ever(one, taker)
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+            await taker.release()
+
+    async def _look_for_ever(self, one: WatchAtWork, taker: Taker) -> None:
+        run = one.watch.run
+        reports = ToReconciler(self._reconciler, run)
         watch: UnitWatch | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="tierd-watch", initializer=lower) as pool:
             log.info("watching %s as run %s", one.watch.directory, run)
             while True:
-                began = time.monotonic()
                 self._stay_interested(run)
-                known = history(self._reconciler.inventory(), run)
                 try:
                     if watch is None:
                         await self._check_run(run)
-                        watch = await _run(pool, one, self._make, one, reports)
-                    await _run(pool, one, watch.look, known, began)
+                        watch = await run_in(pool, one, self._make, one, reports)
+                    await self._look(pool, one, watch, taker)
                     await self._share_pins(run)
                     one.idle, one.tries, one.error = not watch.waiting, 0, None
                     self._warn(one, watch)
-                    rest_s = max(_LOOK_S, _SHARE * watch.listing_s)
-                except (OSError, StoreRefused, ConfigError) as error:
+                    rest_s = max(self._reconciler.timings.watch_s, _SHARE * watch.listing_s)
+                except Exception as error:  # also what nobody foresaw: a watch that ended would end without a word
+                    if not isinstance(error, OSError | StoreRefused | ConfigError):
+                        log.exception("%s: a look failed", one.watch.directory)
                     one.tries, one.error = one.tries + 1, error
-                    rest_s = min(_RETRY_S, _LOOK_S * 2**one.tries)
+                    rest_s = min(_RETRY_S, self._reconciler.timings.watch_s * 2**one.tries)
                     self._reconciler.journal.failed(("watch", run), "look", SPOOL, one.watch.directory, str(error))
                     log.warning("%s: it cannot be watched now: %s", one.watch.directory, error)
                 else:
                     self._reconciler.journal.worked(("watch", run))
                 await asyncio.sleep(rest_s)
+
+    async def _look(self, pool: ThreadPoolExecutor, one: WatchAtWork, watch: UnitWatch, taker: Taker) -> None:
+        """Look once; take what is due if no other node does. What another node took is known only after it is done."""
+        run = one.watch.run
+
+        async def look(may_take: bool) -> None:
+            known = history(self._reconciler.inventory(), run)
+            await run_in(pool, one, watch.look, known, time.monotonic(), may_take=may_take)
+
+        await look(taker.held)
+        if watch.wanted is not None and await taker.may_take(watch.wanted, time.monotonic()):
+            if taker.held:
+                await self._observe(run, list(self._reconciler.stores)[:1])
+            await look(True)
+        if taker.held and not await self._is_sending(run):
+            await taker.release()
+
+    async def _is_sending(self, run: str) -> bool:
+        """Whether the first tier still lacks checkpoints of a run that this node sends there."""
+        await self._observe(run, [SPOOL])  # because what was taken just now may not have been observed yet
+        inventory = self._reconciler.inventory()
+        names = list(self._reconciler.stores)[:1]
+        left = {part for part, tier in self._reconciler.backlog.flushes(inventory) if tier in names}
+        return any(part.checkpoint.run == run for part in left | inventory.busy)
+
+    def _find_first(self) -> Store | None:
+        """Return the first tier's store; None if it did not answer when it was last observed, or is paused."""
+        for name, store in self._reconciler.stores.items():
+            there = self._reconciler.tiers.observed.places[name] is not None
+            return store if there and not self._reconciler.pause.paused else None
+        return None
 
     async def _check_run(self, run: str) -> None:
         """Raise `RunNotWatched` if a trainer saved the run's newest checkpoint: a watch would prune what it saves."""
@@ -180,7 +178,7 @@ class Intake:
         if manifest is not None and all(file.path != UNIT_NAME for file in manifest.files):
             raise RunNotWatched(f"run {run!r}: a trainer saved {part.checkpoint}; give --run another name")
 
-    def _warn(self, one: _Watching, watch: UnitWatch) -> None:
+    def _warn(self, one: WatchAtWork, watch: UnitWatch) -> None:
         """Have the status show what is not taken or not readable."""
         directory, thing = one.watch.directory, ("watch", one.watch.run)
         one.refused = dict(watch.refused)
@@ -202,7 +200,7 @@ class Intake:
                     except (StoreUnavailable, StoreRefused) as error:
                         log.info("%s: %s cannot be pinned there yet: %s", name, checkpoint, error)
 
-    def _make(self, one: _Watching, reports: _ToReconciler) -> UnitWatch:
+    def _make(self, one: WatchAtWork, reports: ToReconciler) -> UnitWatch:
         directory = Path(one.watch.directory)
         return UnitWatch(self._reconciler.spool, directory, one.watch.run, reports, self._find_room, one.going)
 
@@ -210,10 +208,10 @@ class Intake:
         room = self._room()
         return room is not None and room(part, size_bytes, quota)
 
-    async def _observe(self, run: str) -> None:
-        """Wait for the tiers to be observed, because they show what is taken already, but not for a dead tier."""
+    async def _observe(self, run: str, names: list[str]) -> None:
+        """Wait for these tiers to be observed, because they show what is taken already, but not for a dead tier."""
         self._stay_interested(run)
-        for name in list(self._reconciler.workers):
+        for name in names:
             try:
                 async with asyncio.timeout(_PATIENCE_S):
                     await self._reconciler.look(name)
@@ -228,44 +226,3 @@ class Intake:
     def _stay_interested(self, run: str) -> None:
         self._reconciler.requests.interest.add(run)
         self._reconciler.requests.presence.asked(run)
-
-
-async def _run(pool: ThreadPoolExecutor, one: _Watching, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run a call in the watch's thread. If cancelled, have the call end, and wait for that."""
-    work = asyncio.get_running_loop().run_in_executor(pool, functools.partial(call, *args, **kwargs))
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        one.ending = True
-        await asyncio.wait([work])
-        if not work.cancelled():
-            work.exception()  # retrieved, so that asyncio does not warn
-        raise
-
-
-class _ToReconciler:
-    """Passes a watch's reports on to the event loop."""
-
-    def __init__(self, reconciler: Reconciler, run: str) -> None:
-        self._reconciler, self._run = reconciler, run
-        self._loop = asyncio.get_running_loop()
-
-    def taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
-        self._loop.call_soon_threadsafe(self._reconciler.taken, part, outcome)
-
-    def not_taken(self, path: str, why: str) -> None:
-        def tell() -> None:
-            self._reconciler.journal.tell("not taken", SPOOL, path, why, run=self._run)
-
-        self._loop.call_soon_threadsafe(tell)
-
-    def in_doubt(self, path: str, checkpoint: CheckpointId) -> None:
-        why = (
-            f"{path} has a later step and an earlier time than other checkpoints: its program went back, or the times "
-            "are wrong. Each such one is pinned, so that nothing is lost; `tierd unpin` frees it"
-        )
-
-        def tell() -> None:
-            self._reconciler.journal.tell("in doubt", SPOOL, checkpoint, why)
-
-        self._loop.call_soon_threadsafe(tell)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
@@ -39,6 +39,7 @@ log = logging.getLogger("tierd.daemon")
 SETTLE_S = 10.0  # seconds for which a unit has to be unchanged
 _AGAIN_S = 60.0  # seconds until a unit that could not be read or written is tried again
 _OPEN_S = 5.0  # seconds until a unit that a process has open for writing is tried again
+_BAD_NAME = "its name is not UTF-8; rename it"
 _MANY = 3  # tries in which a unit changed, until that is reported
 
 
@@ -74,6 +75,7 @@ class UnitWatch:
         listing_s: how long the last listing took, in seconds.
         refused: the units of the last listing that are not taken as they are, by path, and why.
         unreadable: the directories that the last listing could not read.
+        wanted: the checkpoint of the first unit that the last `look` left because it might not take any.
     """
 
     def __init__(
@@ -93,29 +95,36 @@ class UnitWatch:
         self._ordering = Ordering(self._settling, self._taken)
         self._off: dict[str, float] = {}  # by unit, until when it is not tried
         self._known = History()
+        self.wanted: CheckpointId | None = None
         self._now_s = self.listing_s = 0.0
         self.refused: dict[str, str] = {}
         self.unreadable: tuple[str, ...] = ()
+        self._unread: set[str] = set()  # units that could not be read when they were last tried
+        self._unnamed: frozenset[str] = frozenset()  # what the last listing refused for its name
         self._stepless: set[str] = set()  # units without a step that were reported
         self._doubted = False  # whether a doubt about the order was reported
 
     @property
     def waiting(self) -> bool:
-        """Whether a unit of the last listing is still to be taken or refused, or may still be being written."""
-        return self._settling.waiting
+        """Whether a unit of the last listing is still to be taken or refused, or may still be being written.
 
-    def look(self, known: History, now_s: float) -> None:
+        A unit that cannot be read counts as refused, although it is tried again.
+        """
+        return self._settling.is_waiting(self._unread)
+
+    def look(self, known: History, now_s: float, *, may_take: bool = True) -> None:
         """List the directory, and take every unit that is due.
 
         Args:
             known: the run's checkpoints in all places.
             now_s: any monotonic clock, in seconds.
+            may_take: without it, the first unit that is due and that no place has is named in `wanted`, and not read.
 
         Raises:
             OSError: the directory cannot be opened.
             StoreRefused, ConfigError: it cannot be listed.
         """
-        self._known, self._now_s = self._known.merged(known), now_s
+        self._known, self._now_s, self.wanted = self._known.merged(known), now_s, None
         with Tree(self._directory, skip=True) as tree:
             began = time.monotonic()
             listing = tree.listing()
@@ -123,16 +132,24 @@ class UnitWatch:
             self.unreadable = tuple(tree.unreadable)
             due = self._settling.look(listing, now_s)
             self._forget()
+            self._refuse_names(tree.unnamed)
             self._ordering.see(self._known)
             for one in self._ordering.sort(due):
                 if now_s >= self._off.get(one.unit.path, now_s):
-                    self._consider(tree, one, listing)
+                    self._consider(tree, one, listing, may_take)
+                if self.wanted is not None:
+                    break
 
-    def _consider(self, tree: Tree, due: Due, listing: Listing) -> None:
+    def _consider(self, tree: Tree, due: Due, listing: Listing, may_take: bool) -> None:
         path, entries = due.unit.path, dict(due.shape)
         if self._taken.has(path, due.shape):
             self._settling.finish(due, True, listing)
             return
+        if any(one.startswith(f"{path}/") for one in self._unnamed):
+            if self._settling.finish(due, False, tree.listing()) == "refused":
+                self._refused(path, "the name of a file in it is not UTF-8")
+            return
+        self._unread.discard(path)
 
         def opener(name: str) -> AbstractContextManager[ByteSource]:
             return tree.opened(name, entries[name])
@@ -148,11 +165,14 @@ class UnitWatch:
         if self._ordering.has(path, step, made, self._known):
             self._finish(tree, due)
             return
+        named = name_unit(self._run, path, step, made, self._known, self._taken.after(path))
+        if not may_take:
+            self.wanted = named.checkpoint
+            return
         found = self._inspect(due, opener)
         if found.status != "sound":
             self._refuse(tree, due, found)
             return
-        named = name_unit(self._run, path, step, made, self._known, self._taken.after(path))
         self._take(tree, due, described, named, made)
 
     def _step(self, due: Due, described: Described, made: datetime) -> int | None:
@@ -175,7 +195,18 @@ class UnitWatch:
 
     def _forget(self) -> None:
         """Forget the refused units that are gone, or that changed."""
-        self.refused = {path: why for path, why in self.refused.items() if self._settling.is_judged(path)}
+        self._unread = {path for path in self._unread if self._settling.is_seen(path)}
+        kept = {path for path in self.refused if path in self._unread or self._settling.is_judged(path)}
+        self.refused = {path: why for path, why in self.refused.items() if path in kept}
+
+    def _refuse_names(self, paths: Collection[str]) -> None:
+        """Refuse files and directories for their names, which no manifest can have."""
+        for path in paths:
+            if path in self._unnamed:
+                self.refused[path] = _BAD_NAME
+            else:
+                self._refused(path, _BAD_NAME)
+        self._unnamed = frozenset(paths)
 
     def _refused(self, path: str, why: str) -> None:
         self.refused[path] = why
@@ -196,7 +227,10 @@ class UnitWatch:
             self._changed(due, found.findings[0].reason)
         elif found.status == "unreadable":
             self._off[path] = self._now_s + _AGAIN_S
-            log.warning("%s: it cannot be read: %s", path, found.findings[0].reason)
+            why = f"it cannot be read, and is tried again: {found.findings[0].reason}"
+            if path not in self._unread or self.refused.get(path) != why:
+                self._refused(path, why)
+            self._unread.add(path)
         elif self._settling.finish(due, False, tree.listing()) == "refused":
             why = "; ".join(f"{one.file}: {one.reason}" for one in found.findings[:3])
             self._refused(path, f"it is {found.status}: {why or 'no format that can be checked'}")

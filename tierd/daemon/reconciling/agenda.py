@@ -57,21 +57,27 @@ class Agenda:
         """Observe, and return the worker's next action, without asking what other nodes send.
 
         Where an observation takes long, an earlier one suffices to send parts; every other action needs a fresh one.
+        A sparing observation of the spool suffices to send parts, too, and to find that there is nothing to do.
         """
         tiers = self._setup.tiers
         if worker.name != SPOOL:
-            slow, after_flush = tiers.good_for(worker.name), worker.has_flushed
+            slow, after_flush = tiers.observed.good_for(worker.name), worker.has_flushed
             worker.has_flushed = False
             # After a failure observe afresh, because the object may have arrived there or may be a known defect by now.
-            recent = worker.last_error is None and tiers.age_s(worker.name) < seconds(self._setup.config.rescan)
+            age_s = tiers.observed.age_s(worker.name)
+            recent = worker.last_error is None and age_s < seconds(self._setup.config.rescan)
             if slow or recent:
-                await self._setup.live.look()
+                await self._setup.live.look(sparing=True)
                 action = self._next(worker)
                 enough = slow and isinstance(action, Flush) and self._was_observed_for(action, worker.name)
                 if isinstance(action, Flush) and (enough or self._is_ours(action, worker.name)):
                     return action
                 if action is None and (slow or after_flush):
                     return None
+        elif worker.last_error is None:
+            await self._setup.live.look(sparing=True)
+            if self._next(worker) is None:
+                return None
         await self._look(worker.name)
         if worker.name != SPOOL:
             await self._records.bring_up_to_date(worker.name)
@@ -79,7 +85,7 @@ class Agenda:
 
     def _was_observed_for(self, flush: Flush, tier: str) -> bool:
         """Whether a relay's run was observed on the tier, where another node may have the run in its care."""
-        return not flush.relayed or self._setup.tiers.knows(tier, flush.part.checkpoint.run)
+        return not flush.relayed or self._setup.tiers.observed.knows(tier, flush.part.checkpoint.run)
 
     def _is_ours(self, flush: Flush, tier: str) -> bool:
         """Whether an observation younger than `rescan` suffices to send a part.
@@ -88,14 +94,14 @@ class Agenda:
         covered the run.
         """
         seen = self._setup.live.place.checkpoints.get(flush.part.checkpoint)
-        return seen is not None and seen.complete and self._setup.tiers.knows(tier, flush.part.checkpoint.run)
+        return seen is not None and seen.complete and self._setup.tiers.observed.knows(tier, flush.part.checkpoint.run)
 
     def _next(self, worker: TierWorker) -> Action | None:
         setup, live, phase = self._setup, self._setup.live, self._setup.phase
         if phase.halted.is_set() or (setup.pause.paused and worker.name != SPOOL):
             return None
         planned = worker.planned()
-        if planned and live.place.has(planned.part) and not setup.tiers.has(planned.part, worker.name):
+        if planned and live.place.has(planned.part) and not setup.tiers.observed.has(planned.part, worker.name):
             return planned
         began = time.thread_time()
         backoff = {name: other.retry_at for name, other in setup.workers.items()}
@@ -128,13 +134,13 @@ class Agenda:
         rescan = seconds(self._setup.config.rescan)
         if worker.name == SPOOL:
             return rescan
-        rescan = max(rescan, self._setup.tiers.good_for(worker.name))
+        rescan = max(rescan, self._setup.tiers.observed.good_for(worker.name))
         return pause_s(rescan, cost, len(self._setup.stores)) if self._is_at_rest(worker) else rescan
 
     def _is_at_rest(self, worker: TierWorker) -> bool:
         """Whether nobody trains or restores here, and nothing is left to do or expected to arrive."""
         live, tiers, requests = self._setup.live, self._setup.tiers, self._setup.requests
-        place = tiers.places[worker.name]
+        place = tiers.observed.places[worker.name]
         if requests.attended() or requests.held or requests.needed or place is None or self._backlog.parts():
             return False
         if tiers.has_leftovers(worker.name):  # they become old enough for removal soon

@@ -11,14 +11,13 @@ from collections.abc import Collection, Mapping
 
 from tierd.core.config import Config
 from tierd.core.errors import TierdError
+from tierd.daemon.tiers.observations import Observations
 from tierd.daemon.tiers.observe import TierObserver
-from tierd.daemon.tiers.tiers import Tiers
 from tierd.stores.base import Store
 
 log = logging.getLogger("tierd.daemon")
 
 _AGAIN_S = 86_400.0  # seconds between two listings of all runs, because a listing asks a request or more for each run
-_RETRY_S = 60.0  # seconds until a tier that could not be listed is tried again
 
 
 class Backfill:
@@ -30,11 +29,12 @@ class Backfill:
     Args:
         config: the configuration.
         stores: tier name -> open store.
-        tiers: the tiers, as last observed.
+        observed: the tiers, as last observed.
+        retry_s: until a tier that could not be listed is tried again.
     """
 
-    def __init__(self, config: Config, stores: Mapping[str, Store], tiers: Tiers) -> None:
-        self._stores, self._tiers = stores, tiers
+    def __init__(self, config: Config, stores: Mapping[str, Store], observed: Observations, retry_s: float) -> None:
+        self._stores, self._observed, self._retry_s = stores, observed, retry_s
         self._wanted = any(tier.backfill for tier in config.tier)
         self._due = 0.0  # monotonic seconds
         self.runs: set[str] = set()
@@ -49,7 +49,7 @@ class Backfill:
         """
         if not self._wanted or time.monotonic() < self._due:
             return False
-        self._due = time.monotonic() + _RETRY_S  # workers of several tiers call this at once
+        self._due = time.monotonic() + self._retry_s  # workers of several tiers call this at once
         found, failed = set[str](), False
         for name, store in self._stores.items():
             try:
@@ -68,7 +68,7 @@ class Backfill:
         Args:
             flushes: the runs of which parts are left to send.
         """
-        places = self._tiers.places
+        places = self._observed.places
         if None not in places.values():
-            seen = {run for run in self.runs if all(self._tiers.knows(name, run) for name in places)}
+            seen = {run for run in self.runs if all(self._observed.knows(name, run) for name in places)}
             self.runs -= seen - set(flushes)

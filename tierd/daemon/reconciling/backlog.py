@@ -46,7 +46,7 @@ class Backlog:
     def summary(self) -> Unflushed:
         """Return the parts that are left to flush, and for each tier whether it accepts them."""
         tiers = {}
-        for name, place in self._setup.tiers.places.items():
+        for name, place in self._setup.tiers.observed.places.items():
             error = self._setup.workers[name].trouble
             why, refused = (str(error), isinstance(error, StoreRefused)) if error else (None, False)
             tiers[name] = TierTrouble(reached=place is not None, error=why, refused=refused)
@@ -58,7 +58,7 @@ class Backlog:
 
     def describe(self) -> str:
         """Describe `remaining` in one sentence."""
-        silent = [name for name, place in self._setup.tiers.places.items() if place is None]
+        silent = [name for name, place in self._setup.tiers.observed.places.items() if place is None]
         return describe(self.remaining(), silent)
 
     def flushes(self, inventory: Inventory) -> frozenset[tuple[PartId, str]]:
@@ -71,7 +71,7 @@ class Backlog:
     def is_retired(self, part: PartId, tier: str) -> bool:
         """Whether the tier, as last observed, lacks a part and will not get it because no place has or wants it."""
         live = self._setup.live
-        if self._setup.tiers.places[tier] is None or live.busy[part]:
+        if self._setup.tiers.observed.places[tier] is None or live.busy[part]:
             return False
         if live.place.lists(part) and not live.place.has(part):
             return False  # it is first repaired or quarantined
@@ -90,7 +90,7 @@ class Backlog:
 
     def of(self, tier: str) -> dict[PartId, int]:
         """Return the parts that this daemon can send and that the tier lacks and wants, each with its size in bytes."""
-        live, place = self._setup.live, self._setup.tiers.places[tier]
+        live, place = self._setup.live, self._setup.tiers.observed.places[tier]
         inventory = live.inventory()
         found = {part for run in live.runs() for part in pending(live.place, place or Place(), run)}
         if place is not None:

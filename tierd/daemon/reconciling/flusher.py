@@ -48,7 +48,7 @@ class Flusher:
         """
         setup, live, tiers, journal = self._setup, self._setup.live, self._setup.tiers, self._setup.journal
         live.busy[part] += 1
-        begun, place = time.monotonic(), tiers.places[tier]
+        begun, place = time.monotonic(), tiers.observed.places[tier]
         aloud = is_contended(live.inventory(), tier, part)
         send = tiers.relay if relayed else tiers.flush_aloud if aloud else tiers.flush
         # Before the flush, because newer checkpoints appear while the part is sent.
@@ -82,13 +82,13 @@ class Flusher:
         journal.counters["flushed_sent_bytes"] += done.sent
         journal.counters["flushed_shared_bytes"] += done.shared
         self._note_sent(tier, part.checkpoint, leads=leading)
-        tiers.put(tier, part, done.facts)
+        tiers.observed.put(tier, part, done.facts)
         how = ", from another tier" if relayed else ""
         told = f"verified, {done.raw} bytes as {done.stored}, {done.sent} of them sent{how}"
         sizes = {"raw_bytes": done.raw, "stored_bytes": done.stored, "sent_bytes": done.sent}
         more: dict[str, Any] = {**sizes, "metrics": metrics_of(done.facts.metrics)}
         journal.tell("flushed", tier, part, told, **more, seconds=round(time.monotonic() - begun, 3))
-        setup.save_events.durable(tier, live.place, tiers.places)
+        setup.save_events.durable(tier, live.place, tiers.observed.places)
         await self._records.write_heads(tier, [part.checkpoint.run])
 
     async def _send(self, tier: str, part: PartId, sending: Coroutine[Any, Any, S]) -> S | None:
@@ -112,7 +112,7 @@ class Flusher:
             return
         for tier, (part, task) in self._sending.items():
             run = part.checkpoint.run
-            newest, there = self._setup.live.place.run(run).newest, self._setup.tiers.places[tier]
+            newest, there = self._setup.live.place.run(run).newest, self._setup.tiers.observed.places[tier]
             waits = newest is not None and (there is None or newest not in there.run(run).whole)
             if newest is not None and waits and part.checkpoint < newest:
                 task.cancel()
@@ -145,5 +145,5 @@ class Flusher:
         self._setup.workers[tier].put_off(part)
         log.warning("%s: %s cannot be copied from another tier yet: %s", tier, part, error)
         for name in self._setup.stores:
-            if name != tier and self._setup.tiers.has(part, name):
+            if name != tier and self._setup.tiers.observed.has(part, name):
                 self._setup.scrubber.suspect(name, part)

@@ -20,12 +20,11 @@ from tierd.daemon.reconciling.requests import ClientRequests
 from tierd.daemon.scrub.repairer import Repairer
 from tierd.daemon.spool_observer import SpoolObserver
 from tierd.daemon.tiers.tiers import Tiers
+from tierd.daemon.timings import DaemonTimings
 from tierd.daemon.transfer.flush_pacing import Cadence
 from tierd.spool.spool import Spool
 
-_ABANDONED = 5.0  # seconds for which a stage must be unlocked before it counts as left over
 _RECENT = 600.0  # seconds for which a run counts as attended after its trainer left, because a crashed one restarts
-_TAKEN_UP = 3600.0  # seconds for which an interrupted fetch of a whole part may be continued
 
 
 class LiveInventory:
@@ -55,6 +54,7 @@ class LiveInventory:
         repairer: Repairer,
         phase: Phase,
         seen: Callable[[bool], None],
+        timings: DaemonTimings,
     ) -> None:
         self._spool, self._requests, self._repairer, self._phase, self._seen = spool, requests, repairer, phase, seen
         self.place = Place()
@@ -64,11 +64,13 @@ class LiveInventory:
         self.sent: dict[str, Sent] = {}
         self.cadence = Cadence()
         self.changed_at = time.monotonic()
-        self._observer = SpoolObserver(spool)
+        self._timings = timings
+        self._observer = SpoolObserver(spool, timings)
         self._leftovers: tuple[str, ...] = ()
         self._unlocked: dict[str, float] = {}
         self._looking = asyncio.Lock()
         self._looks_begun = self._looks_ended = 0  # observations of the spool
+        self._thorough = False  # whether a caller of the next observation needs one that is not sparing
 
     def use(self, config: Config, tiers: Tiers, backfill: Backfill) -> None:
         """Use another configuration and its tiers from now on."""
@@ -86,7 +88,7 @@ class LiveInventory:
         writers = requests.writers()
         return Inventory(
             self.place,
-            dict(self._tiers.places),
+            dict(self._tiers.observed.places),
             self.free,
             self._leftovers,
             frozenset(requests.held),
@@ -95,7 +97,7 @@ class LiveInventory:
             requests.presence.quiet(touched, writers, min(_RECENT, finished_s)),
             requests.presence.quiet(touched, writers, finished_s),
             silent=frozenset(
-                name for name, place in self._tiers.places.items() if place is None and self._is_silent(name)
+                name for name, place in self._tiers.observed.places.items() if place is None and self._is_silent(name)
             ),
             full=frozenset(self.full),
             append_only=self._tiers.append_only,
@@ -106,7 +108,7 @@ class LiveInventory:
         )
 
     def _is_silent(self, tier: str) -> bool:
-        return time.monotonic() - self._tiers.mute.get(tier, math.inf) > seconds(self._config.hold_for)
+        return time.monotonic() - self._tiers.observed.mute.get(tier, math.inf) > seconds(self._config.hold_for)
 
     @property
     def was_observed(self) -> bool:
@@ -117,18 +119,28 @@ class LiveInventory:
         """Return the runs that the spool has, or that were saved there."""
         return self.place.runs.keys() | self.place.launches.keys()
 
-    async def look(self) -> None:
-        """Observe the spool afresh; callers that ask during an observation share the next one."""
+    async def look(self, *, sparing: bool = False) -> None:
+        """Observe the spool afresh; callers that ask during an observation share the next one.
+
+        Args:
+            sparing: observe only what suffices to find parts to send, as in `SpoolObserver.look`.
+        """
         asked = self._looks_begun
+        self._thorough |= not sparing
         async with self._looking:
             if self._looks_ended > asked:
                 return
             self._looks_begun += 1
             begun, before = self._looks_begun, self.place
-            place = await asyncio.to_thread(self._observer.look)
-            free, total = self._spool.free()
-            self.free = free / total if total else 1.0
-            self._leftovers = self._aged(await asyncio.to_thread(self._spool.leftovers, self._observer.childless))
+            thorough, self._thorough = self._thorough or not sparing, False
+            try:
+                place = await asyncio.to_thread(self._observer.look, sparing=not thorough)
+                free, total = self._spool.free()
+                self.free = free / total if total else 1.0
+                self._leftovers = self._aged(await asyncio.to_thread(self._spool.leftovers, self._observer.childless))
+            except BaseException:
+                self._thorough |= thorough  # for callers that share the next observation in place of this one
+                raise
             self.place = place  # assigned last, because every call before it may fail
             self._looks_ended = begun
             self._seen(self._note_saves(before))
@@ -158,7 +170,8 @@ class LiveInventory:
             name == f"fetch/{self._spool.fetching(part).name}" for part in self.place.parts()
         )
         loose = name.removeprefix("fetch/") in self._repairer.loose
-        return _TAKEN_UP if name.startswith("fetch/") and not self.is_low and not done and not loose else _ABANDONED
+        kept = name.startswith("fetch/") and not self.is_low and not done and not loose
+        return self._timings.taken_up_s if kept else self._timings.abandoned_s
 
 
 def _parts_of(place: Place, one: CheckpointId) -> Mapping[int, frozenset[int]] | None:

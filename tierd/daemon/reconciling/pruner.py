@@ -6,6 +6,7 @@ Invariant: no local copy is deleted before the tiers were asked once more, nor b
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection, Iterable
 
 from tierd.core.errors import DeleteRefused, ManifestError, ObjectNotFound
@@ -19,8 +20,6 @@ from tierd.core.planning.place import SPOOL
 from tierd.core.planning.pruning import lost_to, together
 from tierd.daemon.reconciling.setup import Setup
 from tierd.daemon.tiers.prune import quarantine
-
-_AGAIN = 1.0  # seconds until a local copy that no tier was found to hold is checked again; tiers are observed meanwhile
 
 
 class Pruner:
@@ -39,7 +38,7 @@ class Pruner:
         self._rest_on.pop(checkpoint, None)
         # On a full disk, free space matters more than fast writes into recycled blocks.
         if not await self.release(checkpoint, action.reasons, reuse=not self._setup.live.is_low):
-            self._setup.workers[SPOOL].put_off(checkpoint, _AGAIN)
+            self._setup.workers[SPOOL].put_off(checkpoint, self._setup.timings.prune_again_s)
             self._setup.wake()
 
     def rests(self, action: Prune) -> bool:
@@ -50,7 +49,7 @@ class Pruner:
     async def _prune_together(self, first: Prune) -> None:
         """Delete a checkpoint from a tier in one pass with others of its run that retention gives up there."""
         setup, live = self._setup, self._setup.live
-        worker, place = setup.workers[first.tier], setup.tiers.places[first.tier]
+        worker, place = setup.workers[first.tier], setup.tiers.observed.places[first.tier]
         planned = setup.planner.plan(live.inventory(), setup.config, {}, 0.0, first.tier)
         others = [one for one in planned if isinstance(one, Prune) and not worker.is_off(one.checkpoint)]
         prunes = together(first, others, place)
@@ -133,12 +132,16 @@ class Pruner:
         for name, part in lacking or ():
             setup.journal.tell("corrupt", name, part, "chunks are missing; it will be flushed again")
             await quarantine(setup.stores[name], part)
-            tiers.doubt(name)
+            tiers.observed.doubt(name)
         if lacking is not None:
             return None
-        on_one = any(all(tiers.has(part, name) for part in parts) for name in setup.stores)
+        on_one = any(all(tiers.observed.has(part, name) for part in parts) for name in setup.stores)
         if on_one:
             return parts
+        if aged := [name for name in setup.stores if setup.timings.aged_s < tiers.observed.age_s(name) < math.inf]:
+            for name in aged:
+                tiers.observed.doubt(name)
+            return None
         inventory = live.inventory()
         if checkpoint in superseded(Demand(inventory, setup.config, checkpoint.run)):
             others = [seen for seen in complete_here(inventory, checkpoint.run) if seen.id != checkpoint]

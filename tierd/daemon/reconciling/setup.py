@@ -15,6 +15,7 @@ from tierd.daemon.reconciling.requests import ClientRequests
 from tierd.daemon.scrub.scrubber import Scrubber
 from tierd.daemon.tier_worker import TierWorker
 from tierd.daemon.tiers.tiers import Tiers
+from tierd.daemon.timings import DaemonTimings
 from tierd.events.journal import Journal
 from tierd.events.notices import SaveEvents
 from tierd.spool.spool import Spool
@@ -49,3 +50,4 @@ class Setup:
     pause: TierPause
     phase: Phase
     wake: Callable[[], None]
+    timings: DaemonTimings

@@ -71,7 +71,7 @@ async def runs(reconciler: Reconciler) -> Runs:
     def compute() -> Runs:
         found = report(inventory, config)
         held = tuple(f"{one.run}/{one.name}" for one in sorted(inventory.held))
-        launches = launch_steps(found.checkpoints)
+        launches = launch_steps(found.checkpoints, inventory.remembered)
         return Runs(at, found.checkpoints, launches, found.unreached, held, in_flight, sent)
 
     return await asyncio.to_thread(compute)

@@ -16,11 +16,12 @@ from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.pause import Turn, at_once
-from tierd.daemon.scrub.tier_repair import TierRepairer, Where
+from tierd.daemon.scrub.tier_repair import TierRepairer
 from tierd.daemon.tiers.prune import quarantine
 from tierd.daemon.transfer.download import Progress, Wanted
 from tierd.daemon.transfer.fetch import Fetched, Partial, fetch
 from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.transfer.replicas import Where
 from tierd.events.journal import Journal
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
@@ -208,6 +209,7 @@ class Repairer:
 
     def _told_aside(self, place: str, part: PartId, reason: str) -> None:
         self._journal.counters["quarantined"] += 1
+        self._journal.quarantined[place] += 1
         self._journal.tell("quarantined", place, part, reason)
 
     def _told_mended(self, tier: str, part: PartId, mender: TierRepairer, also: str) -> None:

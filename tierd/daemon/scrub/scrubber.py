@@ -30,8 +30,10 @@ from tierd.core.retention.policy import seconds
 from tierd.daemon.pause import TierPause
 from tierd.daemon.scrub.history import Scrubbed
 from tierd.daemon.scrub.repairer import Repairer
+from tierd.daemon.scrub.scrub_status import ScrubStatus
 from tierd.daemon.scrub.verifier import CopyVerifier
 from tierd.daemon.tier_worker import TierWorker
+from tierd.daemon.timings import DaemonTimings
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.events.journal import Journal
@@ -40,26 +42,8 @@ from tierd.stores.base import Store
 
 log = logging.getLogger("tierd.daemon")
 
-_LOOK = 60.0  # seconds between two checks for a due copy
 _AHEAD = 86_400.0  # seconds ahead for which scheduled scrubs are kept in memory
-# Seconds for which a copy that could not be read or repaired is skipped: at first and at most; it doubles each time.
-_LATER, _LATEST = 3600.0, 86_400.0
-
-
-@dataclass(frozen=True, slots=True)
-class ScrubStatus:
-    """The progress of the scrub.
-
-    Attributes:
-        oldest: when the copy was verified whose verification is longest ago, RFC 3339; None: there is no copy, or
-            scrubbing is off.
-        due: copies that were not read within the period.
-        doing: the copy that is being read; None: no copy.
-    """
-
-    oldest: str | None
-    due: int
-    doing: str | None
+_LATEST = 86_400.0  # seconds at most for which a copy that could not be read or repaired is skipped
 
 
 @dataclass(slots=True)
@@ -97,7 +81,8 @@ class Scrubber:
         pause: nothing is read during the pause.
         held: checkpoints that must not be deleted during a repair.
         wake: called when a copy was quarantined, so that the plan can flush it again.
-        clock: seconds since 1970.
+        timings: the daemon's durations, and its clock.
+        jitter: the source of random delays.
 
     Attributes:
         resting: True while the daemon drains, so that no scrub begins.
@@ -116,15 +101,16 @@ class Scrubber:
         pause: TierPause,
         held: Counter[CheckpointId],
         wake: Callable[[], None],
-        clock: Callable[[], float] = time.time,
+        timings: DaemonTimings,
+        jitter: random.Random,
     ) -> None:
-        self._inventory, self._pause, self._wake, self._clock = inventory, pause, wake, clock  # seconds since 1970
+        self._inventory, self._pause, self._wake, self._timings = inventory, pause, wake, timings
         self._spool, self._journal, self._repairer = spool, journal, repairer
         self._period, self._rate = seconds(config.scrub), rate(config.scrub_rate)
         self._reader = CopyVerifier(spool, stores, repairer, journal, budget, self._rate, self._turn, held)
         self._reader.doubted = self._doubt
         self._remembered = Scrubbed(spool.control / "scrubbed.json")
-        self._workers = {name: TierWorker(name) for name in (SPOOL, *stores)}
+        self._workers = {name: TierWorker(name, timings) for name in (SPOOL, *stores)}
         self._right: set[PartId] = set()  # parts whose copies in the spool this daemon has verified
         self._doubtful: set[ScrubbedCopy] = set()  # copies that a reader reported as possibly wrong
         self._later: dict[
@@ -132,7 +118,7 @@ class Scrubber:
         ] = {}  # by copy, until when it is skipped in monotonic seconds, and how often that has happened
         self._agendas: dict[str, _Agenda] = {}
         self._doubts = 0  # how often `_doubt` made copies due at once
-        self._random = random.Random()  # noqa: S311  # jitter
+        self._random = jitter
         self.resting = False
 
     # -- schedule ---------------------------------------------------------------------------------------------------
@@ -152,7 +138,7 @@ class Scrubber:
 
     async def _remember(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(self._timings.scrub_look_s)
             self._later = {copy: one for copy, one in self._later.items() if one[0] + _LATEST > time.monotonic()}
             self._right = {part for part in self._right if self._inventory().spool.has(part)}
             if self._period:
@@ -178,7 +164,7 @@ class Scrubber:
             finally:
                 worker.doing = None
             if copy is None or worker.last_error:
-                await worker.rest(_LOOK)
+                await worker.rest(self._timings.scrub_look_s)
 
     async def next(self, place: str) -> ScrubbedCopy | None:
         """Return the copy in a place that is due now; None if there is none."""
@@ -188,9 +174,9 @@ class Scrubber:
             return min(doubtful)
         if not self._period:
             return None
-        found = await asyncio.to_thread(self._build, place, self._inventory(), self._doubts, self._clock())
+        found = await asyncio.to_thread(self._build, place, self._inventory(), self._doubts, self._timings.now_s())
         self._agendas[place] = found
-        inventory, now = self._inventory(), self._clock()
+        inventory, now = self._inventory(), self._timings.now_s()
         waiting: list[ScrubTurn] = []
         copy = None
         while copy is None and found.turns and found.turns[0].at <= now:
@@ -233,7 +219,7 @@ class Scrubber:
 
     def verified(self, place: str, part: PartId, at: float | None = None) -> None:
         """Record that a copy was found right, now or at a given time, by a reader of the whole copy."""
-        self._remembered[ScrubbedCopy(place, part)] = self._clock() if at is None else at
+        self._remembered[ScrubbedCopy(place, part)] = self._timings.now_s() if at is None else at
         self._later.pop(ScrubbedCopy(place, part), None)
         if place == SPOOL:
             self._right.add(part)
@@ -268,7 +254,7 @@ class Scrubber:
     def status(self) -> ScrubStatus:
         """Return the state of the scrub, from the schedules that were built last."""
         doing = [f"{name}: {worker.doing}" for name, worker in self._workers.items() if worker.doing]
-        now = self._clock()
+        now = self._timings.now_s()
         turns = [turn for built in self._agendas.values() for turn in built.turns]
         oldest = min(
             [*(turn.verified for turn in turns), *(built.oldest for built in self._agendas.values()), math.inf]
@@ -288,9 +274,9 @@ class Scrubber:
             StoreUnavailable, StoreRefused, OSError: not all of the copy could be read or repaired; it is tried again
                 later.
         """
-        begun = self._clock()
+        begun = self._timings.now_s()
         times = self._later.get(copy, (0.0, 0))[1]
-        self._later[copy] = (time.monotonic() + min(_LATER * 2**times, _LATEST), times + 1)
+        self._later[copy] = (time.monotonic() + min(self._timings.scrub_later_s * 2**times, _LATEST), times + 1)
         try:
             whole = await self._reader.read(copy)
         except ObjectNotFound:

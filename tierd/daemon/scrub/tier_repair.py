@@ -1,37 +1,37 @@
 """Repair a tier's copy, chunk by chunk, from any other place that has the bytes.
 
-Invariant: a chunk is restored byte for byte under its key, because other manifests may name it. The bytes come from
-another tier with the same encoding, or from the encoder if it still produces that encoding. Only if neither does is the
-chunk put raw, which is always the same bytes, under a key of its own. The manifest is then replaced by one that names
-this key. A chunk counts as repaired only after it was read back and compared, and as lost only after every place was
-asked.
+Invariant: an object is restored byte for byte under its key, because other manifests may name it; that of a base, too.
+The bytes come from another tier that has the same, or from the encoder if it still produces them. Only if neither does
+is the chunk put raw, which is always the same bytes, under a key of its own. The manifest is then replaced by one that
+names this key. A chunk counts as repaired only after it was read back and compared, and as lost only after every place
+was asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeAlias
+from functools import partial
 
 import msgspec
 
-from tierd.codec.codec import RAW, Encoded, check_stored, encode, recognize
+from tierd.codec.codec import RAW, Encoded, check_stored, encode, encode_patch, recognize
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
-from tierd.core.ids import PartId, chunk_key
+from tierd.core.ids import PartId, chunk_key, chunk_owner
 from tierd.core.manifest import Chunk, Manifest, Stored
 from tierd.core.manifest import encode as encode_manifest
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.pause import Turn, at_once
-from tierd.daemon.tiers.intents import naming, node
+from tierd.daemon.tiers.intents import naming
 from tierd.daemon.tiers.observe import missing_chunks
+from tierd.daemon.tiers.stamps import node
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.replicas import Replicas, get_object, put_manifest, surely
+from tierd.daemon.transfer.replicas import Replicas, Where, get_object, put_manifest, surely
+from tierd.daemon.transfer.shared_encoding import content
 from tierd.spool.direct_io import memory_for
-from tierd.spool.file_io import read_chunk
 from tierd.spool.spool import Spool
+from tierd.spool.verified_reads import read_chunk
 from tierd.stores.base import Buffer, Store
-
-Where: TypeAlias = tuple[int, int]  # a chunk in a manifest: the file's number, the chunk's index in it
 
 
 async def get_stored(store: Store, run: str, chunk: Chunk) -> Buffer:
@@ -71,6 +71,7 @@ class TierRepairer:
         self, spool: Spool, stores: Mapping[str, Store], tier: str, part: PartId, budget: Budget, turn: Turn = at_once
     ) -> None:
         self._spool, self._store, self._part, self._budget, self._turn = spool, stores[tier], part, budget, turn
+        self._tier = tier
         self._others = {name: store for name, store in stores.items() if name != tier}
         # Includes the repaired tier, because an equal chunk may exist there under another checkpoint's name.
         self._copies = Replicas(part, stores)
@@ -142,6 +143,8 @@ class TierRepairer:
                 found = await self._as_it_lies(chunk)
             if found is None:
                 bad.append(where)
+                if chunk.stored and chunk.stored.base:  # the other tier's bases are not put here
+                    kept[where] = self._plain(chunk)
             elif found is not chunk:
                 kept[where] = found
         manifest = await self._put_right(_with(manifest, kept), bad)
@@ -151,38 +154,96 @@ class TierRepairer:
     async def _mend(self, manifest: Manifest, where: Where) -> Chunk:
         """Repair one chunk, unless another process has done so, and return its entry for the manifest."""
         chunk = _chunk(manifest, where)
-        try:
-            await get_stored(self._store, self._part.checkpoint.run, chunk)
+        bad = [one for one in chunk.chain() if not await self._is_right(one)]
+        if not bad:
             return chunk
+        if await self._restore(manifest, where, bad):
+            self.mended += 1
+            return chunk
+        plain = self._plain(chunk)
+        await self._put(Encoded(plain, await self._raw(manifest, where)))
+        return plain
+
+    async def _is_right(self, link: Chunk) -> bool:
+        try:
+            await get_stored(self._store, self._part.checkpoint.run, link)
         except CorruptChunk:
-            pass
-        encoded = await self._same_form(chunk, where)
-        if encoded is None:
-            raw = await self._raw(manifest, where)
-            encoded = await to_the_end(self._encode, chunk, raw)
-            del raw
-        key = f"{self._part.checkpoint.run}/{encoded.stored.key}"
+            return False
+        return True
+
+    async def _restore(self, manifest: Manifest, where: Where, bad: Iterable[Chunk]) -> bool:
+        """Put objects of a chunk's chain again, byte for byte; return whether that was possible for all.
+
+        Raises:
+            CorruptChunk: no place has the bytes of the chunk itself.
+        """
+        chunk = _chunk(manifest, where)
+        for link in reversed(list(bad)):  # a base first, because the patches above it are made from it
+            try:
+                encoded = await self._same_bytes(link, where) or await self._encoded_again(manifest, link, where)
+            except CorruptChunk:
+                if link is chunk:
+                    raise
+                return False
+            if encoded is None:
+                return False
+            await self._put(encoded)
+        return True
+
+    async def _put(self, encoded: Encoded) -> None:
+        run = self._part.checkpoint.run
+        key = f"{run}/{encoded.stored.key}"
         await self._store.put(key, encoded.data)
         try:
-            await surely(lambda: get_stored(self._store, self._part.checkpoint.run, encoded.chunk))
+            await surely(lambda: get_stored(self._store, run, encoded.chunk))
         except CorruptChunk as error:
             raise StoreUnavailable(f"{key}: what was read back differs from what was put: {error}") from error
-        self.mended += encoded.chunk is chunk
-        return encoded.chunk
 
-    async def _same_form(self, chunk: Chunk, where: Where) -> Encoded | None:
-        """Read the same bytes from another tier that stores the chunk in the same encoding; None if no tier does."""
+    async def _same_bytes(self, link: Chunk, where: Where) -> Encoded | None:
+        """Read an object's bytes from another tier; None if no tier has the same bytes."""
         for name, store in self._others.items():
             manifest = self._copies.manifests.get(name)
-            other = _chunk(manifest, where) if manifest else None
-            if other and chunk.stored and other.stored and other.stored.form == chunk.stored.form:
+            chain = _chunk(manifest, where).chain() if manifest else ()
+            for other in (*(one for one in chain if _are_equal(one, link)), link):
                 try:
                     data = await get_stored(store, self._part.checkpoint.run, other)
                 except TierdError:
                     continue
                 self.sources.add(name)
-                return Encoded(chunk, data)
+                return Encoded(link, data)
         return None
+
+    async def _encoded_again(self, manifest: Manifest, link: Chunk, where: Where) -> Encoded | None:
+        """Encode a link of a chunk's chain as its manifest says; None if the encoder does not produce that any more."""
+        base = link.stored.base if link.stored else None
+        raw = await self._link(manifest, link, where)
+        base_raw = await self._link(manifest, base, where) if base else None
+        encoded = await to_the_end(self._encode, link, raw, base, base_raw)
+        return Encoded(link, encoded.data) if encoded and _are_equal(encoded.chunk, link) else None
+
+    async def _link(self, manifest: Manifest, link: Chunk, where: Where) -> Buffer:
+        """Return the raw bytes of a link of a chunk's chain: from the part that wrote it in the spool, or the tiers."""
+        if link is _chunk(manifest, where):
+            return await self._raw(manifest, where)
+        try:
+            data = await to_the_end(self._spooled, link, manifest.files[where[0]].path)
+            self.sources.add(SPOOL)
+            return data
+        except (CorruptChunk, ManifestError, ObjectNotFound, OSError):
+            return await self._copies.link(self._tier, link, where)
+
+    def _spooled(self, link: Chunk, path: str) -> Buffer:
+        """Read a chunk of an older part of this rank from the spool."""
+        assert link.stored is not None
+        owner = chunk_owner(self._part.checkpoint.run, link.stored.key)
+        if owner is None:
+            raise ObjectNotFound(link.stored.key)
+        part = PartId(owner, self._part.rank, self._part.world)
+        for file in self._spool.manifest(part).files:
+            held = [content(chunk) for chunk in file.chunks] if file.path == path else []
+            if content(link) in held:
+                return read_chunk(self._spool.path(part) / path, file, held.index(content(link)))
+        raise ObjectNotFound(f"{part}: {path} has no such chunk")
 
     async def _raw(self, manifest: Manifest, where: Where) -> Buffer:
         number, index = where
@@ -200,25 +261,24 @@ class TierRepairer:
         self.sources |= self._copies.used
         return raw
 
-    def _encode(self, chunk: Chunk, raw: Buffer) -> Encoded:
-        """Encode the chunk in its manifest's encoding if the encoder produces that; otherwise leave it raw."""
-        wanted = chunk.stored.form if chunk.stored else None
-        plain = Stored(
-            codec=RAW, size=chunk.size, xxh3_128=chunk.xxh3_128, key=chunk_key(self._part, chunk.xxh3_128, RAW)
-        )
-        if wanted == plain.form:
-            return Encoded(chunk, raw)
-        if wanted:
-            packed = encode(self._part, chunk, raw)
-            if packed.stored.form == wanted:
-                return Encoded(chunk, packed.data)
-        return Encoded(msgspec.structs.replace(chunk, stored=plain), raw)
+    def _encode(self, link: Chunk, raw: Buffer, base: Chunk | None, base_raw: Buffer | None) -> Encoded | None:
+        if base is not None and base_raw is not None:
+            return encode_patch(self._part, link, raw, base, base_raw, "")
+        is_raw = link.stored is not None and link.stored.codec == RAW
+        return encode(self._part, link, raw, pack=not is_raw)
+
+    def _plain(self, chunk: Chunk) -> Chunk:
+        """Return the entry of a chunk that is stored raw, under a key of its own."""
+        key = chunk_key(self._part, chunk.xxh3_128, RAW)
+        stored = Stored(codec=RAW, size=chunk.size, xxh3_128=chunk.xxh3_128, key=key)
+        return msgspec.structs.replace(chunk, stored=stored)
 
     async def _as_it_lies(self, chunk: Chunk) -> Chunk | None:
         """Return the manifest entry for the tier's own object of another tier's chunk; None if the object is bad."""
         run, stored = self._part.checkpoint.run, chunk.stored
         try:
-            await surely(lambda: get_stored(self._store, run, chunk))
+            for one in chunk.chain():
+                await surely(partial(get_stored, self._store, run, one))
             return chunk
         except CorruptChunk:
             if stored is None:
@@ -260,6 +320,12 @@ def _chunk(manifest: Manifest, where: Where) -> Chunk:
     return manifest.files[where[0]].chunks[where[1]]
 
 
+def _are_equal(one: Chunk, other: Chunk) -> bool:
+    """Whether two chunks are stored as the same bytes. The codec of a patch is another one at each flush."""
+    first, second = one.stored, other.stored
+    return bool(first and second and (first.size, first.xxh3_128) == (second.size, second.xxh3_128))
+
+
 def _weight(chunk: Chunk) -> int:
     return max(chunk.size, chunk.stored.size if chunk.stored else 0)
 
@@ -272,4 +338,4 @@ def _with(manifest: Manifest, chunks: Mapping[Where, Chunk]) -> Manifest:
         )
         for number, file in enumerate(manifest.files)
     )
-    return msgspec.structs.replace(manifest, files=files)
+    return manifest.with_files(files)

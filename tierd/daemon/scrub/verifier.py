@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,14 +28,15 @@ from tierd.core.planning.place import SPOOL
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
 from tierd.daemon.pause import Turn
 from tierd.daemon.scrub.repairer import Repairer
-from tierd.daemon.scrub.tier_repair import Where, get_stored, places
+from tierd.daemon.scrub.tier_repair import get_stored, places
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.replicas import read_manifest, surely
+from tierd.daemon.transfer.replicas import Where, read_manifest, surely
 from tierd.events.journal import Journal
 from tierd.spool.direct_io import LARGE
-from tierd.spool.file_io import bad_chunks, open_plain, read_chunk
+from tierd.spool.file_io import open_plain
 from tierd.spool.spool import Spool
+from tierd.spool.verified_reads import bad_chunks, read_chunk
 from tierd.stores.base import Store, weight
 
 log = logging.getLogger("tierd.daemon")
@@ -101,17 +103,16 @@ class CopyVerifier:
         bad: dict[Where, tuple[str, str]] = {}
         failed: Exception | None = None
         for where, chunk in places(manifest):
-            key = f"{part.checkpoint.run}/{chunk.stored.key}" if chunk.stored else chunk.xxh3_128
             try:
-                wrong = await self._reads_wrong(store, part, chunk)
+                defect = await self._defect(store, part, chunk)
             except (TierdError, OSError) as error:
                 failed = error
                 break
-            if wrong:
-                log.error("%s: %s: %s", copy.place, part, wrong)
-                bad[where] = (key, wrong)
+            if defect:
+                log.error("%s: %s: %s", copy.place, part, defect[1])
+                bad[where] = defect
             else:
-                self._told.discard((copy.place, key))
+                self._told -= {(copy.place, f"{part.checkpoint.run}/{stored.key}") for stored in chunk.objects()}
         whole = not bad or await self._repair(copy, manifest, bad)
         if failed:
             raise failed
@@ -129,15 +130,17 @@ class CopyVerifier:
             raise ManifestError(f"{part}: its manifest describes other content than the spool's")
         return manifest
 
-    async def _reads_wrong(self, store: Store, part: PartId, chunk: Chunk) -> str:
-        """Return the defect of a tier's chunk; empty if the chunk is right."""
-        size = chunk.stored.size if chunk.stored else 0
-        async with self._reading(size, weight(store, size)):
-            try:
-                await surely(lambda: get_stored(store, part.checkpoint.run, chunk))
-                return ""
-            except CorruptChunk as error:
-                return str(error)
+    async def _defect(self, store: Store, part: PartId, chunk: Chunk) -> tuple[str, str] | None:
+        """Return the key and the defect of the first of a chunk's objects that is not right; None if all are."""
+        run = part.checkpoint.run
+        for one in chunk.chain():
+            size = one.stored.size if one.stored else 0
+            async with self._reading(size, weight(store, size)):
+                try:
+                    await surely(partial(get_stored, store, run, one))
+                except CorruptChunk as error:
+                    return f"{run}/{one.stored.key}" if one.stored else one.xxh3_128, str(error)
+        return None
 
     async def _repair(self, copy: ScrubbedCopy, manifest: Manifest, bad: Mapping[Where, tuple[str, str]]) -> bool:
         part = copy.part
@@ -148,8 +151,8 @@ class CopyVerifier:
             self._found(copy, dict(bad.values()), f"{len(bad)} of {total} chunks")
             mender = await self._repairer.repair(copy.place, part, manifest, bad, self._turn)
         self._told -= {(copy.place, bad[where][0]) for where in bad.keys() - mender.left}
-        stored = [manifest.files[number].chunks[index].stored for number, index in mender.left]
-        owners = {chunk_owner(part.checkpoint.run, one.key) for one in stored if one}
+        left = [manifest.files[number].chunks[index] for number, index in mender.left]
+        owners = {chunk_owner(part.checkpoint.run, stored.key) for chunk in left for stored in chunk.objects()}
         self.doubted(copy, {owner for owner in owners if owner})
         return not mender.lost
 

@@ -17,6 +17,7 @@ from tierd.core.planning.place import Place
 from tierd.daemon.tiers.intents import Marks, ends, sweep
 from tierd.daemon.tiers.manifests import READERS, Manifests
 from tierd.daemon.tiers.shared_chunks import NamedChunks, SharedChunks, named_by
+from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.daemon.transfer.concurrency import each
 from tierd.daemon.transfer.replicas import read_manifest
 from tierd.stores.base import ObjectInfo, Store
@@ -102,6 +103,7 @@ class Pass:
     marks: Marks
     seen: Place
     confirm: Confirm | None = None
+    timings: DaemonTimings = USUAL
 
     async def settle(self, *, listed: bool) -> Deletions:
         """Put marks and list until every chunk to delete belongs to a marked checkpoint.
@@ -113,7 +115,7 @@ class Pass:
         held: dict[CheckpointId, str] = {}
         await self.marks.put(self.to_delete | remembered)
         while True:
-            swept = await sweep(self.store, run, self.who)
+            swept = await sweep(self.store, run, self.who, self.timings)
             cut = {one: own for one, keys in swept.cut.items() if (own := sorted({*keys} - {*self.marks.keys}))}
             self.known.cut[run] = set(cut)
             found = ListedManifests(NamedChunks(asked))

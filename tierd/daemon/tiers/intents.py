@@ -10,80 +10,45 @@ its chunks still exist.
 
     <run>/flushing/<checkpoint>/<part>.<when>-<who>     an intent: the manifest that is about to be put
     <run>/pruning/<checkpoint>.<when>-<who>             a mark, empty: chunks under this checkpoint are being deleted
-    <run>/flushing/<checkpoint>/sending.<when>-<who>    an announcement, empty: a node sends parts of this checkpoint
 
-An announcement prevents neither deletions nor shared chunks. It exists while a part is sent. Other nodes then choose
-the same checkpoint, because a checkpoint is useless before all its parts are on the tier.
+`announcements.py` has the third kind of object below `<run>/flushing/`.
 
 Intents and marks normally exist for seconds. If their writer was cut off they remain, and only prevent chunks from
 being deleted or named. They expire after 15 minutes for the node that wrote them, and after a day for any node that
 prunes the run. For an expired object, a node deletes the intent, does not wait for the mark, and treats the mark as a
-deletion to repeat. On a tier that refuses deletions, expired intents remain without effect.
+deletion to repeat (`stamps.py` says when). On a tier that refuses deletions, expired intents remain without effect.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import re
-import secrets
-import socket
-import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import NamedTuple
 
 from tierd.core.errors import StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, flushing_prefix, pruning_prefix
+from tierd.daemon.tiers.announcements import is_standing
+from tierd.daemon.tiers.stamps import STALE_MS, STAMP, age_ms, forget, is_over, stamp_now
+from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.daemon.transfer.concurrency import together
-from tierd.spool.file_io import digest
 from tierd.stores.base import Store, clear
 
 _DEADLINE = 600.0  # seconds that a flush's put or a prune may take
 _AT_ONCE = 8  # marks that are put at once
-_LOOKS, _PAUSE = 30, 0.5  # how often a flush lists the marks, and seconds in between
 _LEFT_OVER_S = 15.0  # a mark this old may remain for long, so chunks under it are sent again instead of shared
-_OWN_STALE = 900_000  # milliseconds until this node's own objects expire; short, because it trusts its own clock
-_STALE = 86_400_000  # milliseconds until the objects of any node expire; long, because clocks differ
-_STAMP = re.compile(r"(.+)\.([0-9a-f]{12})-([0-9a-f]{8})")
-
-_SENDING = "sending"
-_standing: set[str] = set()  # announcements of flushes that run in this process
-
-_ahead: dict[str, float] = {}  # own stamps ahead of this clock -> monotonic seconds when first seen
-
-
-def node(home: Path) -> str:
-    """Return the id of the node whose spool is at `home`: 8 hex digits, stable over restarts, and mostly unique."""
-    return digest(f"{socket.gethostname()} {home} {home.stat().st_ino}".encode())[:8]
-
-
-def _stamp(who: str) -> str:
-    return f"{time.time_ns() // 1_000_000:012x}-{who or secrets.token_hex(4)}"
-
-
-def _age(stamp: str) -> int:
-    return time.time_ns() // 1_000_000 - int(stamp, 16)
-
-
-def _is_over(stamp: str, by: str, who: str) -> bool:
-    """Whether an object that `by` stamped has expired for `who`.
-
-    It has if it is too old, or stamped so far in the future that its clock cannot be trusted. If this node's own clock
-    was set back since, its own stamps age from their first observation.
-    """
-    age = _age(stamp)
-    if by == who and age < 0:
-        now_s = time.monotonic()
-        age = int(1000 * (now_s - _ahead.setdefault(stamp, now_s)))
-    return not -_STALE < age < (_OWN_STALE if by == who else _STALE)
 
 
 @asynccontextmanager
 async def naming(
-    store: Store, part: PartId, manifest: bytes, owners: Collection[CheckpointId], who: str = ""
+    store: Store,
+    part: PartId,
+    manifest: bytes,
+    owners: Collection[CheckpointId],
+    who: str = "",
+    timings: DaemonTimings = USUAL,
 ) -> AsyncIterator[None]:
     """Protect the chunks that `manifest` names: within the context no prune deletes those that existed on entry.
 
@@ -93,19 +58,20 @@ async def naming(
         manifest: its manifest, as it is about to be put.
         owners: the checkpoints under whose names its chunks are stored.
         who: this node's id, 8 hex digits; random for a process that will not come back to sweep.
+        timings: the daemon's, as in every function here.
 
     Raises:
         StoreUnavailable: a prune marks these checkpoints and does not end.
     """
     own = f"{flushing_prefix(part.checkpoint.run)}{part.checkpoint.name}/{part.name}."
-    stamp = _stamp(who)
+    stamp = stamp_now(who, timings)
     intent = f"{own}{stamp}"
     async with _bounded(f"putting the manifest of {part}"):
         await store.put(intent, manifest)
         try:
-            await _wait_for_marks(store, part, owners, who)
+            await _wait_for_marks(store, part, owners, who, timings)
         except StoreUnavailable:
-            await _forget(store, [intent])
+            await forget(store, [intent])
             raise
         yield
         # If the manifest's put fails, the intent is left, because that put may still take effect. Intents of this
@@ -115,69 +81,38 @@ async def naming(
         await clear(store, sorted({intent, *earlier}))
 
 
-@asynccontextmanager
-async def announcing(store: Store, checkpoint: CheckpointId, who: str) -> AsyncIterator[None]:
-    """Announce to other nodes, within the context, that this node sends parts of `checkpoint`.
-
-    Raises:
-        StoreUnavailable, StoreRefused: the announcement could not be put.
-    """
-    key = f"{flushing_prefix(checkpoint.run)}{checkpoint.name}/{_SENDING}.{_stamp(who)}"
-    await store.put(key, b"")
-    _standing.add(key)
-    try:
-        yield
-    finally:
-        _standing.discard(key)
-        await _forget(store, [key])
-
-
-async def announced(store: Store, run: str, who: str) -> dict[CheckpointId, frozenset[str]]:
-    """Return, by checkpoint, the other nodes that announce that they send its parts.
-
-    Announcements of `who` itself and expired ones do not count.
-
-    Raises:
-        StoreUnavailable, StoreRefused: the tier could not be listed.
-    """
-    found: dict[CheckpointId, frozenset[str]] = {}
-    prefix = flushing_prefix(run)
-    async for info in store.scan(prefix):
-        name, _, said = info.key[len(prefix) :].partition("/")
-        match, checkpoint = _STAMP.fullmatch(said), CheckpointId.parse(run, name)
-        if checkpoint and match and match[1] == _SENDING and match[3] != who and not _is_over(match[2], match[3], who):
-            found[checkpoint] = found.get(checkpoint, frozenset()) | {match[3]}
-    return found
-
-
-async def _wait_for_marks(store: Store, part: PartId, owners: Collection[CheckpointId], who: str) -> None:
-    for _ in range(_LOOKS):
-        met = await _marked(store, part.checkpoint.run, who) & set(owners)
+async def _wait_for_marks(
+    store: Store, part: PartId, owners: Collection[CheckpointId], who: str, timings: DaemonTimings
+) -> None:
+    for _ in range(timings.mark_looks):
+        met = await _marked(store, part.checkpoint.run, timings, who) & set(owners)
         if not met:
             return
-        await asyncio.sleep(_PAUSE)
+        await asyncio.sleep(timings.mark_pause_s)
     raise StoreUnavailable(f"{part}: chunks of {min(met)}, which it names, are being deleted")
 
 
-async def left_over(store: Store, run: str) -> set[CheckpointId]:
+async def left_over(store: Store, run: str, timings: DaemonTimings = USUAL) -> set[CheckpointId]:
     """Return the checkpoints that have been marked for longer than most prunes take.
 
     A flush should not name their chunks, because an interrupted prune leaves its marks and the flush might wait in
     vain.
     """
-    return await _marked(store, run, older=_LEFT_OVER_S * 1000)
+    return await _marked(store, run, timings, older=_LEFT_OVER_S * 1000)
 
 
-async def _marked(store: Store, run: str, who: str = "", older: float = -math.inf) -> set[CheckpointId]:
+async def _marked(
+    store: Store, run: str, timings: DaemonTimings, who: str = "", older: float = -math.inf
+) -> set[CheckpointId]:
     """Return the checkpoints whose chunks are being deleted.
 
     Marks that have expired for `who`, as in `sweep`, do not count.
     """
-    marks = [_STAMP.fullmatch(info.key.rpartition("/")[2]) async for info in store.scan(pruning_prefix(run))]
+    marks = [STAMP.fullmatch(info.key.rpartition("/")[2]) async for info in store.scan(pruning_prefix(run))]
     found = {
         CheckpointId.parse(run, mark[1])
         for mark in marks
-        if mark and older < _age(mark[2]) and not _is_over(mark[2], mark[3], who)
+        if mark and older < age_ms(mark[2], timings) and not is_over(mark[2], mark[3], who, timings)
     }
     return {checkpoint for checkpoint in found if checkpoint}
 
@@ -212,15 +147,15 @@ class Marks:
 
 
 @asynccontextmanager
-async def deleting(store: Store, run: str, who: str = "") -> AsyncIterator[Marks]:
+async def deleting(store: Store, run: str, who: str = "", timings: DaemonTimings = USUAL) -> AsyncIterator[Marks]:
     """Within the context, no flush begins to name a chunk that lies under a marked checkpoint."""
-    marks = Marks(store, run, _stamp(who))
+    marks = Marks(store, run, stamp_now(who, timings))
     async with _bounded(f"deleting chunks of {run}"):
         try:
             yield marks
         except TierdError:
             if not marks.begun:
-                await _forget(store, marks.keys)
+                await forget(store, marks.keys)
             raise
         # If a deletion fails, the marks are left, because it may still take effect.
         await store.delete(marks.keys)
@@ -241,7 +176,7 @@ class Swept(NamedTuple):
     cut: dict[CheckpointId, list[str]]
 
 
-async def sweep(store: Store, run: str, who: str) -> Swept:
+async def sweep(store: Store, run: str, who: str, timings: DaemonTimings = USUAL) -> Swept:
     """Remove the expired intents of interrupted flushes, and return the other intents and the expired marks."""
     stale: list[str] = []
     intents: list[tuple[str, PartId]] = []
@@ -249,10 +184,10 @@ async def sweep(store: Store, run: str, who: str) -> Swept:
     tidy = True
     for prefix in (flushing_prefix(run), pruning_prefix(run)):
         async for info in store.scan(prefix):
-            if info.key in _standing:
+            if is_standing(info.key):
                 continue
-            match = _STAMP.fullmatch(info.key)
-            if match and _is_over(match[2], match[3], who):
+            match = STAMP.fullmatch(info.key)
+            if match and is_over(match[2], match[3], who, timings):
                 marked = CheckpointId.parse(run, match[1].removeprefix(pruning_prefix(run)))
                 (cut.setdefault(marked, []) if marked else stale).append(info.key)
                 continue
@@ -266,14 +201,14 @@ async def sweep(store: Store, run: str, who: str) -> Swept:
 
 def ends(intent: str) -> datetime:
     """Return when an intent, given by its key, expires for any node that prunes."""
-    match = _STAMP.fullmatch(intent)
-    return datetime.fromtimestamp((int(match[2], 16) + _STALE) / 1000 if match else 0, UTC)
+    match = STAMP.fullmatch(intent)
+    return datetime.fromtimestamp((int(match[2], 16) + STALE_MS) / 1000 if match else 0, UTC)
 
 
 def marked(run: str, key: str) -> CheckpointId | None:
     """Return the checkpoint of a mark, given by its key; None if the prune that put it may still be deleting."""
-    match = _STAMP.fullmatch(key)
-    if match is None or 0 <= _age(match[2]) <= 1000 * _DEADLINE:
+    match = STAMP.fullmatch(key)
+    if match is None or 0 <= age_ms(match[2], USUAL) <= 1000 * _DEADLINE:
         return None
     return CheckpointId.parse(run, match[1].removeprefix(pruning_prefix(run)))
 
@@ -281,7 +216,7 @@ def marked(run: str, key: str) -> CheckpointId | None:
 def _intended(run: str, key: str) -> PartId | None:
     """Return the part whose manifest is about to be put, given the key of an intent."""
     pieces = key.split("/")
-    match = _STAMP.fullmatch(pieces[-1])
+    match = STAMP.fullmatch(pieces[-1])
     return PartId.parse(run, pieces[2], match[1]) if match and len(pieces) == 4 else None
 
 
@@ -292,10 +227,3 @@ async def _bounded(doing: str) -> AsyncIterator[None]:
             yield
     except TimeoutError as error:
         raise StoreUnavailable(f"{doing}: not done within {_DEADLINE:.0f} s") from error
-
-
-async def _forget(store: Store, keys: list[str]) -> None:
-    try:
-        await store.delete(keys)
-    except TierdError:
-        pass  # harmless: it expires within a day, and until then only keeps too much

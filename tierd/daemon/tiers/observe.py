@@ -89,7 +89,7 @@ async def chunks_there(store: Store, rank: int, owners: Iterable[CheckpointId]) 
 async def missing_chunks(store: Store, manifest: Manifest) -> set[str]:
     """Return the keys of chunks that a manifest names and its tier lacks or has in another size."""
     there = await chunks_there(store, manifest.rank, manifest.owners)
-    wanted = {f"{manifest.run}/{chunk.stored.key}": chunk.stored.size for chunk in manifest.chunks() if chunk.stored}
+    wanted = {f"{manifest.run}/{stored.key}": stored.size for stored in manifest.objects()}
     return {key for key, size in wanted.items() if there.get(key) != size}
 
 

@@ -17,12 +17,13 @@ from typing import NamedTuple
 from tierd.codec.codec import check_stored
 from tierd.core.errors import CorruptChunk, DeleteRefused, FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, chunks_prefix, quarantine_prefix
-from tierd.core.manifest import Manifest, Stored
+from tierd.core.manifest import Chunk, Manifest, Stored
 from tierd.core.planning.place import Place
 from tierd.daemon.tiers.deletions import Confirm, Deletions, Pass
 from tierd.daemon.tiers.intents import deleting
 from tierd.daemon.tiers.manifests import Manifests
 from tierd.daemon.tiers.shared_chunks import mark_of
+from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.daemon.transfer.replicas import put_manifest, read_manifest, surely
 from tierd.stores.base import Store
 
@@ -52,6 +53,7 @@ async def prune(
     known: Manifests | None = None,
     seen: Place | None = None,
     confirm: Confirm | None = None,
+    timings: DaemonTimings = USUAL,
 ) -> Pruned:
     """Delete checkpoints of one run from a tier in one pass, with the chunks that only they named.
 
@@ -65,6 +67,7 @@ async def prune(
         known: manifests that were read on this tier before and need not be read again.
         seen: the inventory on which the decision rests. A checkpoint that has more parts by now is not deleted.
         confirm: asked for the decision once more right before the first deletion; without it, the decision stands.
+        timings: the daemon's.
 
     Raises:
         ManifestError, FormatTooNew: a surviving manifest cannot be used, so its chunks are unknown. Nothing was
@@ -78,8 +81,8 @@ async def prune(
     known = known or Manifests(store)
     if known.unread(run) > _FEW or not all(known.is_read(one) for one in checkpoints):
         await known.learn(run, checkpoints)  # before the marks are put, because flushes wait for them
-    async with deleting(store, run, who) as marks:
-        decided = Pass(store, set(checkpoints), who, known, marks, seen or Place(), confirm)
+    async with deleting(store, run, who, timings) as marks:
+        decided = Pass(store, set(checkpoints), who, known, marks, seen or Place(), confirm, timings)
         going = await decided.settle(listed=seen is None)
         if not going.to_delete:
             return Pruned(set(), set(), going.held)
@@ -172,15 +175,23 @@ async def verify(store: Store, part: PartId, read: Callable[[int], None]) -> tup
         if chunk.stored is None:
             wrong.append(f"chunk {chunk.xxh3_128}: the manifest does not say where it is")
             continue
-        key = f"{part.checkpoint.run}/{chunk.stored.key}"
-        try:
-            await surely(partial(_compare, store, key, chunk.stored))
-        except ObjectNotFound:
-            wrong.append(f"{key}: missing")
-        except CorruptChunk as error:
-            wrong.append(str(error))
+        if defect := await _defect(store, part.checkpoint.run, chunk):
+            wrong.append(defect)
         read(chunk.stored.size)
     return manifest, wrong
+
+
+async def _defect(store: Store, run: str, chunk: Chunk) -> str | None:
+    """Describe the first of a chunk's objects that is not right; None if all are."""
+    for stored in chunk.objects():
+        key = f"{run}/{stored.key}"
+        try:
+            await surely(partial(_compare, store, key, stored))
+        except ObjectNotFound:
+            return f"{key}: missing"
+        except CorruptChunk as error:
+            return str(error)
+    return None
 
 
 async def _compare(store: Store, key: str, stored: Stored) -> None:

@@ -17,6 +17,7 @@ from tierd.core.errors import (
     FormatTooNew,
     ManifestError,
     ObjectNotFound,
+    StoreFull,
     StoreRefused,
     StoreUnavailable,
 )
@@ -36,10 +37,12 @@ class Reach:
     Attributes:
         mode: None if the tier did not answer, or returned other bytes than it was given.
         why: the reason for that, or for any mode less than read-write.
+        failure: what is wrong with a tier without a mode; None: it has one.
     """
 
     mode: Literal["read-write", "append-only", "read-only"] | None
     why: str = ""
+    failure: Literal["no answer", "refused", "full"] | None = None
 
 
 async def reach(store: Store) -> Reach:
@@ -52,18 +55,23 @@ async def reach(store: Store) -> Reach:
             break
         kept = await _refuses_to_delete(store) or await _keeps_some(store)
         return await _try(store, CHECK_KEY if not kept else README_KEY, kept)
-    except (StoreUnavailable, StoreRefused) as error:
-        return Reach(None, str(error))
+    except StoreFull as error:
+        return Reach(None, str(error), "full")
+    except StoreRefused as error:
+        return Reach(None, str(error), "refused")
+    except StoreUnavailable as error:
+        return Reach(None, str(error), "no answer")
 
 
 async def _refuses_to_delete(store: Store) -> str:
     """Return why no object can be deleted, or an empty text.
 
-    The key need not exist, because an object store checks the permission also for an absent key.
+    The key need not exist, because an object store checks the permission also for an absent key. A file system that is
+    mounted read-only refuses as well, but with no error of its own for deletions.
     """
     try:
         await store.delete([CHECK_KEY])
-    except DeleteRefused as error:
+    except StoreRefused as error:
         return str(error)
     return ""
 

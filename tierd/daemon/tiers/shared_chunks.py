@@ -47,15 +47,13 @@ def named_by(manifest: Manifest, *, own: bool = False) -> SharedChunks:
     """Return the chunks of other checkpoints that a manifest names; with `own`, all chunks that it names."""
     marks: dict[CheckpointId, set[int]] = {}
     homes: dict[str, CheckpointId | None] = {}
-    for chunk in manifest.chunks():
-        if chunk.stored is None:
-            continue
-        home = chunk.stored.key.rpartition("/")[0]
+    for stored in manifest.objects():
+        home = stored.key.rpartition("/")[0]
         if home not in homes:
-            homes[home] = chunk_owner(manifest.run, chunk.stored.key)
+            homes[home] = chunk_owner(manifest.run, stored.key)
         owner = homes[home]
         if owner and (own or owner != manifest.part.checkpoint):
-            marks.setdefault(owner, set()).add(mark_of(chunk.stored.key))
+            marks.setdefault(owner, set()).add(mark_of(stored.key))
     return SharedChunks(frozenset(marks), {owner: array("Q", sorted(some)) for owner, some in marks.items()})
 
 

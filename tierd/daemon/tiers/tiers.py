@@ -1,34 +1,27 @@
-"""The tiers as the daemon uses them: the last observation of each, and the operations on it.
+"""The operations of the daemon on its tiers: flush, relay, prune, and this node's records there.
 
-Invariant: a place that did not answer is unknown, not empty, and of two observations the one that began later counts.
-Tiers share the encoding of chunks, and nothing else that one tier could block. So a slow tier delays only itself.
+Invariant: tiers share the encoding of chunks, and nothing else that one tier could block. So a slow tier delays only
+itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import math
-import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
 
 from tierd.core.config import Config
 from tierd.core.errors import (
     FormatTooNew,
     ManifestError,
     StoreRefused,
-    StoreUnavailable,
     TierdError,
     WrongKey,
 )
 from tierd.core.ids import CheckpointId, PartId, pruning_prefix
 from tierd.core.manifest import Manifest
-from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.janitor import fills
 from tierd.core.planning.place import Place
@@ -37,13 +30,17 @@ from tierd.core.timeline.head import Head
 from tierd.core.timeline.launches import disowning
 from tierd.daemon.pause import TierPause
 from tierd.daemon.rank_notes import sweep_meetings
+from tierd.daemon.tiers.announcements import announced, announcing
 from tierd.daemon.tiers.deletions import Confirm
 from tierd.daemon.tiers.heads import rolled_back, unwritten, write
 from tierd.daemon.tiers.holders import lacking
-from tierd.daemon.tiers.intents import announced, announcing, node, sweep
+from tierd.daemon.tiers.intents import sweep
+from tierd.daemon.tiers.observations import Observations
 from tierd.daemon.tiers.observe import TierObserver, base_of
 from tierd.daemon.tiers.prune import prune
 from tierd.daemon.tiers.run_policies import record, unrecorded
+from tierd.daemon.tiers.stamps import node
+from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.daemon.transfer.chunk_source import Twin
 from tierd.daemon.transfer.flush import Flushed, Moved, Route, flush
 from tierd.daemon.transfer.flush_pacing import Spread
@@ -59,53 +56,47 @@ from tierd.stores.request_counts import CountedStore
 
 log = logging.getLogger("tierd.daemon")
 
-Change: TypeAlias = Callable[[Place], Place]
-
-_ANSWER = 5.0  # seconds that a flush waits for another tier's manifest, which only saves work
-_ANSWERS = 120.0  # seconds that an observation waits for the next answer, all retries included
-_TOGETHER = 5.0  # seconds at most that an observation waits for callers to share it
-# An observation that took longer than `_QUICK` seconds is valid for `_PATIENT` times its duration.
-_QUICK, _PATIENT = 1.0, 10.0
-
 
 class Tiers:
     """Every tier of a configuration, by name.
 
     Attributes:
-        places: tier -> its inventory as last observed; None if the tier did not answer.
+        observed: the last observation of each tier.
         throughput: how fast each tier accepts objects.
-        mute: tiers that do not answer -> monotonic seconds of the first failure since the last answer. Time in which
-            nothing was asked, because the daemon was at rest or the machine slept, does not count.
         who: the identity of this node among the nodes that share a tier, 8 hex digits.
     """
 
-    def __init__(self, config: Config, spool: Spool, stores: Mapping[str, Store], pause: TierPause) -> None:
-        self._guards = {name: DeletionGuard(store) for name, store in stores.items()}
+    def __init__(
+        self,
+        config: Config,
+        spool: Spool,
+        stores: Mapping[str, Store],
+        pause: TierPause,
+        timings: DaemonTimings = USUAL,
+    ) -> None:
+        self._timings = timings
+        self._guards = {name: DeletionGuard(store, timings.refused_s) for name, store in stores.items()}
         self._spool, self._stores = spool, {name: CountedStore(guard) for name, guard in self._guards.items()}
-        self.places: dict[str, Place | None] = dict.fromkeys(stores)
         self.throughput = Throughput()
         encoding = Encoding(self.throughput)
-        self.mute: dict[str, float] = {}
         self.who = node(spool.root)
         self._observers = {name: TierObserver(store, prunes=True) for name, store in self._stores.items()}
+        self.observed = Observations(self._observers)
         self._ways = {
-            name: Route(store, name, self.who, config.named(name).verify == "read", self._share(), encoding, pause.wait)
+            name: Route(
+                store,
+                name,
+                self.who,
+                config.named(name).verify == "read",
+                self._share(),
+                encoding,
+                pause.wait,
+                timings=timings,
+            )
             for name, store in self._stores.items()
         }
         self._config = config
         self._untidy = set(stores)  # tiers where an operation of this node or of its earlier daemon may be cut off
-        self._clock = itertools.count()
-        self._seen = dict.fromkeys(stores, -1)  # tier -> start of the observation that `places` shows
-        # Changes since then, each with its time.
-        self._done: dict[str, list[tuple[int, Change]]] = {name: [] for name in stores}
-        # The observation that has not begun yet; `_asked` has its runs and ranks.
-        self._next: dict[str, asyncio.Task[None]] = {}
-        self._asked: dict[str, tuple[set[str], dict[str, frozenset[int]]]] = {}
-        self._looking: Counter[str] = Counter()
-        # Runs that the last observation covered.
-        self._shown: dict[str, frozenset[str]] = dict.fromkeys(stores, frozenset())
-        self._took = dict.fromkeys(stores, 0.0)  # seconds that the last observation took
-        self._since = dict.fromkeys(stores, -math.inf)  # when it began, monotonic seconds
 
     def _share(self) -> Budget:
         # One budget for each tier, because chunks that wait for a slow tier must not take the memory of another's.
@@ -132,108 +123,9 @@ class Tiers:
         """The tiers that get no deletions for now, because they refuse them."""
         return frozenset(name for name, guard in self._guards.items() if guard.rests)
 
-    def has(self, part: PartId, tier: str) -> bool:
-        """Whether the latest observation found a usable manifest of `part` on `tier`, which means a verified copy."""
-        place = self.places[tier]
-        return bool(place and place.has(part))
-
-    async def look(self, tier: str, runs: set[str], mine: Mapping[str, Collection[int]]) -> None:
-        """Observe a tier afresh.
-
-        Callers that ask during an observation wait a little and share the next one. That one begins after each of them
-        asked, so it shows all that was there when they asked.
-
-        Args:
-            tier: the tier's name.
-            runs: the runs to observe.
-            mine: run -> the ranks of which the spool has parts.
-
-        Raises:
-            StoreUnavailable, StoreRefused: the tier did not answer; it is unknown now.
-        """
-        waiting = self._next.get(tier)
-        if waiting is None:
-            waiting = self._next[tier] = asyncio.ensure_future(self._look(tier))
-            waiting.add_done_callback(_seen_to)
-            self._asked[tier] = set(), {}
-        asked, ranks = self._asked[tier]
-        asked |= runs
-        for run, own in mine.items():
-            ranks[run] = frozenset(own) | ranks.get(run, frozenset())
-        await asyncio.shield(waiting)
-
-    async def _look(self, tier: str) -> None:
-        if self._looking[tier]:
-            await asyncio.sleep(min(self._took[tier] / 10, _TOGETHER))
-        del self._next[tier]
-        runs, mine = self._asked.pop(tier)
-        begun, at = next(self._clock), time.monotonic()
-        self._looking[tier] += 1
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(_ANSWERS) as limit:
-                place = await self._observers[tier].look(
-                    runs, mine, told=lambda: limit.reschedule(loop.time() + _ANSWERS)
-                )
-            if self._saw(tier, begun, place):
-                self._shown[tier] = frozenset(runs)
-                self._took[tier], self._since[tier] = time.monotonic() - at, at
-        except TimeoutError as error:
-            self._saw(tier, begun, None)
-            raise StoreUnavailable(f"{tier}: did not answer within {_ANSWERS:.0f} s") from error
-        except TierdError:
-            self._saw(tier, begun, None)
-            raise
-        finally:
-            self._looking[tier] -= 1
-
-    def good_for(self, tier: str) -> float:
-        """For how many seconds more the last observation suffices to send parts, and for nothing else.
-
-        Zero unless an observation of that tier takes long.
-        """
-        took = self._took[tier]
-        if self.places[tier] is None or took < _QUICK:
-            return 0.0
-        return max(0.0, self._since[tier] + _PATIENT * took - time.monotonic())
-
-    def age_s(self, tier: str) -> float:
-        """How long ago the last observation of a tier began, in seconds; infinite if the tier is unknown."""
-        return math.inf if self.places[tier] is None else time.monotonic() - self._since[tier]
-
-    def knows(self, tier: str, run: str) -> bool:
-        """Whether the last observation of a tier covered a run."""
-        return run in self._shown[tier]
-
-    def put(self, tier: str, part: PartId, facts: ManifestFacts) -> None:
-        """Record that a part was just flushed, which observations that began earlier do not show.
-
-        This does not count as an observation, because one under way is newer for everything else.
-        """
-        self._did(tier, lambda place: place.adding(part, facts))
-
-    def _did(self, tier: str, change: Change) -> None:
-        self._done[tier].append((next(self._clock), change))
-        if place := self.places[tier]:
-            self.places[tier] = change(place)
-
-    def _saw(self, tier: str, begun: int, place: Place | None) -> bool:
-        # A worker and a request may observe at once: the observation that began later is newer, whichever ends first.
-        if begun < self._seen[tier]:
-            return False
-        self._done[tier] = [one for one in self._done[tier] if one[0] > begun]
-        for _, change in self._done[tier]:
-            place = place and change(place)
-        self._seen[tier], self.places[tier] = begun, place
-        if place is None:
-            self.mute.setdefault(tier, time.monotonic())
-        else:
-            self.mute.pop(tier, None)
-        return True
-
     async def record(self, tier: str, inventory: Inventory, config: Config, runs: Iterable[str]) -> None:
         """Write this node's records of the policies of `runs` to a tier."""
-        place = self.places[tier]
+        place = self.observed.places[tier]
         fresh = [one for run in runs if place for one in unrecorded(inventory, config, tier, place, run)]
         try:
             for one in fresh:
@@ -243,22 +135,22 @@ class Tiers:
                 raise
             return  # a policy is useless there, because the tier deletes and replaces nothing
         if fresh:
-            self._did(tier, lambda place: place.with_policies(fresh))
+            self.observed.did(tier, lambda place: place.with_policies(fresh))
 
     async def write_heads(self, tier: str, inventory: Inventory, runs: Iterable[str]) -> None:
         """Write this node's heads of `runs` to a tier."""
         for run in runs:
-            place = self.places[tier]
+            place = self.observed.places[tier]
             if place and (head := unwritten(inventory, place, run, fills=fills(inventory, self._config, run, tier))):
                 said = [one.launches for one in place.heads.get(run, ()) if one.by == head.by]
                 if self.refusal(tier) and said == [head.launches]:
                     continue  # already said; `unwritten` repeats it because merged heads of others cannot be deleted
                 await write(self._stores[tier], head, place.heads.get(run, ()))
-                self._did(tier, partial(_with_head, head))
+                self.observed.did(tier, partial(_with_head, head))
 
     async def rolled_back(self, tier: str, run: str, spool: Place) -> str | None:
         """Why the history of `run` on a tier is older than the spool remembers; None if it is not."""
-        place, url = self.places[tier], self._config.named(tier).url
+        place, url = self.observed.places[tier], self._config.named(tier).url
         if place is None:
             return None
         seen = next((head.tiers.get(url) for head in spool.heads.get(run, ())), None)
@@ -269,7 +161,7 @@ class Tiers:
 
         Checkpoints whose deletion was cut off are added to the inventory of the tier.
         """
-        place, guard = self.places[tier], self._guards[tier]
+        place, guard = self.observed.places[tier], self._guards[tier]
         if guard.has_left:  # intents of finished flushes, for example
             self._untidy.add(tier)
         if tier not in self._untidy or place is None or guard.rests:
@@ -277,13 +169,13 @@ class Tiers:
         store, tidy, found = self._stores[tier], True, frozenset[CheckpointId]()
         guard.has_left = False
         for run in runs:
-            done, _, cut = await sweep(store, run, self.who)
+            done, _, cut = await sweep(store, run, self.who, self._timings)
             await sweep_meetings(store, run)
             # A checkpoint whose manifest is still there is left to the plan, so its mark is removed.
             await clear(store, [mark for one, marks in cut.items() if one in place.checkpoints for mark in marks])
             self._observers[tier].manifests.cut[run] = gone = cut.keys() - place.checkpoints.keys()
             tidy, found = tidy and done, found | gone
-        self._did(tier, lambda place: replace(place, cut=place.cut | found))
+        self.observed.did(tier, lambda place: replace(place, cut=place.cut | found))
         if tidy and not guard.has_left:
             self._untidy.discard(tier)
 
@@ -317,13 +209,12 @@ class Tiers:
 
     async def hear(self, tier: str, run: str) -> None:
         """Ask a tier which checkpoints of a run other nodes announce that they send."""
-        found = await announced(self._stores[tier], run, self.who)
-        if place := self.places[tier]:
-            self.places[tier] = replace(place, announced=found)
+        found = await announced(self._stores[tier], run, self.who, self._timings)
+        self.observed.update(tier, lambda place: replace(place, announced=found).like(place))
 
     async def flush_aloud(self, part: PartId, tier: str, spread: Spread | None = None) -> Flushed:
         """Flush a part, and announce its checkpoint to other nodes meanwhile."""
-        async with announcing(self._stores[tier], part.checkpoint, self.who):
+        async with announcing(self._stores[tier], part.checkpoint, self.who, self._timings):
             return await self.flush(part, tier, spread)
 
     async def relay(self, part: PartId, tier: str, _: Spread | None = None) -> Flushed:
@@ -333,12 +224,12 @@ class Tiers:
             StoreRefused: as for `flush`.
         """
         self._check_readable(part, tier)
-        others = {name: store for name, store in self._stores.items() if name != tier and self.has(part, name)}
+        others = {name: store for name, store in self._stores.items() if name != tier and self.observed.has(part, name)}
         whose, worn_out = await self._base(part, tier)
         return await relay(others, part, self._ways[tier], lender=whose, worn_out=worn_out)
 
     def _check_readable(self, part: PartId, tier: str) -> None:
-        place = self.places[tier]
+        place = self.observed.places[tier]
         for other, why in place.defects() if place else ():
             alien = isinstance(why, WrongKey) and other.checkpoint.run == part.checkpoint.run
             if alien or (isinstance(why, FormatTooNew) and other == part):
@@ -348,18 +239,18 @@ class Tiers:
                 )
 
     async def _base(self, part: PartId, tier: str) -> tuple[Manifest | None, frozenset[CheckpointId]]:
-        place = self.places[tier]
+        place = self.observed.places[tier]
         return (await base_of(self._stores[tier], place, part)) if place else (None, frozenset())
 
     async def _twin(self, part: PartId, tier: str) -> Twin | None:
         """Find another tier that, as last observed, holds the part, because a chunk is the same on every tier."""
         for name, store in self._stores.items():
-            if name != tier and self.has(part, name):
+            if name != tier and self.observed.has(part, name):
                 try:
-                    async with asyncio.timeout(_ANSWER):
+                    async with asyncio.timeout(self._timings.twin_s):
                         return Twin(store, await read_manifest(store, part))
                 except TimeoutError:
-                    self.places[name] = None  # so that not every part waits for it; its own worker observes it again
+                    self.observed.doubt(name)  # so that not every part waits for it; its own worker observes it again
                 except TierdError:
                     continue
         return None
@@ -388,7 +279,13 @@ class Tiers:
             await self._guards[tier].check(f"{pruning_prefix(run)}none")
         try:
             gone, bare, _ = await prune(
-                self._stores[tier], checkpoints, self.who, eye.manifests, self.places[tier], confirm
+                self._stores[tier],
+                checkpoints,
+                self.who,
+                eye.manifests,
+                self.observed.places[tier],
+                confirm,
+                self._timings,
             )
         except (ManifestError, FormatTooNew) as error:  # of a surviving manifest: flushes need not wait for it
             names = ", ".join(str(one) for one in sorted(checkpoints)[:3]) + (", …" if len(checkpoints) > 3 else "")
@@ -397,7 +294,7 @@ class Tiers:
         for one in {*checkpoints, *bare}:
             eye.forget(one)  # also where only shared chunks are left, which is known now
         for one in {*gone, *bare}:
-            self._did(tier, partial(_without, one))
+            self.observed.did(tier, partial(_without, one))
         return gone
 
     async def are_past(self, checkpoint: CheckpointId, inventory: Inventory) -> bool:
@@ -406,7 +303,7 @@ class Tiers:
         To be asked before a copy is deleted that no tier has. Manifests that were not read yet are read now, because an
         unusable one does not count.
         """
-        for name, place in self.places.items():
+        for name, place in self.observed.places.items():
             if name in inventory.silent:
                 continue
             keep = policy_for(inventory, self._config, checkpoint.run, name).keep_last
@@ -417,7 +314,7 @@ class Tiers:
             # Check the newest, and those next to `checkpoint`, because the newest may be on another branch.
             for one in sorted({*newer[:keep], *newer[-keep:]}):
                 if not await self._observers[name].manifests.are_usable(one):
-                    self.doubt(name)
+                    self.observed.doubt(name)
                     return False
         return True
 
@@ -434,12 +331,8 @@ class Tiers:
         Raises:
             TierdError, OSError: a tier failed, and no other holds them.
         """
-        seen = [name for name in self.places if all(self.has(part, name) for part in local)]
+        seen = [name for name in self.observed.places if all(self.observed.has(part, name) for part in local)]
         return await lacking({name: self._stores[name] for name in seen}, local)
-
-    def doubt(self, tier: str) -> None:
-        """Discard the last observation of a tier, because it proved wrong."""
-        self.places[tier] = None
 
 
 def _with_head(head: Head, place: Place) -> Place:
@@ -448,9 +341,3 @@ def _with_head(head: Head, place: Place) -> Place:
 
 def _without(checkpoint: CheckpointId, place: Place) -> Place:
     return place.without(checkpoint)
-
-
-def _seen_to(look: asyncio.Task[None]) -> None:
-    """Retrieve the exception of an observation, because its callers may be gone before it fails."""
-    if not look.cancelled():
-        look.exception()

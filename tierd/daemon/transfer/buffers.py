@@ -1,10 +1,10 @@
-"""Reusable memory for the chunks of one download.
+"""Reusable memory for chunks: of one download, or of a daemon's flushes.
 
 The kernel clears a page at its first touch. This took 38 % of a restore's CPU time in the daemon, more than decoding.
 So a used buffer is kept for the next chunk of about its size.
 
 Invariant: a buffer has one user at a time, who counts its bytes against the `Budget`. Idle buffers, which no budget
-counts, have at most `KEPT` bytes together.
+counts, have at most `KEPT` bytes together, or as many as the budget leaves free.
 """
 
 from __future__ import annotations
@@ -15,15 +15,20 @@ from contextlib import contextmanager
 from tierd.spool.direct_io import memory_for
 
 KEPT = 48 << 20  # bytes
-# A buffer is reused for at least this fraction (1/2) of its size, because the user's budget counts only the bytes used.
-_LOOSE = 2
+# A buffer is reused for at least four fifths of its size, because the user's budget counts only the bytes used.
+_LOOSE = 1.25
 _GRAIN = 1 << 20  # bytes; sizes are rounded up to it, so that buffers fit more often
 
 
 class Buffers:
-    """Buffers of one download. The methods are for one event loop; the memory may be used in any thread."""
+    """A set of buffers. The methods are for one event loop; the memory may be used in any thread.
 
-    def __init__(self) -> None:
+    Args:
+        budget: the users' budget in bytes, if idle buffers may use what its users do not.
+    """
+
+    def __init__(self, budget: int = 0) -> None:
+        self._budget, self._used = budget, 0
         self._idle: list[memoryview] = []
 
     @contextmanager
@@ -32,16 +37,29 @@ class Buffers:
 
         Large buffers begin at a page boundary.
         """
-        memory = self._taken(size)
+        memory = self.take(size)
         try:
             yield memory[:size]
         finally:
-            self._idle.append(memory)
-            while sum(map(len, self._idle)) > KEPT:
-                del self._idle[0]
+            self.give_back(memory)
 
-    def _taken(self, size: int) -> memoryview:
+    def give_back(self, memory: memoryview) -> None:
+        """End the use of what `take` returned. The caller must not use it any more."""
+        self._used -= len(memory)
+        self._idle.append(memory)
+        while sum(map(len, self._idle)) > max(KEPT, self._budget - self._used):
+            del self._idle[0]
+
+    def clear(self) -> None:
+        """Free all idle buffers."""
+        self._idle.clear()
+
+    def take(self, size: int) -> memoryview:
+        """Return at least `size` bytes of memory, as `lend` provides it, until `give_back`."""
         fits = [number for number, one in enumerate(self._idle) if size <= len(one) <= _LOOSE * max(size, _GRAIN)]
         if fits:
-            return self._idle.pop(min(fits, key=lambda number: len(self._idle[number])))
-        return memory_for(-(-max(size, 1) // _GRAIN) * _GRAIN if size >= _GRAIN else max(size, 1))
+            memory = self._idle.pop(min(fits, key=lambda number: len(self._idle[number])))
+        else:
+            memory = memory_for(-(-max(size, 1) // _GRAIN) * _GRAIN if size >= _GRAIN else max(size, 1))
+        self._used += len(memory)
+        return memory

@@ -1,39 +1,74 @@
-"""Sources of the chunks that a flush sends: the protocol, and the spool's copy of a part."""
+"""Sources of the chunks that a flush sends: the protocol, and the spool's copy of a part.
+
+A chunk of which few bytes differ from that of another checkpoint, whose copy is in the spool as well, is stored as a
+patch.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+import os
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from itertools import accumulate, groupby
+from typing import Protocol
 
 import msgspec
 
-from tierd.codec.codec import Encoded, decode
+from tierd.codec import patch
+from tierd.codec.codec import Encoded, decode, encode_patch
 from tierd.core.errors import CorruptChunk, FormatTooNew, ObjectNotFound, TierdError
 from tierd.core.ids import PartId, chunk_key
 from tierd.core.manifest import Chunk, File, Manifest
 from tierd.daemon.transfer.concurrency import to_the_end
-from tierd.daemon.transfer.shared_encoding import Content, Encoding, Taker
-from tierd.spool.file_io import read_chunk
+from tierd.daemon.transfer.replicas import Where
+from tierd.daemon.transfer.shared_encoding import Content, Encoding, Taker, content
+from tierd.spool.direct_io import memory_for
+from tierd.spool.file_io import open_plain
 from tierd.spool.spool import Spool
+from tierd.spool.verified_reads import read_recent_chunk, room_for_chunk
 from tierd.stores.base import Buffer, Store
 
+_SAMPLE, _SAMPLES = 16 << 10, 16  # bytes of a sampled piece of a chunk, and about how many
 _ANSWER = 60.0  # seconds that a chunk waits for another tier's encoding of it
 
-Where: TypeAlias = tuple[int, int]  # a chunk in a manifest: the file's number, the chunk's index in it
+
+@dataclass(frozen=True, slots=True)
+class PatchBase:
+    """The base of a chunk: the one at the same place of the same file of an older checkpoint.
+
+    Attributes:
+        file: the file.
+        index: the index of both chunks in the file.
+        part: the older part.
+        older: the same file in it.
+        chunk: the base's entry on the tier.
+    """
+
+    file: File
+    index: int
+    part: PartId
+    older: File
+    chunk: Chunk
 
 
 class ChunkSource(Protocol):
-    """Provides the chunks of a part.
+    """Provides the chunks of a part."""
 
-    Attributes:
-        copies: how many copies of a chunk's bytes are in memory at once.
-    """
+    def copies(self, held: Content) -> int:
+        """Return how many copies of a chunk's bytes are in memory at once."""
+        ...
 
-    copies: int
+    async def compare(self, bases: Mapping[Content, PatchBase], token: str) -> None:
+        """Choose the chunks that are provided as patches of these bases from now on.
+
+        Args:
+            bases: by content, the base that the tier has.
+            token: as for `encode_patch`.
+        """
+        ...
 
     def reading(self, wanted: Collection[Content]) -> AbstractContextManager[None]:
         """A context within which the caller reads the chunks with the contents `wanted`."""
@@ -74,9 +109,38 @@ class Spooled:
     """The spool's copy of a part, in the encoding that the twin uses."""
 
     def __init__(self, spool: Spool, part: PartId, encoding: Encoding, twin: Twin | None) -> None:
-        self._home, self._part, self._encoding, self._twin = spool.path(part), part, encoding, twin
+        self._spool, self._home, self._part = spool, spool.path(part), part
+        self._encoding, self._twin = encoding, twin
         self._taker: Taker | None = None
-        self.copies = 3 if twin else 1
+        self._bases: dict[Content, PatchBase] = {}
+        self._token = ""
+
+    def copies(self, held: Content) -> int:
+        return 3 if self._twin or held in self._bases else 1
+
+    async def compare(self, bases: Mapping[Content, PatchBase], token: str) -> None:
+        self._token = token
+        self._bases = await to_the_end(self._alike, bases)
+
+    def _alike(self, bases: Mapping[Content, PatchBase]) -> dict[Content, PatchBase]:
+        """Return the bases that seem to differ little, by samples."""
+        found: dict[Content, PatchBase] = {}
+        for path, some in groupby(bases.items(), key=lambda item: item[1].file.path):
+            of_file = dict(some)
+            first = next(iter(of_file.values()))
+            begins, old_begins = _begins(first.file), _begins(first.older)
+            try:
+                with (
+                    os.fdopen(open_plain(self._home / path), "rb", buffering=0) as new,
+                    os.fdopen(open_plain(self._spool.path(first.part) / path), "rb", buffering=0) as old,
+                ):
+                    for held, base in of_file.items():
+                        places = (new.fileno(), begins[base.index]), (old.fileno(), old_begins[base.index])
+                        if _share_that_differs(*places, held[1]) <= patch.MOST_SHARE:
+                            found[held] = base
+            except (CorruptChunk, OSError):
+                continue  # the older checkpoint has left the spool
+        return found
 
     @contextmanager
     def reading(self, wanted: Collection[Content]) -> Iterator[None]:
@@ -90,12 +154,29 @@ class Spooled:
     @asynccontextmanager
     async def read(self, where: Where, file: File) -> AsyncIterator[Encoded]:
         assert self._taker is not None
-        async with self._taker.take(file.chunks[where[1]], partial(self._read, file, where[1])) as encoded:
+        chunk, room = file.chunks[where[1]], room_for_chunk(file, where[1])
+        base = self._bases.get(content(chunk))
+        patched = await to_the_end(self._patched, file, where[1], base) if base else None
+        if patched:
+            self._taker.passes(content(chunk))
+            yield patched
+            return
+        async with self._taker.take(chunk, room, partial(self._read, file, where[1])) as encoded:
             yield await self._as_the_twin(where, encoded)
 
-    def _read(self, file: File, index: int) -> Buffer:
+    def _patched(self, file: File, index: int, base: PatchBase) -> Encoded | None:
+        """Return the chunk as a patch; None if too much differs, or the base is not right in the spool any more."""
+        path, size = self._spool.path(base.part) / base.older.path, room_for_chunk(base.older, base.index)
         try:
-            return read_chunk(self._home / file.path, file, index)
+            old = read_recent_chunk(path, base.older, base.index, memory_for(size))
+        except (CorruptChunk, OSError):
+            return None
+        raw = self._read(file, index, memory_for(room_for_chunk(file, index)))
+        return encode_patch(self._part, file.chunks[index], raw, base.chunk, old, self._token)
+
+    def _read(self, file: File, index: int, memory: memoryview) -> Buffer:
+        try:
+            return read_recent_chunk(self._home / file.path, file, index, memory)
         except CorruptChunk:
             if not self._home.is_dir():
                 raise ObjectNotFound(f"{self._part} is not in the spool any more") from None
@@ -105,6 +186,8 @@ class Spooled:
         twin = self._twin
         chunk = twin.manifest.files[where[0]].chunks[where[1]] if twin else None
         if not (twin and twin.answers and chunk and chunk.stored) or chunk.stored.form == encoded.stored.form:
+            return encoded
+        if chunk.stored.base:  # it may not be on this tier
             return encoded
         try:
             async with asyncio.timeout(_ANSWER):
@@ -116,6 +199,27 @@ class Spooled:
             twin.answers = False  # so that later chunks do not wait for that tier
             return encoded
         return stored_as(self._part, chunk, data)
+
+
+def _begins(file: File) -> list[int]:
+    """Return where each chunk of a file begins, in bytes."""
+    return list(accumulate((chunk.size for chunk in file.chunks), initial=0))
+
+
+def _share_that_differs(new: tuple[int, int], old: tuple[int, int], size: int) -> float:
+    """Return the share of blocks that differ between two chunks of `size` bytes, by samples.
+
+    Args:
+        new, old: of each chunk, the descriptor of its file, and where it begins.
+    """
+    piece = min(_SAMPLE, size)
+    shares = []
+    for sample in range(0, size - piece + 1, max(piece, size // _SAMPLES)):
+        there = [os.pread(fd, piece, begin + sample) for fd, begin in (new, old)]
+        if {len(one) for one in there} != {piece}:
+            return 1.0  # a file was cut; the read of the chunk finds out
+        shares.append(patch.share_that_differs(*there))
+    return sum(shares) / len(shares)
 
 
 def stored_as(part: PartId, chunk: Chunk, data: Buffer) -> Encoded:

@@ -8,10 +8,9 @@ fails, the file is removed unless it belongs to a committed part, because the pa
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -20,11 +19,21 @@ from tierd.core.errors import ConfigError, CorruptChunk, StoreUnavailable
 from tierd.core.manifest import DRAFT_NAME, File, Manifest, encode
 from tierd.daemon.transfer.buffers import Buffers
 from tierd.daemon.transfer.concurrency import to_the_end, together
+from tierd.daemon.transfer.download_files import (
+    Target,
+    chunks_to_do,
+    is_hole,
+    make_way,
+    remove_strangers,
+    sync_directories,
+    write_at,
+)
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.daemon.transfer.replicas import Replicas
 from tierd.spool.adopt import unshare
-from tierd.spool.direct_io import LARGE, PAGE, PIECE, memory_for, reserve, set_direct, write_all
-from tierd.spool.file_io import Buffer, flat, make_private, private, read_chunk, remove, sync_directory
+from tierd.spool.direct_io import LARGE, PAGE, PIECE, reserve
+from tierd.spool.file_io import Buffer, flat, make_private, private
+from tierd.spool.verified_reads import read_chunk
 
 _HANDS = 8  # chunks in transfer at once, as far as the budget permits
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -56,40 +65,6 @@ class Progress:
         self.done = self.kept = self.written = 0
         self.total = total
         self.told(self)
-
-
-@dataclass(slots=True)
-class _Target:
-    """A file of the part.
-
-    Attributes:
-        number: its number in the manifest.
-        file: its description.
-        path: its path on the disk.
-        found: whether the file existed before.
-        todo: the chunks that must still be right before the file is synced.
-    """
-
-    number: int
-    file: File
-    path: Path
-    found: bool
-    todo: set[int]
-    fd: int = -1  # open from the first write to the sync, so that a failed write-back is noticed
-
-    def open(self, flags: int = os.O_WRONLY) -> None:
-        if self.fd < 0:
-            self.fd = os.open(self.path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-    def sync(self) -> None:
-        self.open(os.O_RDONLY)  # read-only, because a file without writes may not be writable
-        os.fsync(self.fd)
-        self.close()
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
 
 async def download(
@@ -126,7 +101,7 @@ async def download(
     """
     work = _Download(home, copies, budget, progress, committed, wanted, public)
     targets = await to_the_end(work.lay_out, manifest)
-    todo = _chunks(targets)
+    todo = chunks_to_do(targets)
 
     async def hand() -> None:
         for target, index, offset in todo:
@@ -141,7 +116,7 @@ async def download(
         return
     if not committed:
         (home / DRAFT_NAME).unlink()
-    await to_the_end(_sync_directories, home)
+    await to_the_end(sync_directories, home)
 
 
 def wanted_size(manifest: Manifest, wanted: Wanted | None) -> int:
@@ -184,10 +159,10 @@ class _Download:
         self._committed, self._wanted = committed, wanted
         self._buffers = Buffers()
 
-    def lay_out(self, manifest: Manifest) -> list[_Target]:
+    def lay_out(self, manifest: Manifest) -> list[Target]:
         """Create every file with its size and blocks, so that a full disk fails before any transfer."""
         if not self._committed:
-            _remove_strangers(self._home, {DRAFT_NAME, *(file.path for file in manifest.files)})
+            remove_strangers(self._home, {DRAFT_NAME, *(file.path for file in manifest.files)})
         targets = [
             self._target(number, file)
             for number, file in enumerate(manifest.files)
@@ -205,7 +180,7 @@ class _Download:
             file.write(data)
         fresh.replace(self._home / DRAFT_NAME)
 
-    def _target(self, number: int, file: File) -> _Target:
+    def _target(self, number: int, file: File) -> Target:
         path = self._home / file.path
         make_way(self._home, file.path)
         if self._committed:
@@ -231,9 +206,9 @@ class _Download:
             finally:
                 os.close(fd)
         todo = range(len(file.chunks)) if self._wanted is None else _numbers(self._wanted[file.path])
-        return _Target(number, file, path, size >= 0, set(todo))
+        return Target(number, file, path, size >= 0, set(todo))
 
-    async def bring(self, target: _Target, index: int, offset: int) -> None:
+    async def bring(self, target: Target, index: int, offset: int) -> None:
         """Make one chunk right in place, and sync the file after its last chunk."""
         size = target.file.chunks[index].size
         async with self._budget.take(self._copies.weight(target.number, index)) as hold:
@@ -257,18 +232,18 @@ class _Download:
         self._progress.done += size
         self._progress.told(self._progress)
 
-    def _defect(self, target: _Target, index: int, offset: int) -> CorruptChunk | OSError | None:
+    def _defect(self, target: Target, index: int, offset: int) -> CorruptChunk | OSError | None:
         if not target.found:
             return CorruptChunk(f"{target.path}: the file was missing")
         try:
-            if not self._committed and _is_hole(target.path, offset, target.file.chunks[index].size):
+            if not self._committed and is_hole(target.path, offset, target.file.chunks[index].size):
                 return CorruptChunk(f"{target.path}: nothing was written there yet")
             read_chunk(target.path, target.file, index)
         except (CorruptChunk, OSError) as error:
             return error.with_traceback(None)  # the traceback's frames would keep the read bytes in memory
         return None
 
-    async def _fetched(self, target: _Target, index: int, into: memoryview, bad: CorruptChunk | OSError) -> Buffer:
+    async def _fetched(self, target: Target, index: int, into: memoryview, bad: CorruptChunk | OSError) -> Buffer:
         try:
             return await self._copies.chunk(target.number, index, target.file.path, into, self._buffers)
         except CorruptChunk as error:
@@ -278,15 +253,15 @@ class _Download:
                 raise CorruptChunk(f"local: {bad}; {error}") from error
             raise
 
-    def _write(self, target: _Target, raw: Buffer, offset: int) -> None:
+    def _write(self, target: Target, raw: Buffer, offset: int) -> None:
         try:
-            _write_at(target.path, flat(raw), offset)
+            write_at(target.path, flat(raw), offset)
         except OSError as error:
             if not self._committed and error.errno not in _FULL:
                 target.path.unlink(missing_ok=True)
             raise
 
-    def _sync(self, target: _Target) -> None:
+    def _sync(self, target: Target) -> None:
         try:
             target.sync()
         except OSError:
@@ -299,81 +274,3 @@ class _Download:
 
 def _numbers(runs: Sequence[tuple[int, int]]) -> set[int]:
     return {index for first, end in runs for index in range(first, end)}
-
-
-def _chunks(targets: list[_Target]) -> Iterator[tuple[_Target, int, int]]:
-    for target in targets:
-        offset = 0
-        for index, chunk in enumerate(target.file.chunks):
-            if index in target.todo:
-                yield target, index, offset
-            offset += chunk.size
-
-
-def _is_hole(path: Path, offset: int, size: int) -> bool:
-    """Whether the file system reports that a range of a file was never written."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        return os.lseek(fd, offset, os.SEEK_DATA) >= offset + size
-    except OSError as error:
-        return error.errno == errno.ENXIO  # a hole up to the end
-    finally:
-        os.close(fd)
-
-
-def _write_at(path: Path, data: memoryview, offset: int) -> None:
-    """Write the file's whole pages past the page cache, and the rest through it.
-
-    Neighbouring chunks that share a page with this one are written at the same time, so shared pages use the cache.
-    Each call opens its own descriptor, because O_DIRECT belongs to the descriptor.
-    """
-    fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        edge = -offset % PAGE if len(data) >= LARGE else len(data)
-        write_all(fd, data[:edge], offset)
-        body, offset = data[edge:], offset + edge
-        if body and set_direct(fd, True) and not _is_aligned(body):
-            spare = memory_for(PIECE)
-            while body:
-                piece = spare[: min(PIECE, len(body))]
-                piece[:] = body[: len(piece)]
-                write_all(fd, piece, offset)
-                body, offset = body[len(piece) :], offset + len(piece)
-        write_all(fd, body, offset)
-    finally:
-        os.close(fd)
-
-
-def _is_aligned(data: memoryview) -> bool:
-    return not data.readonly and ctypes.addressof(ctypes.c_char.from_buffer(data)) % PAGE == 0
-
-
-def make_way(home: Path, name: str) -> None:
-    """Remove obstacles from a file's path: a link, a directory in the file's place, a file in a directory's place."""
-    here = home
-    for piece in name.split("/")[:-1]:
-        here /= piece
-        if here.is_symlink() or (here.exists() and not here.is_dir()):
-            here.unlink()
-    path = home / name
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        remove(path)
-
-
-def _remove_strangers(home: Path, files: set[str]) -> None:
-    """Remove everything except `files` from a directory that must hold nothing else."""
-    above = {name.rsplit("/", depth)[0] for name in files for depth in range(1, name.count("/") + 1)}
-    for directory, names, leaves in os.walk(home):
-        here = Path(directory)
-        for name in (*names, *leaves):
-            inside = (here / name).relative_to(home).as_posix()
-            if inside in files or inside in above:
-                continue
-            remove(here / name)
-            if name in names:  # so that os.walk does not enter the removed directory
-                names.remove(name)
-
-
-def _sync_directories(home: Path) -> None:
-    for directory, _, _ in os.walk(home, topdown=False):
-        sync_directory(Path(directory))

@@ -17,7 +17,8 @@ from tierd.core.manifest import DRAFT_NAME, MANIFEST_NAME, Manifest
 from tierd.core.manifest import encode as encode_manifest
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.transfer.concurrency import to_the_end
-from tierd.daemon.transfer.download import Progress, Wanted, download, make_way, missing, wanted_size
+from tierd.daemon.transfer.download import Progress, Wanted, download, missing, wanted_size
+from tierd.daemon.transfer.download_files import make_way
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.daemon.transfer.replicas import Replicas
 from tierd.spool.conditions import translated

@@ -1,9 +1,9 @@
 """Spool -> tier: read, verify, encode, put, confirm, and put the manifest last.
 
 Invariant: a manifest is put only after every chunk that it names is confirmed on the tier. A chunk is confirmed by
-reading it back and comparing it. A checksum also confirms it, if the server has shown that it refuses a wrong checksum.
-The manifest is confirmed in the same manner before a part counts as flushed. So a manifest on a tier means a verified
-copy for every reader at any time.
+reading it back and comparing it; a directory digests it where it lies. A checksum also confirms it, if the server has
+shown that it refuses a wrong checksum. The manifest is confirmed in the same manner before a part counts as flushed. So
+a manifest on a tier means a verified copy for every reader at any time.
 
 An interrupted flush is continued: a chunk that is on the tier already is compared, not sent. A large chunk that the
 newest complete checkpoint has is named, not sent, as far as `core/planning/sharing.py` permits. Flushes of one part to
@@ -13,6 +13,7 @@ several tiers share their reads (`daemon/transfer/shared_encoding.py`).
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from importlib import resources
 
 import msgspec
 
-from tierd.codec.codec import check_stored, recognize
+from tierd.codec.codec import check_digest, check_stored, recognize
 from tierd.core.errors import (
     CorruptChunk,
     FormatTooNew,
@@ -31,22 +32,24 @@ from tierd.core.errors import (
     StoreUnavailable,
 )
 from tierd.core.ids import README_KEY, CheckpointId, PartId, chunk_owner
-from tierd.core.manifest import Chunk, File, Manifest, Stored
+from tierd.core.manifest import Chunk, File, Manifest, Stored, is_patch
 from tierd.core.manifest import encode as encode_manifest
 from tierd.core.planning.copies import ManifestFacts
-from tierd.core.planning.sharing import shareable
+from tierd.core.planning.sharing import patchable, shareable
 from tierd.daemon.pause import Turn, at_once
 from tierd.daemon.tiers.intents import left_over, naming
 from tierd.daemon.tiers.observe import chunks_there, missing_chunks
-from tierd.daemon.transfer.chunk_source import ChunkSource, Spooled, Twin, Where
+from tierd.daemon.timings import USUAL, DaemonTimings
+from tierd.daemon.transfer.chunk_source import ChunkSource, PatchBase, Spooled, Twin
 from tierd.daemon.transfer.concurrency import to_the_end, together
 from tierd.daemon.transfer.flush_pacing import Spread
 from tierd.daemon.transfer.memory_budget import FLUSHES, Budget, Hold
-from tierd.daemon.transfer.replicas import put_manifest
+from tierd.daemon.transfer.replicas import Where, get_object, put_manifest
 from tierd.daemon.transfer.shared_encoding import Content, Encoding, content
 from tierd.daemon.transfer.throughput import Throughput
+from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
-from tierd.stores.base import Store, clear, weight
+from tierd.stores.base import Store, clear, digesting, digests, weight
 
 _CHUNKS = 8  # chunks in transfer at once, as far as the budget permits
 
@@ -91,6 +94,7 @@ class Route:
         encoding: the encoder that all flushes of a daemon share.
         turn: awaited before each chunk, because the daemon may be paused.
         moving: how far the flushes under way are.
+        timings: the daemon's.
     """
 
     store: Store
@@ -101,6 +105,7 @@ class Route:
     encoding: Encoding = field(default_factory=Encoding)
     turn: Turn = at_once
     moving: dict[PartId, Moved] = field(default_factory=dict)
+    timings: DaemonTimings = USUAL
 
     @property
     def pace(self) -> Throughput:
@@ -165,16 +170,21 @@ async def send(
     await _introduce(way.store)
     there: dict[str, list[str]] = {}  # digest -> keys of objects that earlier tries have put
     for key in await chunks_there(way.store, part.rank, [part.checkpoint]):
-        there.setdefault(key.rpartition("/")[2].partition(".")[0], []).append(key)
+        name, _, codec = key.rpartition("/")[2].partition(".")
+        if not is_patch(codec):  # the base of a left one is not known
+            there.setdefault(name, []).append(key)
     work: dict[Content, _Chunk] = {}  # a chunk that the part holds twice is one object
     for number, file in enumerate(manifest.files):
         for index, chunk in enumerate(file.chunks):
             if content(chunk) not in work:
                 work[content(chunk)] = _Chunk(source, way, part, there, (number, index), file)
-    lent = await _lent(way.store, part, lender, worn_out)
+    lent = await _lent(way.store, part, lender, worn_out, way.timings)
     for held in work.keys() & lent.keys():
         work[held].encoded = lent[held]
     todo = OrderedDict((held, chunk) for held, chunk in work.items() if held not in lent)
+    if lender and (bases := _bases(manifest, todo, lender, lent)):
+        token = digest(f"{way.timings.now_ms()} {way.who or secrets.token_hex(4)}".encode())[:11]
+        await source.compare(bases, token)
     with source.reading([held for held in todo if held[0] not in there]):
         pauses = partial((spread or Spread()).turn, len(todo))
         moved = way.moving[part] = Moved(sum(size for _, size in todo))
@@ -223,7 +233,7 @@ class _Chunk:
     @property
     def weight(self) -> int:
         """The most bytes that the chunk takes in memory, without those that its source accounts for."""
-        copies = max(self._source.copies, 2 if self.encoded.xxh3_128 in self._there else 1)
+        copies = max(self._source.copies(content(self.encoded)), 2 if self.encoded.xxh3_128 in self._there else 1)
         return max(copies * self.encoded.size, weight(self._way.store, self.encoded.size))
 
     async def send(self, hold: Hold) -> int:
@@ -263,8 +273,13 @@ class _Chunk:
 
     async def _read_back(self, key: str, stored: Stored) -> None:
         try:
-            await to_the_end(check_stored, stored, await self._way.store.get(key), key)
-        except (ObjectNotFound, CorruptChunk) as error:
+            if digests(self._way.store):
+                check_digest(stored, *await digesting(self._way.store).digest(key), key)
+            else:
+                with self._way.encoding.buffers.lend(stored.size) as memory:
+                    data = await get_object(self._way.store, key, stored, into=memory)
+                    await to_the_end(check_stored, stored, data, key)
+        except (CorruptChunk, ObjectNotFound) as error:
             raise StoreUnavailable(f"{key}: what was read back differs from what was put") from error
 
 
@@ -273,22 +288,40 @@ def _with_stored(manifest: Manifest, chunks: Mapping[Content, Chunk]) -> Manifes
         File(path=file.path, size=file.size, chunks=tuple(chunks[content(chunk)] for chunk in file.chunks))
         for file in manifest.files
     )
-    return msgspec.structs.replace(manifest, files=files)
+    return manifest.with_files(files)
+
+
+def _bases(
+    manifest: Manifest, todo: Collection[Content], lender: Manifest, lent: Mapping[Content, Chunk]
+) -> dict[Content, PatchBase]:
+    """Return, by content, the chunk at the same place of the same file of `lender`, if it may be a patch's base."""
+    files = {file.path: file for file in lender.files}
+    found: dict[Content, PatchBase] = {}
+    for file in manifest.files:
+        older = files.get(file.path)
+        for index, (chunk, old) in enumerate(zip(file.chunks, older.chunks if older else (), strict=False)):
+            base = lent.get(content(old)) if old.size == chunk.size and content(chunk) in todo else None
+            if older and base and patchable(base):
+                found.setdefault(content(chunk), PatchBase(file, index, lender.part, older, base))
+    return found
 
 
 async def _lent(
-    store: Store, part: PartId, lender: Manifest | None, worn_out: Collection[CheckpointId]
+    store: Store, part: PartId, lender: Manifest | None, worn_out: Collection[CheckpointId], timings: DaemonTimings
 ) -> dict[Content, Chunk]:
     """Return, by content, the chunks of `lender` that may be named and are on the tier."""
     if lender is None or lender.rank != part.rank:
         return {}
-    offered = {f"{lender.run}/{chunk.stored.key}": chunk for chunk in shareable(lender, worn_out) if chunk.stored}
+    offered = shareable(lender, worn_out)
     if not offered:
         return {}
-    owners = {chunk_owner(*key.split("/", 1)) for key in offered} - await left_over(store, lender.run)
+    owners = {chunk_owner(lender.run, stored.key) for chunk in offered for stored in chunk.objects()}
+    owners -= await left_over(store, lender.run, timings)
     there = await chunks_there(store, part.rank, [owner for owner in owners if owner])
     return {
-        content(chunk): chunk for key, chunk in offered.items() if chunk.stored and there.get(key) == chunk.stored.size
+        content(chunk): chunk
+        for chunk in offered
+        if all(there.get(f"{lender.run}/{stored.key}") == stored.size for stored in chunk.objects())
     }
 
 
@@ -298,7 +331,7 @@ async def _show(way: Route, part: PartId, manifest: Manifest) -> None:
         data = encode_manifest(manifest)
     except ManifestError as error:  # the spool's manifest is right; with keys it is larger than readers accept
         raise StoreRefused(f"{part}: no tier can describe it: {error}") from error
-    async with naming(way.store, part, data, manifest.owners, way.who):
+    async with naming(way.store, part, data, manifest.owners, way.who, way.timings):
         missing = await missing_chunks(way.store, manifest)
         if not missing:
             await put_manifest(way.store, part.manifest_key, data, reread=way.reread)

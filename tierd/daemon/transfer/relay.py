@@ -17,10 +17,10 @@ from tierd.core.errors import CorruptChunk, ObjectNotFound, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Chunk, File, Manifest
 from tierd.daemon.scrub.tier_repair import get_stored
-from tierd.daemon.transfer.chunk_source import Where, stored_as
+from tierd.daemon.transfer.chunk_source import PatchBase, stored_as
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.flush import Flushed, Route, send
-from tierd.daemon.transfer.replicas import Replicas
+from tierd.daemon.transfer.replicas import Replicas, Where
 from tierd.daemon.transfer.shared_encoding import Content
 from tierd.stores.base import Store
 
@@ -73,10 +73,14 @@ class _Tiered:
         read: called with the raw bytes of each chunk that was read.
     """
 
-    copies = 3
-
     def __init__(self, copies: Replicas, part: PartId, way: Route, read: Callable[[int], None]) -> None:
         self._copies, self._part, self._way, self._told = copies, part, way, read
+
+    def copies(self, held: Content) -> int:
+        return 3
+
+    async def compare(self, bases: Mapping[Content, PatchBase], token: str) -> None:
+        """Choose no patches, because a base's bytes would have to be read from a tier as well."""
 
     @contextmanager
     def reading(self, wanted: Collection[Content]) -> Iterator[None]:
@@ -94,6 +98,8 @@ class _Tiered:
         number, index = where
         for name, manifest in list(self._copies.manifests.items()):
             chunk: Chunk = manifest.files[number].chunks[index]
+            if chunk.stored and chunk.stored.base:
+                break  # the base may not be on this tier
             try:
                 data = await get_stored(self._copies.stores[name], self._copies.part.checkpoint.run, chunk)
             except CorruptChunk as error:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from tierd.codec.codec import RAW, decode, recognize
 from tierd.core.errors import (
@@ -24,16 +24,18 @@ from tierd.core.errors import (
     TierdError,
 )
 from tierd.core.ids import CheckpointId, PartId, chunks_prefix, manifests_prefix
-from tierd.core.manifest import Chunk, Manifest, Stored
+from tierd.core.manifest import Chunk, Manifest, Stored, is_patch
 from tierd.core.manifest import decode as decode_manifest
 from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.daemon.transfer.buffers import Buffers
 from tierd.daemon.transfer.concurrency import to_the_end, together
+from tierd.daemon.transfer.shared_encoding import Content, content
 from tierd.spool.direct_io import memory_for
 from tierd.stores.base import Buffer, ObjectInfo, Store, children, is_authentic, octets, weight
 
 log = logging.getLogger("tierd.daemon")
 T = TypeVar("T")
+Where: TypeAlias = tuple[int, int]  # a chunk in a manifest: the file's number, the chunk's index in it
 
 # Seconds that a tier has for a manifest, all retries included, because another tier may have the whole part.
 _ANSWER = 120.0
@@ -224,6 +226,8 @@ class Replicas:
         assert self.reference is not None
         raw = self.reference.files[file].chunks[index].size
         stored = [manifest.files[file].chunks[index].stored for manifest in self.manifests.values()]
+        if any(one and one.base for one in stored):
+            return 3 * raw  # of the base and of the chunk, and the blocks that differ
         if stored and all(one and one.codec == RAW for one in stored):
             return max(weight(store, raw) for store in self.stores.values())
         return raw + max([raw, *(one.size for one in stored if one)])
@@ -247,9 +251,9 @@ class Replicas:
         """
         unavailable = dict(self.unavailable)
         for name, manifest in list(self.manifests.items()):
-            chunk = manifest.files[file].chunks[index]
+            read = partial(self._read, name, manifest.files[file].chunks[index], (file, index), into, buffers)
             try:
-                return await surely(partial(self._get, name, chunk, into, buffers or Buffers()))
+                return await surely(read)
             except CorruptChunk as error:
                 self.defects[name] = str(error)
             except TierdError as error:
@@ -266,17 +270,78 @@ class Replicas:
         self.give_up(f"chunk {index} of {path}", unavailable)
         raise AssertionError
 
-    async def _get(self, name: str, chunk: Chunk, into: memoryview | None, buffers: Buffers) -> Buffer:
+    async def link(self, name: str, link: Chunk, where: Where) -> Buffer:
+        """Return the verified raw bytes of one link of a chunk's chain: from a tier, or else from any other tier.
+
+        Args:
+            name: the tier whose manifest names the link.
+            link: the link.
+            where: the chunk's place in the manifest.
+
+        Raises:
+            CorruptChunk: no tier has the link right.
+            StoreUnavailable, StoreRefused: no copy was right, and not all tiers could be asked.
+        """
+        return await surely(lambda: self._link(name, link, where, None, Buffers(), {}))
+
+    async def _read(
+        self, name: str, chunk: Chunk, where: Where, into: memoryview | None, buffers: Buffers | None
+    ) -> Buffer:
+        return await self._get(name, chunk, where, into, buffers or Buffers(), {})
+
+    async def _link(
+        self,
+        name: str,
+        link: Chunk,
+        where: Where,
+        into: memoryview | None,
+        buffers: Buffers,
+        failed: dict[Content, TierdError],
+    ) -> Buffer:
+        """Do the work of `link`. `failed` are the contents that no tier had right during this read, and why."""
+        if content(link) in failed:
+            raise failed[content(link)]
+        errors: list[TierdError] = []
+        for tier, one in self._places(name, link, where):
+            try:
+                return await self._get(tier, one, where, into, buffers, failed)
+            except TierdError as error:
+                errors.append(error)
+        # A tier that could not be asked may have the link, so the others prove nothing.
+        why = next((error for error in errors if not isinstance(error, CorruptChunk)), errors[0])
+        failed[content(link)] = why
+        raise why
+
+    def _places(self, name: str, link: Chunk, where: Where) -> Iterator[tuple[str, Chunk]]:
+        """Yield where a link's bytes may be: each tier, and the entry of its object there."""
+        yield name, link
+        for tier, manifest in self.manifests.items():
+            if tier != name:
+                chain = manifest.files[where[0]].chunks[where[1]].chain()
+                yield from ((tier, one) for one in chain if content(one) == content(link))
+        if link.stored and not is_patch(link.stored.codec):  # a patch has another key on each tier
+            yield from ((tier, link) for tier in self.stores if tier != name)
+
+    async def _get(
+        self,
+        name: str,
+        chunk: Chunk,
+        where: Where,
+        into: memoryview | None,
+        buffers: Buffers,
+        failed: dict[Content, TierdError],
+    ) -> Buffer:
         stored = chunk.stored
         if stored is None:
             return decode(chunk, b"", name)  # raises an error that names the defect
+        base = await self._link(name, stored.base, where, into, buffers, failed) if stored.base else None
         get = partial(get_object, self.stores[name], f"{self.part.checkpoint.run}/{stored.key}", stored, f"{name}: ")
         if stored.codec == RAW:
             fits = into is not None and stored.size == len(into)
             raw = await to_the_end(decode, chunk, await get(into if fits else None), name)
         else:
             with buffers.lend(stored.size) as memory:
-                raw = await to_the_end(decode, chunk, await get(memory), name, into)
+                raw = await to_the_end(decode, chunk, await get(memory), name, into, base)
         self.used.add(name)
         return raw
 
@@ -311,7 +376,8 @@ class Replicas:
             prefixes = self._others[name] = [f"{base}{other.name}/{rank}/" for other in others]
         for prefix in prefixes:
             async for info in store.scan(f"{prefix}{wanted.xxh3_128}."):
-                if info.size <= 2 * wanted.size:  # no encoder makes a chunk longer than that
+                # No encoder makes a chunk longer than that, and the base of a patch is not known.
+                if info.size <= 2 * wanted.size and not is_patch(info.key.rpartition(".")[2]):
                     yield info
 
     async def _unnamed(self, name: str, info: ObjectInfo, wanted: Chunk, unavailable: dict[str, str]) -> Buffer | None:

@@ -20,13 +20,15 @@ from typing import TypeAlias
 from tierd.codec.codec import Encoded
 from tierd.core.ids import PartId
 from tierd.core.manifest import Chunk
+from tierd.daemon.transfer.buffers import Buffers
 from tierd.daemon.transfer.concurrency import to_the_end
-from tierd.daemon.transfer.memory_budget import ENCODING, Budget, Hold
+from tierd.daemon.transfer.memory_budget import ENCODING, FLUSHES, Budget, Hold
 from tierd.daemon.transfer.throughput import Throughput
 from tierd.priority import POLITE_THREADS
 from tierd.stores.base import Buffer
 
 Content: TypeAlias = tuple[str, int]  # digest and size in bytes of a chunk's raw bytes
+Read: TypeAlias = Callable[[memoryview], Buffer]
 
 
 def content(chunk: Chunk) -> Content:
@@ -43,12 +45,14 @@ class _Entry:
         work: the task that encodes it.
         users: flushes that use it now; each accounts for its bytes in its own budget.
         kept: the budget for its bytes while it has no user.
+        memory: the buffer in which its bytes lie; None if they lie elsewhere.
     """
 
     chunk: Chunk
     work: asyncio.Task[Encoded]
     users: int = 0
     kept: Hold | None = None
+    memory: memoryview | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -72,6 +76,10 @@ class Encoding:
     Args:
         pace: decides whether to compress, and measures the encoder.
         budget: of bytes that are being read, and of encoded bytes that are kept for a flush that lacks them.
+
+    Attributes:
+        throughput: the same as `pace`.
+        buffers: the memory of chunks; freed when no flush runs.
     """
 
     def __init__(self, pace: Throughput | None = None, budget: Budget | None = None) -> None:
@@ -79,6 +87,7 @@ class Encoding:
         self._budget = budget or Budget(ENCODING)
         # Taken first, because a chunk that waits for a thread needs no memory yet.
         self._threads = Budget(POLITE_THREADS)
+        self.buffers = Buffers(FLUSHES)
         self._passes: dict[PartId, _Pass] = {}
         self._window: dict[_Entry, _Pass] = {}  # kept chunks, the oldest first
 
@@ -97,21 +106,44 @@ class Encoding:
                     self._drop(entry)
             if not shared.flushes:
                 del self._passes[part]
+            if not self._passes:
+                self.buffers.clear()
 
-    def _begin(self, shared: _Pass, part: PartId, chunk: Chunk, read: Callable[[], Buffer]) -> _Entry:
+    def _begin(self, shared: _Pass, part: PartId, chunk: Chunk, room: int, read: Read) -> _Entry:
         if content(chunk) not in shared.packed:
             shared.packed[content(chunk)] = self.throughput.packs()
-        work = asyncio.ensure_future(self._encode(part, chunk, read, shared.packed[content(chunk)]))
-        return shared.entries.setdefault(content(chunk), _Entry(chunk, work))
+        entry: _Entry
 
-    async def _encode(self, part: PartId, chunk: Chunk, read: Callable[[], Buffer], pack: bool) -> Encoded:
-        def work() -> Encoded:
-            return self.throughput.encode(part, chunk, read(), pack)
+        async def work() -> Encoded:
+            return await self._encode(entry, part, room, read, shared.packed[content(chunk)])
 
+        entry = _Entry(chunk, asyncio.ensure_future(work()))
+        return shared.entries.setdefault(content(chunk), entry)
+
+    async def _encode(self, entry: _Entry, part: PartId, room: int, read: Read, pack: bool) -> Encoded:
         async with self._threads.take(1):
-            self._make_room(chunk.size)
-            async with self._budget.take(chunk.size):
-                return await to_the_end(work)
+            self._make_room(entry.chunk.size)
+            async with self._budget.take(entry.chunk.size):
+                entry.memory = memory = self.buffers.take(room)
+
+                def work() -> tuple[Encoded, bool]:
+                    raw = read(memory[:room])
+                    encoded = self.throughput.encode(part, entry.chunk, raw, pack)
+                    return encoded, encoded.data is raw
+
+                is_raw = False
+                try:
+                    encoded, is_raw = await to_the_end(work)
+                    return encoded
+                finally:
+                    if not is_raw:  # a compressed chunk lies elsewhere
+                        self._free(entry)
+
+    def _free(self, entry: _Entry) -> None:
+        """Give back the memory of an entry that nothing reads any more."""
+        if entry.memory is not None:
+            self.buffers.give_back(entry.memory)
+            entry.memory = None
 
     def _make_room(self, size: int) -> None:
         while self._window and not self._budget.has(size):
@@ -120,7 +152,7 @@ class Encoding:
     def _keep(self, shared: _Pass, entry: _Entry) -> None:
         """Keep a chunk without a user while another flush lacks it, as far as the budget permits."""
         if entry.work.cancelled() or entry.work.exception() or not _is_lacked(shared, entry):
-            shared.entries.pop(content(entry.chunk), None)
+            self._forget(shared, entry)
             return
         size = entry.work.result().stored.size
         if not self._budget.is_wanted:
@@ -129,10 +161,14 @@ class Encoding:
         if entry.kept:
             self._window[entry] = shared
         else:
-            shared.entries.pop(content(entry.chunk), None)
+            self._forget(shared, entry)
+
+    def _forget(self, shared: _Pass, entry: _Entry) -> None:
+        shared.entries.pop(content(entry.chunk), None)
+        self._free(entry)
 
     def _drop(self, entry: _Entry) -> None:
-        self._window.pop(entry).entries.pop(content(entry.chunk), None)
+        self._forget(self._window.pop(entry), entry)
         if entry.kept:
             entry.kept.keep(0)
 
@@ -150,7 +186,10 @@ class Encoding:
         if not entry.work.done():  # no flush waits for it any more
             shared.entries.pop(content(entry.chunk), None)
             entry.work.cancel()
-            await _at_rest(entry.work)
+            try:
+                await _at_rest(entry.work)
+            finally:
+                self._free(entry)
             return
         self._keep(shared, entry)
 
@@ -174,21 +213,27 @@ class Taker:
         ready = (one for one in self._shared.entries if one in todo and fits(one))
         return next(ready, None) or next(filter(fits, todo), None)
 
+    def passes(self, one: Content) -> None:
+        """Note that the flush does not need this content: no encoding of it is kept for the flush."""
+        self.lacking.discard(one)
+
     @asynccontextmanager
-    async def take(self, chunk: Chunk, read: Callable[[], Buffer]) -> AsyncIterator[Encoded]:
+    async def take(self, chunk: Chunk, room: int, read: Read) -> AsyncIterator[Encoded]:
         """A context with one encoded chunk for the tier.
 
         The caller's own budget must cover the chunk until the context ends.
 
         Args:
             chunk: the chunk.
-            read: returns the chunk's verified raw bytes; called in a thread, unless another flush has had them read.
+            room: the bytes of memory that `read` needs.
+            read: reads the chunk's verified raw bytes into memory and returns them; called in a thread, unless another
+                flush has had them read.
 
         Raises:
             As `read`.
         """
         entry = self._shared.entries.get(content(chunk))
-        entry = entry or self._encoding._begin(self._shared, self._part, chunk, read)
+        entry = entry or self._encoding._begin(self._shared, self._part, chunk, room, read)
         self._encoding._use(entry)
         try:
             yield await asyncio.shield(entry.work)

@@ -6,9 +6,7 @@ refused if no DTensor of this job lies on a mesh like the one on which it was sa
 
 from __future__ import annotations
 
-import operator
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -17,10 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tierd.core.shard_placement import REPLICATE, SHARD, STRIDED
-from tierd.state.kinds.dtensors import SavedDTensor, is_dtensor, is_whole, shards_in
-from tierd.state.kinds.optimizers import leaves, optimizers_in
-from tierd.state.kinds.packed_tensors import is_plain
-from tierd.state.values import Path, show
+from tierd.state.containers import SEQUENCES, Path, instances, leaves, replaced
+from tierd.state.kinds.dtensors import SavedDTensor, is_dtensor, is_whole
+from tierd.state.kinds.optimizers import optimizers_in
+from tierd.state.values import show
 
 
 class Meshes:
@@ -103,27 +101,6 @@ class Meshes:
         return replaced(value, SavedDTensor, self.made)
 
 
-def replaced(value: Any, kind: type, by: Callable[[Any], Any]) -> Any:
-    """Replace each instance of `kind` in `value` by the result of `by`. Returns the new value.
-
-    Lists and dicts are changed in place; tuples are made anew.
-    """
-    if isinstance(value, kind):
-        return by(value)
-    if isinstance(value, dict) and not is_plain(value.values()):
-        for key, inner in value.items():
-            if (new := replaced(inner, kind, by)) is not inner:
-                value[key] = new
-    elif isinstance(value, list | deque) and not is_plain(value):
-        for index, inner in enumerate(value):
-            if (new := replaced(inner, kind, by)) is not inner:
-                value[index] = new
-    elif type(value) is tuple and not is_plain(value):
-        parts = tuple(replaced(inner, kind, by) for inner in value)
-        return value if all(map(operator.is_, parts, value)) else parts
-    return value
-
-
 def meshes_of(state: Mapping[str, object]) -> Meshes:
     """Return the meshes of all objects in the state, those of its optimizers' parameters first."""
     return Meshes(chain(optimizers_in(state), leaves(state)))
@@ -137,13 +114,17 @@ def put_beside(optimizer: Optimizer, saved: Any, meshes: Meshes) -> None:
             own[index] = meshes.first(parameter).put(own[index])
 
 
-def meshless(state: Mapping[str, object], restored: Mapping[str, object]) -> Iterator[str]:
+def shards_in(restored: Mapping[str, object]) -> list[tuple[Path, SavedDTensor]]:
+    """Return every saved shard, with its path."""
+    return [found for key, saved in restored.items() for found in instances(saved, SavedDTensor, (key,))]
+
+
+def meshless(state: Mapping[str, object], shards: Iterable[tuple[Path, SavedDTensor]]) -> Iterator[str]:
     """Report shards on a mesh that this job does not have, because no DTensor can be made of them."""
     meshes = meshes_of(state)
-    for key, saved in restored.items():
-        for path, shard in shards_in(saved, (key,)):
-            if not _has_place(state.get(key), path[1:]) and (reason := meshes.misfit(shard)):
-                yield f"{show(path)}: {reason}"
+    for path, shard in shards:
+        if not _has_place(state.get(str(path[0])), path[1:]) and (reason := meshes.misfit(shard)):
+            yield f"{show(path)}: {reason}"
 
 
 def _has_place(target: object, path: Path) -> bool:
@@ -151,6 +132,6 @@ def _has_place(target: object, path: Path) -> bool:
     for part in path:
         if isinstance(target, dict):
             target = target.get(part)
-        elif isinstance(target, list | tuple) and isinstance(part, int) and part < len(target):
+        elif isinstance(target, SEQUENCES) and isinstance(part, int) and part < len(target):
             target = target[part]
     return isinstance(target, torch.Tensor | nn.Module)

@@ -12,15 +12,14 @@ importing tierd.
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 
 from tierd.core.shard_placement import REPLICATE, SHARD, STRIDED, Placement, Rule
-from tierd.state.kinds.packed_tensors import is_plain
+from tierd.state.containers import leaves
 
 RESHARD = "tierd.dcp.load(state, checkpointer) loads DTensors onto another mesh, placement or number of ranks"
 
@@ -149,13 +148,10 @@ def is_whole(saved: SavedDTensor) -> bool:
     return saved.placement.coordinate is None or tuple(saved.local.shape) == saved.placement.local_shape
 
 
-def shards_in(value: Any, path: tuple[object, ...]) -> Iterator[tuple[tuple[object, ...], SavedDTensor]]:
-    """Yield every shard in a saved value, with its path."""
-    if isinstance(value, SavedDTensor):
-        yield path, value
-    elif isinstance(value, Mapping) and not is_plain(value.values()):
-        for key, inner in value.items():
-            yield from shards_in(inner, (*path, key))
-    elif isinstance(value, list | tuple | deque) and not is_plain(value):
-        for index, inner in enumerate(value):
-            yield from shards_in(inner, (*path, index))
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested containers, live or saved; for a DTensor its local shard."""
+    for leaf in leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield local_of(leaf)
+        elif isinstance(leaf, SavedDTensor):
+            yield leaf.local

@@ -6,14 +6,9 @@ saved generator without a target is refused, unless the target is None, which re
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-
-from tierd.state.kinds.packed_tensors import is_plain
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,15 +60,3 @@ def unusable(saved: SavedGenerator, device: torch.device) -> str | None:
     except Exception as error:
         return f"a torch.Generator that cannot be set on {device}: {error}"
     return None
-
-
-def generators_in(value: Any, path: tuple[object, ...]) -> Iterator[tuple[tuple[object, ...], SavedGenerator]]:
-    """Yield every generator in a saved value, with its path."""
-    if isinstance(value, SavedGenerator):
-        yield path, value
-    elif isinstance(value, dict) and not is_plain(value.values()):
-        for key, inner in value.items():
-            yield from generators_in(inner, (*path, key))
-    elif isinstance(value, (list, tuple, deque)) and not is_plain(value):
-        for index, inner in enumerate(value):
-            yield from generators_in(inner, (*path, index))

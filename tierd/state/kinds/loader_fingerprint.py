@@ -41,8 +41,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from tierd.state.classify import IMMUTABLE, Stateful, is_stateful
 from tierd.state.kinds.shard_datasets import is_shard_dataset, saved_facts, shard_facts
-from tierd.state.values import IMMUTABLE, Stateful, is_stateful, type_name
+from tierd.state.values import type_name
 
 Fingerprint = dict[str, dict[str, object]]  # path -> attributes: ".sampler" -> {"rank": 0}; "" is the object itself
 

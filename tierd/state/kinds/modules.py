@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierd.state.json_tree import SHELLS
 from tierd.state.kinds.device_meshes import Meshes
 from tierd.state.kinds.dtensors import SavedDTensor
+from tierd.state.stored_dtypes import SHELLS
 from tierd.state.values import fill
 
 # Suffix in torch.nn.Module of values for a submodule's `set_extra_state`, which may keep them.

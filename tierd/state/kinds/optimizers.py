@@ -6,7 +6,6 @@ Invariant: only attributes of objects are read; no `state_dict()` is called and 
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import chain
 
@@ -14,40 +13,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tierd.state.kinds.dtensors import SavedDTensor, local_of
-from tierd.state.kinds.packed_tensors import is_plain
-from tierd.state.values import IMMUTABLE, is_storable
+from tierd.state.classify import IMMUTABLE
+from tierd.state.containers import SEQUENCES
+from tierd.state.kinds.dtensors import local_of, tensors_in
+from tierd.state.values import is_storable
 
 _FEW = 64  # items; larger containers are not searched, because nobody keeps optimizers in them
 _DEPTH = 3  # levels of nested containers and objects that are searched for optimizers
 
 _NO_PLACE = (torch.Tensor, nn.Module)
 _requires_grad = operator.attrgetter("requires_grad")
-
-
-def leaves(value: object) -> Iterator[object]:
-    """Yield the values inside nested containers of any depth, without runs of plain values.
-
-    A value that is no container is yielded itself.
-    """
-    todo = [value]
-    while todo:
-        inner = todo.pop()
-        if isinstance(inner, Mapping):
-            todo += () if is_plain(inner.values()) else inner.values()
-        elif isinstance(inner, list | tuple | deque):
-            todo += () if is_plain(inner) else inner
-        else:
-            yield inner
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the leaves; for a DTensor its local shard."""
-    for leaf in leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            yield local_of(leaf)
-        elif isinstance(leaf, SavedDTensor):
-            yield leaf.local
 
 
 def place(tensor: torch.Tensor) -> tuple[int, int]:
@@ -73,7 +48,7 @@ def optimizers_in(state: Mapping[str, object]) -> list[Optimizer]:
                 continue
             if isinstance(value, Optimizer):
                 found[id(value)] = value
-            parts = value if isinstance(value, dict | list | tuple) else _attributes(value)
+            parts = value if isinstance(value, (dict, *SEQUENCES)) else _attributes(value)
             if len(parts) <= _FEW:
                 inner += parts.values() if isinstance(parts, dict) else parts
         level = inner

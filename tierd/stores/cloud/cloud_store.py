@@ -18,11 +18,11 @@ from datetime import timedelta
 from typing import Any
 
 import obstore
-from obstore.exceptions import BaseError
+from obstore.exceptions import BaseError, PreconditionError
 
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.urls import StoreUrl
-from tierd.stores.base import PAGE, Buffer, ObjectInfo, check_key, check_size, is_key, octets, room
+from tierd.stores.base import PAGE, Buffer, ObjectInfo, check_key, check_size, keys_alone, ns_since_1970, octets, room
 from tierd.stores.cloud.answers import SOURCES, read, translated
 
 _CONNECT_TIMEOUT_S, _TIMEOUT_S = 10, 3600  # the latter is longer than any deadline of `RetryingStore`
@@ -80,22 +80,29 @@ class CloudStore:
             if into is None:
                 check_size(size, doing)
             view = memoryview(bytearray(size)) if into is None else room(into, size, doing)
-            count = 0
-            async for piece in answer.stream(min_chunk_size=_PIECE):
-                end = count + len(piece)
-                if end > size:
-                    raise StoreUnavailable(f"{doing}: more than {size} bytes came")
-                view[count:end] = memoryview(piece)
-                count = end
-        if count != size:
-            raise StoreUnavailable(f"{doing}: {count} of {size} bytes came")
+            await _fill(view, answer, doing)
         return view
 
-    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+    async def get_range(self, found: ObjectInfo, offset: int, into: memoryview) -> None:
+        """Fill `into` from a listed object; see `stores.foreign`."""
+        doing, ends = f"get {found.key!a}", (offset, offset + into.nbytes)
+        with self._translated(doing):
+            try:
+                options: Any = {"range": ends, "if_match": f'"{found.token}"'}
+                answer = await obstore.get_async(self._connected(), found.key, options=options)
+            except PreconditionError:
+                raise ObjectNotFound(f"{self._url}: {doing}: another object has its name now") from None
+            if tuple(answer.range) != ends or str(answer.meta["e_tag"]).strip('"') != found.token:
+                raise StoreUnavailable(f"{self._url}: {doing}: the server sent other bytes than these {ends}")
+            await _fill(octets(into), answer, f"{self._url}: {doing}")
+
+    def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        return keys_alone(self.names, prefix, after)
+
+    async def names(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        """List every object, also those whose names are no keys; otherwise as `scan`."""
         # obstore lists whole directories, from any name on.
         directory, offset, last = prefix.rpartition("/")[0], _offset(prefix, after), ""
-        if directory and not is_key(directory):
-            return
         with self._translated(f"scan {prefix}"):
             listing = obstore.list(self._connected(), directory or None, offset=offset, chunk_size=PAGE)
         while True:
@@ -112,8 +119,9 @@ class CloudStore:
                 if not key.startswith(prefix):
                     if key > prefix:
                         return
-                elif key > after and is_key(key):
-                    yield ObjectInfo(key, one["size"], str(one["e_tag"]).strip('"'))
+                elif key > after:
+                    etag = str(one["e_tag"]).strip('"')
+                    yield ObjectInfo(key, one["size"], etag, ns_since_1970(one.get("last_modified")))
 
     async def delete(self, keys: Sequence[str]) -> None:
         names, turns = [check_key(key) for key in keys], asyncio.Semaphore(_DELETES)
@@ -154,6 +162,19 @@ class CloudStore:
             raise translated(str(self._url), doing, error) from None
         finally:
             _LastRequest.ended_at = time.monotonic()
+
+
+async def _fill(view: memoryview, answer: Any, doing: str) -> None:
+    """Fill `view` from the body of an answer, which is exactly as long."""
+    count, size = 0, view.nbytes
+    async for piece in answer.stream(min_chunk_size=_PIECE):
+        end = count + len(piece)
+        if end > size:
+            raise StoreUnavailable(f"{doing}: more than {size} bytes came")
+        view[count:end] = memoryview(piece)
+        count = end
+    if count != size:
+        raise StoreUnavailable(f"{doing}: {count} of {size} bytes came")
 
 
 def _offset(prefix: str, after: str) -> str | None:

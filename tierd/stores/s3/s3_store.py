@@ -26,7 +26,18 @@ from botocore.parsers import ResponseParserError
 
 from tierd.core.errors import StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import StoreUrl
-from tierd.stores.base import FIRST_PAGE, LARGEST, Buffer, ObjectInfo, check_key, check_size, is_key, octets, room
+from tierd.stores.base import (
+    FIRST_PAGE,
+    LARGEST,
+    Buffer,
+    ObjectInfo,
+    check_key,
+    check_size,
+    keys_alone,
+    ns_since_1970,
+    octets,
+    room,
+)
 from tierd.stores.s3.answers import MISMATCH, STRANGER, said, silent, unanswered
 from tierd.stores.s3.checksums import CHECKSUMS, MD5, Checksum
 from tierd.stores.s3.connection import SLOWEST, where
@@ -144,14 +155,16 @@ class S3Store:
         return ""
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
-        name = self._base + check_key(key)
         async with self.translated(f"get {key}"):
-            client = await self.connected()
-            with self._parsed(f"get {key}"):
-                answer = await client.get_object(Bucket=self._url.bucket, Key=name)
-            async with answer["Body"] as body:  # an unread and unclosed body would hold its connection forever
-                self._check_whose(answer, "ETag", f"get {key}")
-                return await self._read(body.raw_stream, answer.get("ContentLength"), into, f"{self._url}: get {key}")
+            return await self._get(check_key(key), f"get {key}", into)
+
+    async def _get(self, key: str, doing: str, into: memoryview | None, **more: str) -> Buffer:
+        client = await self.connected()
+        with self._parsed(doing):
+            answer = await client.get_object(Bucket=self._url.bucket, Key=self._base + key, **more)
+        async with answer["Body"] as body:  # an unread and unclosed body would hold its connection forever
+            self._check_whose(answer, "ETag", doing)
+            return await self._read(body.raw_stream, answer.get("ContentLength"), into, f"{self._url}: {doing}")
 
     @staticmethod
     async def _read(raw: Any, size: int | None, into: memoryview | None, doing: str) -> Buffer:
@@ -172,7 +185,11 @@ class S3Store:
             raise StoreUnavailable(f"{doing}: {count} of {size} bytes came")
         return view
 
-    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+    def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        return keys_alone(self.names, prefix, after)
+
+    async def names(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        """List every object, also those whose names are no keys; otherwise as `scan`."""
         page: dict[str, Any] = {"MaxKeys": _FIRST_PAGE}
         if after:
             page["StartAfter"] = self._base + after
@@ -183,15 +200,18 @@ class S3Store:
                 with self._parsed(f"scan {prefix}"):
                     answer = await client.list_objects_v2(Bucket=self._url.bucket, Prefix=self._base + prefix, **page)
                 self._check_whose(answer, "IsTruncated", f"scan {prefix}")
-                items = [(item["Key"], item["Size"], item["ETag"]) for item in answer.get("Contents", ())]
+                items = [
+                    (item["Key"], item["Size"], item["ETag"], item.get("LastModified"))
+                    for item in answer.get("Contents", ())
+                ]
                 token = answer["NextContinuationToken"] if answer["IsTruncated"] else None
-            for name, size, etag in items:
+            for name, size, etag, modified in items:
                 key = name[len(self._base) :]
                 if last is not None and key <= last:
                     raise StoreRefused(f"{self._url} lists keys out of order, as S3 Express directory buckets do")
                 last = key
-                if key > after and is_key(key):
-                    yield ObjectInfo(key, size, etag.strip('"'))
+                if key > after:
+                    yield ObjectInfo(key, size, etag.strip('"'), ns_since_1970(modified))
             if token is None:
                 return
             page = {"ContinuationToken": token}
@@ -207,7 +227,7 @@ class S3Store:
             for refusal in refusals:
                 code = refusal.get("Code", "")
                 if code != "NoSuchKey":
-                    raise said(str(self._url), f"delete {refusal.get('Key')}", code, 0, refusal.get("Message", ""))
+                    raise said(str(self._url), f"delete {refusal.get('Key')}", code, 0, refusal.get("Message") or "")
             told = {one.get("Key") for one in (*answer.get("Deleted", ()), *refusals)}
             # A response that leaves a key out is not from an S3 server.
             if missing := [one["Key"] for one in batch if one["Key"] not in told]:
@@ -277,7 +297,7 @@ class S3Store:
             code = str(answer.get("Code", ""))
             if code in STRANGER and await self._have_changed(began):
                 raise StoreUnavailable(f"{self._url}: {doing}: {code}: there are other credentials by now") from None
-            raise said(str(self._url), doing, code, status, str(answer.get("Message", "")), after, date) from error
+            raise said(str(self._url), doing, code, status, str(answer.get("Message") or ""), after, date) from error
         except _FOREIGN as error:
             # The error's text may quote the output of a credential helper.
             raise unanswered(str(self._url), doing, error, heard=self._heard) from None

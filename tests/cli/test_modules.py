@@ -1,0 +1,44 @@
+"""A command loads its own module alone: the table that says which is right, and no command is left out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.main import get_command
+
+from tierd import cli
+
+ALL = [command for commands in cli.MODULES.values() for command in commands]
+
+
+def test_the_table_names_every_command_once_beside_its_module():
+    assert len(ALL) == len(set(ALL))
+    for module, commands in cli.MODULES.items():
+        assert tuple(get_command(cli._app(module)).commands) == commands, module
+    assert sorted(get_command(cli.app).commands) == sorted(ALL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module"),
+    [
+        (["ls", "file:///x"], "reading.read"),
+        (["--json", "status"], "reading.status"),
+        (["import", "--help"], "acting.move"),
+        ([], None),
+        (["--help"], None),
+        (["lss"], None),
+    ],
+)
+def test_the_module_of_what_is_asked(arguments, module, monkeypatch):
+    assert cli._module_of(arguments) == module
+    monkeypatch.setenv("_TIERD_COMPLETE", "complete_bash")
+    assert cli._module_of(arguments) is None
+
+
+def test_a_status_loads_no_daemon():
+    code = "import sys, tierd.cli; tierd.cli.run(['status', '--spool', '/nowhere/else']); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "tierd.cli.reading.status" in loaded
+    assert not {"tierd.daemon.service", "tierd.daemon.reconcile", "tierd.cli.acting.act", "numpy"} & set(loaded)

@@ -1,0 +1,55 @@
+"""A sparing observation of the spool finds parts to send, and decides no deletion."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+
+from support.world import RUN, commit, converge, part, reconciler
+
+from tierd.core.planning.actions import Flush, Prune
+from tierd.core.planning.place import SPOOL
+from tierd.stores.memory import MemoryStore
+
+
+async def flushed(spool, stores) -> None:
+    """Two checkpoints in the spool and on the tier, of a minute ago."""
+    for step in (1, 2):
+        commit(spool, part(step))
+    await converge(spool, stores)
+    then = time.time_ns() - 60_000_000_000
+    for path in [spool.root / RUN, *(spool.root / RUN).glob("*")]:
+        os.utime(path, ns=(then, then))
+
+
+def test_no_copy_is_deleted_because_of_one_that_somebody_took_away_since(spool):
+    async def work():
+        stores = {"tier": MemoryStore()}
+        await flushed(spool, stores)
+        daemon = reconciler(spool, stores, keep=9, keep_local=1)
+        for name in ("tier", SPOOL):
+            await daemon.look(name)
+        action = await daemon._agenda.next_action(daemon.workers[SPOOL])
+        assert isinstance(action, Prune) and action.checkpoint == part(1).checkpoint
+        shutil.rmtree(spool.path(part(2)))
+        action = await daemon._agenda.next_action(daemon.workers[SPOOL])
+        assert not isinstance(action, Prune)
+
+    asyncio.run(work())
+
+
+def test_a_new_part_is_sent_after_a_sparing_look_alone(spool, monkeypatch):
+    async def work():
+        stores = {"tier": MemoryStore()}
+        await flushed(spool, stores)
+        daemon = reconciler(spool, stores)
+        await daemon.look("tier")
+        commit(spool, part(3))
+        monkeypatch.setattr(spool, "stamp", lambda path: asked.append(path) or stamp(path))
+        assert await daemon._agenda.next_action(daemon.workers["tier"]) == Flush(part(3), "tier")
+
+    asked, stamp = [], spool.stamp
+    asyncio.run(work())
+    assert asked and not [path for path in asked if path.endswith((part(1).checkpoint.name, part(2).checkpoint.name))]

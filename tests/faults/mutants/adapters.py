@@ -1,0 +1,49 @@
+"""Mutants of `tierd/adapters/`."""
+
+from __future__ import annotations
+
+from faults.rounds import Mutant
+
+_TRANSFORMERS = "tierd/adapters/transformers.py"
+_TEST_BEST = "pytest tests/loaders/test_best.py"
+
+MUTANTS = (
+    Mutant(
+        "a rank's failed save_state is committed",
+        "tierd/adapters/accelerate.py",
+        "                self._accelerator.save_state(str(path), **options)\n"
+        "            except Exception as raised:\n                error = raised\n"
+        "            self._agree(error, SaveFailed)\n",
+        "                self._accelerator.save_state(str(path), **options)\n"
+        "            except Exception as raised:\n                error = raised\n",
+        "pytest tests/loaders/test_accelerate.py",
+    ),
+    Mutant(
+        "a file that stands for a checkpoint may be another run's",
+        "tierd/adapters/lightning.py",
+        '        if named is not None and named["run"] != self._checkpointer.run:\n',
+        "        if False:\n",
+        f"{_TEST_BEST} -k lightnings",
+    ),
+    Mutant(
+        "a checkpoint of Trainer carries an earlier evaluation's metrics",
+        _TRANSFORMERS,
+        '(not name.startswith("eval_") or entry.get("step") == state.global_step)',
+        "True",
+        f"{_TEST_BEST} -k a_rule_saves",
+    ),
+    Mutant(
+        "Trainer saves beside tierd",
+        _TRANSFORMERS,
+        "        wanted, control.should_save = control.should_save, False\n",
+        "        wanted = control.should_save\n",
+        f"{_TEST_BEST} -k trainers_own",
+    ),
+    Mutant(
+        "a rank of Trainer but the first has no model to resume from",
+        _TRANSFORMERS,
+        "    if trainer.args.should_save:\n",
+        "    if True:\n",
+        "pytest tests/loaders/test_trainer_ranks.py",
+    ),
+)

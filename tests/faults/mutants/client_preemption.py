@@ -1,0 +1,99 @@
+"""Mutants of `tierd/client/preemption/`."""
+
+from __future__ import annotations
+
+from faults.rounds import Mutant
+
+_AGREEMENT = "tierd/client/preemption/agreement.py"
+_CLOUDS = "tierd/client/preemption/clouds.py"
+_SIGNALS = "tierd/client/preemption/signals.py"
+_TEST_AGREEMENT = "pytest tests/client/preemption/test_agreement.py"
+_TEST_CLOUDS = "pytest tests/client/preemption/test_clouds.py"
+_TEST_SIGNALS = "pytest tests/client/preemption/test_signals.py"
+
+MUTANTS = (
+    Mutant(
+        "preemption: the rank that asked least decides the step",
+        _AGREEMENT,
+        "latest = max(Moment(",
+        "latest = min(Moment(",
+        f"{_TEST_AGREEMENT} -k thousand",
+    ),
+    Mutant(
+        "preemption: a step that a rank has passed is due",
+        _AGREEMENT,
+        "self._asked > self._after:",
+        "self._asked >= self._after:",
+        f"{_TEST_AGREEMENT} -k asked_further",
+    ),
+    Mutant(
+        "preemption: every rank's copy of a notice counts",
+        _AGREEMENT,
+        "            word = _Word(latest.restores, latest.step, every, self._next[0])",
+        "            word = _Word(latest.restores, latest.step, (), self._next[0])",
+        f"{_TEST_AGREEMENT} -k same_notice",
+    ),
+    Mutant(
+        "preemption: a notice before a restore is due at its old step",
+        _AGREEMENT,
+        "Moment(self._asked.restores + 1, -1)",
+        "Moment(self._asked.restores, -1)",
+        f"{_TEST_AGREEMENT} -k before_a_restore",
+    ),
+    Mutant(
+        "preemption: a rank that is gone is waited for without end",
+        _AGREEMENT,
+        "            if now_s - frozen_s <= LATE_S:",
+        "            if True:",
+        f"{_TEST_AGREEMENT} -k is_gone",
+    ),
+    Mutant(
+        "preemption: another machine's event counts",
+        _CLOUDS,
+        " and self._me in one.resources",
+        "",
+        f"{_TEST_CLOUDS} -k azure",
+    ),
+    Mutant(
+        "preemption: a live migration counts",
+        _CLOUDS,
+        '.text == "TERMINATE_ON_HOST_MAINTENANCE"',
+        '.text != "NONE"',
+        f"{_TEST_CLOUDS} -k compute_engine",
+    ),
+    Mutant(
+        "preemption: an expired token is not renewed",
+        _CLOUDS,
+        "if answer.status == 401:",
+        "if False:",
+        f"{_TEST_CLOUDS} -k ec2",
+    ),
+    Mutant(
+        "preemption: a metadata server is asked on every machine",
+        _CLOUDS,
+        "_detected(dmi) if asked else None",
+        '(_detected(dmi) or "ec2") if asked else None',
+        "pytest tests/client/preemption/test_notices.py -k nowhere_else",
+    ),
+    Mutant(
+        "preemption: a forked worker outlives SIGTERM",
+        _SIGNALS,
+        "        elif before == signal.SIG_DFL and not any(",
+        "        elif False and not any(",
+        f"{_TEST_SIGNALS} -k forked",
+    ),
+    Mutant(
+        "preemption: a program's own handler is not called any more",
+        _SIGNALS,
+        "        if callable(before):",
+        "        if False:",
+        f"{_TEST_SIGNALS} -k handler_of_before",
+    ),
+    Mutant(
+        "preemption: the handlers stay after close",
+        _SIGNALS,
+        "            if signal.getsignal(number) == self._handle:",
+        "            if False:",
+        f"{_TEST_SIGNALS} -k until_close",
+    ),
+)

@@ -1,0 +1,22 @@
+"""Mutants of `tierd/codec/`."""
+
+from __future__ import annotations
+
+from faults.rounds import Mutant
+
+MUTANTS = (
+    Mutant(
+        "all of what is noise is compressed in vain",
+        "tierd/codec/codec.py",
+        "    if found_kind is ChunkKind.NOISE and len(raw) >= _SMALL and not _repeats(raw):\n",
+        "    if False:\n",
+        "pytest tests/codec/test_codec.py -k told_by_a_sample",
+    ),
+    Mutant(
+        "what looks like noise is not looked at for what comes again",
+        "tierd/codec/codec.py",
+        "    return len(_zstd(sample)) < len(sample)\n",
+        "    return False\n",
+        "pytest tests/codec/test_codec.py -k noise_everywhere",
+    ),
+)

@@ -1,0 +1,150 @@
+"""Mutants of `tierd/daemon/tiers/`: what is deleted on a tier, and under whose policy."""
+
+from __future__ import annotations
+
+from faults.rounds import Mutant
+
+_DELETIONS = "tierd/daemon/tiers/deletions.py"
+_INTENTS = "tierd/daemon/tiers/intents.py"
+_REACH = "tierd/daemon/tiers/reach.py"
+_RUN_POLICIES = "tierd/daemon/tiers/run_policies.py"
+_TEST_DISOWN = "pytest tests/cli/test_disown.py"
+_TEST_INTENTS = "pytest tests/daemon/tiers/test_intents.py"
+_TEST_REACH = "pytest tests/daemon/tiers/test_reach.py"
+_TEST_RUN_POLICIES = "pytest tests/daemon/tiers/test_run_policies.py"
+
+MUTANTS = (
+    Mutant(
+        "prune does not say what holds it back",
+        _DELETIONS,
+        "                held |= found.grown\n",
+        "",
+        "pytest tests/cli/test_cli.py -k holds_it_back",
+    ),
+    Mutant(
+        "what was decided before the marks is deleted without asking again",
+        _DELETIONS,
+        "            elif spared := await self._spared(found.shown):\n",
+        "            elif spared := dict[CheckpointId, str]():\n",
+        "pytest tests/daemon/tiers/test_prune_confirmed.py",
+    ),
+    Mutant(
+        "a pass of prunes looks before it marks",
+        _DELETIONS,
+        "        await self.marks.put(self.to_delete | remembered)\n",
+        "        await self.marks.put(set())\n",
+        "pytest tests/daemon/tiers/test_pending_prunes.py -k marks_all",
+    ),
+    Mutant(
+        "what a newer tierd reads is garbage",
+        "tierd/daemon/tiers/disown.py",
+        "except (ObjectNotFound, ManifestError):",
+        "except (ObjectNotFound, ManifestError, FormatTooNew):",
+        f"{_TEST_DISOWN} -k might_read",
+    ),
+    Mutant(
+        "another launch's names are disowned as well",
+        "tierd/daemon/tiers/disown.py",
+        "if owner is None or owner.attempt != attempt:",
+        "if owner is None:",
+        f"{_TEST_DISOWN} -k no_other",
+    ),
+    Mutant(
+        "what a long flush says that it sends is swept away",
+        _INTENTS,
+        "            if is_standing(info.key):\n",
+        "            if False:\n",
+        f"{_TEST_INTENTS} -k said_that_it_sends",
+    ),
+    Mutant(
+        "an intent that a listing does not show yet is left",
+        _INTENTS,
+        "sorted({intent, *earlier})",
+        "sorted(earlier)",
+        f"{_TEST_INTENTS} -k listing_does_not_show",
+    ),
+    Mutant(
+        "disown takes the mark of a deletion that goes on",
+        _INTENTS,
+        "    if match is None or 0 <= age_ms(match[2], USUAL) <= 1000 * _DEADLINE:\n",
+        "    if match is None:\n",
+        f"{_TEST_DISOWN} -k marks_of_the_launch",
+    ),
+    Mutant(
+        "a flush waits for the marks of a prune that an outage has cut off",
+        _INTENTS,
+        "older=_LEFT_OVER_S * 1000",
+        "older=_DEADLINE * 1000",
+        f"{_TEST_INTENTS} -k cut_off_by_an_outage",
+    ),
+    Mutant(
+        "a mark stays where checkpoints cannot be deleted",
+        "tierd/daemon/tiers/prune.py",
+        "marks.begun = False  #",
+        "#",
+        "pytest tests/daemon/tiers/test_append_only.py -k nobody_asks",
+    ),
+    Mutant(
+        "a tier is read-write where only some kinds of objects may be deleted",
+        _REACH,
+        " or await _keeps_some(store)",
+        "",
+        f"{_TEST_REACH} -k some_kinds",
+    ),
+    Mutant(
+        "two nodes that try a tier at once call it broken",
+        _REACH,
+        "_TRIES, _APART_S = 5, 0.2",
+        "_TRIES, _APART_S = 1, 0.2",
+        f"{_TEST_REACH} -k same_moment",
+    ),
+    Mutant(
+        "what was put to try a tier out is left there",
+        _REACH,
+        "            await clear(store, [key])",
+        "            pass",
+        f"{_TEST_REACH} -k leaves_nothing",
+    ),
+    Mutant(
+        "a tier that gives back something else is read-write",
+        _REACH,
+        " and octets(found) == octets(data):",
+        ":",
+        f"{_TEST_REACH} -k comes_back",
+    ),
+    Mutant(
+        "a lock on objects is not noticed",
+        _REACH,
+        "        if not any([info.key == key async for info in store.scan(key)]):",
+        "        if True:",
+        f"{_TEST_REACH} -k lock",
+    ),
+    Mutant(
+        "a policy is put beside manifests of another key",
+        _RUN_POLICIES,
+        "isinstance(why, WrongKey) for other",
+        "False for other",
+        f"{_TEST_RUN_POLICIES} -k cannot_be_read_here",
+    ),
+    Mutant(
+        "a damaged policy waits for the run's janitor, who is another node now",
+        _RUN_POLICIES,
+        "(janitor or given in damaged)",
+        "janitor",
+        f"{_TEST_RUN_POLICIES} -k repairs_its_own_damaged",
+    ),
+    Mutant(
+        "a node that does not prune a run any more records its policy",
+        _RUN_POLICIES,
+        "(janitor or given in damaged)",
+        "True",
+        f"{_TEST_RUN_POLICIES} -k records_no_policy",
+    ),
+    Mutant(
+        "a damaged default that nobody needs any more stays",
+        _RUN_POLICIES,
+        'if "default" in damaged or (not wanted',
+        "if (not wanted",
+        f"{_TEST_RUN_POLICIES} -k repairs_the_default",
+    ),
+)

@@ -1,0 +1,112 @@
+"""Mutants of `tierd/dcp/`."""
+
+from __future__ import annotations
+
+from faults.rounds import Mutant
+
+_NATIVE_CHECKPOINT = "tierd/dcp/native_checkpoint.py"
+_TEST_DTENSORS = "pytest tests/state/kinds/test_dtensors.py"
+_TEST_STAGING = "pytest tests/dcp/test_staging.py"
+
+MUTANTS = (
+    Mutant(
+        "a watched directory of DCP is looked for at the root",
+        "tierd/dcp/entries.py",
+        "        part, rest = first, base + path\n",
+        "        part, rest = first, path\n",
+        "pytest tests/reading/test_export_units.py -k 'directories_of_dcp and torchtitan'",
+    ),
+    Mutant(
+        "keys in metadata may share a hash",
+        "tierd/dcp/metadata.py",
+        "            if any(one == other for one, other in zip(hashes, hashes[_SAME:], strict=False)):\n",
+        "            if False:\n",
+        "pytest tests/dcp/test_metadata.py -k hang_or_kill",
+    ),
+    Mutant(
+        "what only a newer torch knows of an entry is dropped",
+        "tierd/dcp/metadata.py",
+        '        if len(fitting) < len(members) and members["transform_descriptors"]:\n',
+        "        if False:\n",
+        "pytest tests/dcp/test_metadata.py -k each_torch",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "stages that have one coordinate are mixed up",
+        _NATIVE_CHECKPOINT,
+        "or self._collision(claims)",
+        "",
+        f"{_TEST_DTENSORS} -k mixed_up",
+    ),
+    Mutant(
+        "what differs between ranks is taken from any",
+        _NATIVE_CHECKPOINT,
+        "return None if all(self._is_same(claims[0], claim) for claim in mine) else self._differs()",
+        "return None",
+        f"{_TEST_DTENSORS} -k not_resharded",
+    ),
+    Mutant(
+        "a value that differs between ranks is taken from any",
+        _NATIVE_CHECKPOINT,
+        "if not isinstance(own, NativeLeaf) and any(not alike(own, value) for _, value in others):",
+        "if False:",
+        f"{_TEST_DTENSORS} -k not_resharded",
+    ),
+    Mutant(
+        "a block is read from the beginning of its shard",
+        _NATIVE_CHECKPOINT,
+        "first = block.box.local[0] + item.storage_offsets[0]",
+        "first = 0",
+        f"{_TEST_DTENSORS} -k others_load",
+    ),
+    Mutant(
+        "long bytes of every rank are read for DCP",
+        "tierd/dcp/native_leaves.py",
+        "        if kind in BYTES:",
+        "        if False:",
+        "pytest tests/state/kinds/test_packed_tensors.py -k for_dcp",
+    ),
+    Mutant(
+        "tensors that DCP does not enter are not read",
+        "tierd/dcp/native_leaves.py",
+        "    if isinstance(value, tuple | deque):",
+        "    if False:",
+        "pytest tests/dcp/test_dcp.py -k in_one_value",
+    ),
+    Mutant(
+        "one tensor becomes any number of runs for DCP",
+        "tierd/dcp/native_leaves.py",
+        "        copies.claim(entry)\n        check_form",
+        "        check_form",
+        "pytest tests/state/kinds/test_packed_tensors.py -k for_dcp",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "an optimizer without a state is loaded without one",
+        "tierd/dcp/optimizers.py",
+        '        if own["state"]:',
+        "        if True:",
+        f"{_TEST_DTENSORS} -k others_load",
+    ),
+    Mutant(
+        "staged tensors are pickled before they are there",
+        "tierd/dcp/stager.py",
+        "            self.staged.wait()\n",
+        "",
+        f"{_TEST_STAGING} -k waits_for_the_copy",
+    ),
+    Mutant(
+        "what another process was sent is written over",
+        "tierd/dcp/stager.py",
+        "            self.staged.room = None",
+        "            pass",
+        f"{_TEST_STAGING} -k waits_for_the_copy",
+    ),
+    Mutant(
+        "DCP writes before the copy is complete, or known to be whole",
+        "tierd/dcp/writer.py",
+        "                    self._copies.wait()\n",
+        "                    pass\n",
+        f"{_TEST_STAGING} -k fails_it",
+    ),
+)

@@ -1,0 +1,86 @@
+"""Mutants of `tierd/reading/`."""
+
+from __future__ import annotations
+
+from faults.rounds import Mutant
+
+_COMMANDS = "tierd/reading/commands.py"
+_FOLLOW = "tierd/reading/follow.py"
+_TEST_FOLLOW = "pytest tests/reading/test_follow.py"
+_TEST_READER = "pytest tests/reading/test_reader.py"
+
+MUTANTS = (
+    Mutant(
+        "a command's status is not recorded",
+        _COMMANDS,
+        '        if status == "0":',
+        "        if not status:",
+        f"{_TEST_FOLLOW} -k gets_each",
+    ),
+    Mutant(
+        "any status of a command counts as delivered",
+        _COMMANDS,
+        '        if status == "0":',
+        "        if status:",
+        f"{_TEST_FOLLOW} -k that_fails",
+    ),
+    Mutant(
+        "a command that outlives its follower does not hold the lock",
+        _COMMANDS,
+        "            pass_fds=[delivered.lock],",
+        "            pass_fds=[],",
+        "pytest tests/reading/test_follow_killed.py -k outlived",
+    ),
+    Mutant(
+        "a delivery in a loop is not recorded",
+        _FOLLOW,
+        "            delivered.add(name_of(tiers.run, listed))",
+        "            pass",
+        f"{_TEST_FOLLOW} -k over_restarts",
+    ),
+    Mutant(
+        "a follower lists the tiers without a pause",
+        _FOLLOW,
+        "        time.sleep(max(0.0, begun + period_s - time.monotonic()))",
+        "        time.sleep(0)",
+        f"{_TEST_FOLLOW} -k once_in_a_period",
+    ),
+    Mutant(
+        "a late checkpoint passes for the latest",
+        _FOLLOW,
+        "        whole = [one for one in whole[-1:] if newest is None or name_of(run, one) > newest]",
+        "        whole = [one for one in whole if name_of(run, one) not in delivered][-1:]",
+        f"{_TEST_FOLLOW} -k only_the_latest",
+    ),
+    Mutant(
+        "a reader calls corrupt what was pruned",
+        "tierd/reading/gone.py",
+        "        there = tiers.has(candidate.checkpoint, candidate.world)",
+        "        there = True",
+        f"{_TEST_READER} -k pruned_while",
+        "Skipped(step=4",
+    ),
+    Mutant(
+        "a reader ignores ignore_prefixes",
+        "tierd/reading/reader.py",
+        "            tree = with_names_of(into, tree) if ignore_prefixes else tree\n",
+        "",
+        "pytest tests/state/kinds/test_wrapped_names.py -k names_the_argument",
+    ),
+    Mutant(
+        "entries that differ between ranks pass for the same",
+        "tierd/reading/shared.py",
+        "    if name not in one.entries or one.entries[name] != other.entries.get(name):",
+        "    if name not in one.entries:",
+        f"{_TEST_READER} -k every_bit",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "a reader steps back where a tier did not answer",
+        "tierd/reading/tiers.py",
+        "copies.give_up(",
+        "raise ObjectNotFound(",
+        f"{_TEST_READER} -k never_a_reason",
+        "vanished",
+    ),
+)

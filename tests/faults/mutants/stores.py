@@ -1,0 +1,247 @@
+"""Mutants of `tierd/stores/`."""
+
+from __future__ import annotations
+
+from faults.rounds import Mutant
+
+_ENCRYPTED = "tierd/stores/encrypted.py"
+_TREE = "tierd/stores/file_tree.py"
+_WINDOW = "tierd/stores/window.py"
+_TEST_ENCRYPTED = "pytest tests/stores/test_encrypted.py"
+_TEST_APPEND_ONLY = "pytest tests/daemon/tiers/test_append_only.py"
+_TEST_FILE = "pytest tests/stores/test_file.py"
+
+MUTANTS = (
+    Mutant(
+        "memory does not count the copy that a put sends",
+        "tierd/stores/base.py",
+        '    return int(getattr(store, "held", 1))\n',
+        "    return 1\n",
+        _TEST_ENCRYPTED,
+    ),
+    Mutant(
+        "a flush whose intent cannot be deleted has failed",
+        "tierd/stores/base.py",
+        "    except DeleteRefused:\n        pass",
+        "    except DeleteRefused:\n        raise",
+        f"{_TEST_APPEND_ONLY} -k reaches",
+    ),
+    Mutant(
+        "marks are put where they cannot be deleted, each time that a refusal is forgotten",
+        "tierd/stores/deletions.py",
+        "        if refused:\n",
+        "        if False:\n",
+        f"{_TEST_APPEND_ONLY} -k cannot_be_removed",
+    ),
+    Mutant(
+        "a refusal is believed for ever",
+        "tierd/stores/deletions.py",
+        "self._until |= dict.fromkeys(sorts, time.monotonic() + self._again_s)",
+        'self._until |= dict.fromkeys(sorts, float("inf"))',
+        f"{_TEST_APPEND_ONLY} -k again_later",
+    ),
+    Mutant(
+        "a link among keys is followed",
+        "tierd/stores/descriptors.py",
+        "os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW",
+        "os.O_RDONLY | os.O_DIRECTORY",
+        f"{_TEST_FILE} -k planted",
+    ),
+    Mutant(
+        "a tier may be a link to another",
+        "tierd/stores/directory_overlap.py",
+        "os.path.realpath(path)",
+        "os.path.normpath(path)",
+        "pytest tests/cli/test_config_check.py -k not_apart",
+    ),
+    Mutant(
+        "a tier may lie in the spool",
+        "tierd/stores/directory_overlap.py",
+        "if self._is_inside(other):",
+        "if False:",
+        "pytest tests/cli/test_config_check.py -k not_apart",
+    ),
+    Mutant(
+        "a chunk is any of its directory",
+        _ENCRYPTED,
+        "turn.authenticate_additional_data(key.encode())",
+        'turn.authenticate_additional_data(b"")',
+        f"{_TEST_ENCRYPTED}::test_what_was_put_in_anothers_place_is_not_believed",
+    ),
+    Mutant(
+        "a tag is not checked",
+        _ENCRYPTED,
+        "            turn.finalize()\n        except InvalidTag:",
+        "            pass\n        except InvalidTag:",
+        f"{_TEST_ENCRYPTED}::test_every_flip_and_every_cut_is_noticed",
+    ),
+    Mutant(
+        "bytes are handed on unverified",
+        _ENCRYPTED,
+        '            raise CorruptChunk(f"{key}: not what key {self._key.id} encrypted under this name") from None',
+        "            return found",
+        f"{_TEST_ENCRYPTED}::test_every_flip_and_every_cut_is_noticed",
+    ),
+    Mutant(
+        "an object cut to nothing is an empty one",
+        _ENCRYPTED,
+        "        if not found and _MARK.fullmatch(key):",
+        "        if not found:",
+        f"{_TEST_ENCRYPTED}::test_an_empty_or_cut_object_is_refused_by_the_store_itself",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "an empty object has no tag",
+        _ENCRYPTED,
+        "        if check_key(key) in _PLAIN:\n            return await self._inner.put(",
+        "        if check_key(key) in _PLAIN or not plain:\n            return await self._inner.put(",
+        f"{_TEST_ENCRYPTED}::test_pins_and_marks_have_a_tag_and_those_of_older_tiers_have_none",
+    ),
+    Mutant(
+        "a manifest by anybody is believed",
+        _ENCRYPTED,
+        "            if wrapped is None:\n",
+        "            if wrapped is None:\n                return memoryview(found)\n            if wrapped is None:\n",
+        "pytest tests/daemon/test_encrypted.py::test_a_checkpoint_by_somebody_without_the_key_is_never_restored",
+    ),
+    Mutant(
+        "a nonce is used twice",
+        _ENCRYPTED,
+        "nonce, end = os.urandom(_NONCE)",
+        "nonce, end = bytes(_NONCE)",
+        f"{_TEST_ENCRYPTED}::test_the_same_bytes_never_have_the_same_nonce",
+    ),
+    Mutant(
+        "a policy that is not encrypted is damage",
+        _ENCRYPTED,
+        "and is_plain(data):",
+        "and False:",
+        "pytest tests/daemon/tiers/test_run_policies.py -k another_key_left",
+    ),
+    Mutant(
+        "an encrypted store's chunks are confirmed by the digest of what is encrypted",
+        _ENCRYPTED,
+        "        self.held = 1 + held(inner)\n",
+        "        self.held, self.digests, self.digest = 1 + held(inner), inner.digests, inner.digest\n",
+        f"{_TEST_ENCRYPTED} -k 'FileStore and digest'",
+    ),
+    Mutant(
+        "an object is digested from the page cache",
+        "tierd/stores/file_reads.py",
+        "    large = size >= LARGE and set_direct(fd, True)\n    buffer, found",
+        "    large = False\n    buffer, found",
+        f"{_TEST_FILE} -k past_the_page_cache",
+    ),
+    Mutant(
+        "a link for an object is followed",
+        _TREE,
+        "flags | os.O_NOFOLLOW | os.O_NONBLOCK",
+        "flags | os.O_NONBLOCK",
+        f"{_TEST_FILE} -k symlinks",
+    ),
+    Mutant(
+        "a temp file that could not be removed is left for as long as the daemon lives",
+        _TREE,
+        "            self._swept = False\n            raise\n",
+        "            raise\n",
+        f"{_TEST_FILE} -k goes_with_a_later_put",
+    ),
+    Mutant(
+        "a sweep that met an error is never done again",
+        _TREE,
+        "self._swept = sweep(tmp, _TMP_NAME, _SWEEP)",
+        "sweep(tmp, _TMP_NAME, _SWEEP)\n                self._swept = True",
+        f"{_TEST_FILE} -k goes_with_a_later_put",
+    ),
+    Mutant(
+        "an entry that cannot be removed is no refusal to delete",
+        _TREE,
+        "_KEPT = (errno.EPERM, errno.EACCES)",
+        "_KEPT = (errno.EBADF,)",
+        f"{_TEST_APPEND_ONLY} -k cannot_be_removed",
+    ),
+    Mutant(
+        "a read-only file system is taken for an append-only tier",
+        _TREE,
+        "        if error.errno not in _KEPT:\n",
+        "        if error.errno not in (*_KEPT, errno.EROFS):\n",
+        f"{_TEST_FILE} -k read_only_is_not",
+    ),
+    Mutant(
+        "a tier's files are whatever its root is",
+        _TREE,
+        "(mode & 0o070 if mode & stat.S_ISGID else 0)",
+        "(mode & 0o077)",
+        "pytest tests/end_to_end/test_surroundings.py -k nobody_else_gets_at",
+    ),
+    Mutant(
+        "a group that shares a tier cannot read it",
+        _TREE,
+        "(mode & 0o070 if mode & stat.S_ISGID else 0)",
+        "0",
+        "pytest tests/end_to_end/test_surroundings.py -k group_shares",
+    ),
+    Mutant(
+        "a trial makes the mark of a tier, where a mount is missing",
+        _TREE,
+        "            if self._trial and not _exists(_TMP, root):\n",
+        "            if False:\n",
+        f"{_TEST_FILE} -k does_not_make_it_the_tier",
+    ),
+    Mutant(
+        "equal chunks have equal names",
+        "tierd/stores/keys.py",
+        'f"tierd {purpose} {directory}"',
+        'f"tierd {purpose} {directory and 0}"',
+        f"{_TEST_ENCRYPTED}::test_the_place_sees_neither_bytes_nor_digests_nor_what_is_equal",
+    ),
+    Mutant(
+        "a key may be open to its group",
+        "tierd/stores/keys.py",
+        "& 0o077",
+        "& 0o007",
+        f"{_TEST_ENCRYPTED}::test_a_file_that_is_no_key_or_open_to_others_is_refused",
+    ),
+    Mutant(
+        "a deadline cuts off what the transport goes on with",
+        "tierd/stores/retry.py",
+        'self._slowest = getattr(inner, "slowest", _SLOWEST)',
+        "self._slowest = _SLOWEST",
+        "pytest tests/stores/test_retry.py -k names_its_rate",
+    ),
+    Mutant(
+        "a listing asks a place that wants no requests",
+        "tierd/stores/retry.py",
+        "        if begun:\n",
+        "        if True:\n",
+        "pytest tests/stores/test_window.py -k listing",
+    ),
+    Mutant(
+        "no attempt has a deadline",
+        "tierd/stores/retry.py",
+        "async with asyncio.timeout(deadline_s):",
+        "async with asyncio.timeout(None):",
+        "pytest tests/stores/test_retry.py -k every_call_ends",
+    ),
+    Mutant(
+        "a place that refuses requests as too many is asked as many as before",
+        _WINDOW,
+        "            self._most = max(1.0, min(self._most, self._under_way) / 2)\n",
+        "            pass\n",
+        "pytest tests/stores/test_window.py -k takes_few",
+    ),
+    Mutant(
+        "Retry-After is passed over",
+        _WINDOW,
+        "        self._closed_until = max(self._closed_until, now + wait_s)\n",
+        "",
+        "pytest tests/stores/test_window.py -k nothing_begins",
+    ),
+    Mutant(
+        "a thousand nodes storm a bucket that refuses them",
+        _WINDOW,
+        "            self._resting_until = now + self._rng() * rest_s\n",
+        "",
+        "pytest tests/stores/test_slow_down.py",
+    ),
+)

@@ -1,0 +1,78 @@
+"""Writes the golden fixture of patches: `python tests/format/make_v3_patches.py DIRECTORY`.
+
+Invariant: run once, for `tests/format/v3-patches/`; what lies there is never edited and never written again. It is a
+tier whose run `demo` had three checkpoints of a table of rows. Each save changed a few rows, so the third one is stored
+as patches of patches of the first one's chunks. The first two checkpoints were deleted since: of them only the objects
+are left that the third one needs. `tests/test_format.py` reads it.
+
+The numbers are SHAKE-256 of a name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tierd.codec import codec
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import Chunk, File, Manifest, encode
+from tierd.spool.file_io import digest
+
+PARTS = tuple(PartId(CheckpointId("demo", "01941f297c00-0a0b0c0d", step), 0, 1) for step in (100, 200, 300))
+CHUNK = 4096
+SIZE = 3 * CHUNK + 1000  # the last chunk ends in a block of 40 bytes
+ROW = 128
+
+
+def contents(step: int) -> dict[str, bytes]:
+    """File name -> bytes. The later saves changed rows 3 and 40, and the last bytes."""
+    data = bytearray(hashlib.shake_256(b"table").digest(SIZE))
+    for save in range(200, step + 1, 100):
+        for at in (3 * ROW, (40 + save // 100) * ROW, SIZE - 10):
+            fresh = hashlib.shake_256(f"{save} {at}".encode()).digest(ROW)[: SIZE - at]
+            data[at : at + len(fresh)] = fresh
+    return {"table": bytes(data)}
+
+
+def build(root: Path) -> None:
+    """Write the tier."""
+    before: list[tuple[Chunk, bytes]] = []
+    for part in PARTS:
+        (name, data), *_ = contents(part.checkpoint.step).items()
+        chunks = []
+        for number, at in enumerate(range(0, SIZE, CHUNK)):
+            raw = data[at : at + CHUNK]
+            chunk = Chunk(size=len(raw), xxh3_128=digest(raw))
+            if before and before[number][1] == raw:
+                chunks.append(before[number])
+                continue
+            found = (
+                codec.encode_patch(part, chunk, raw, *before[number], f"{part.checkpoint.step:011x}")
+                if before
+                else None
+            )
+            found = found or codec.encode(part, chunk, raw)
+            _write(root / "demo" / found.stored.key, bytes(found.data))
+            chunks.append((found.chunk, raw))
+        before = chunks
+    files = (File(path=name, size=SIZE, chunks=tuple(chunk for chunk, _ in before)),)
+    manifest = Manifest.of(part, None, {}, datetime(2026, 11, 26, tzinfo=UTC), "0.2.0").with_files(files)
+    _write(root / part.manifest_key, encode(manifest))
+    named = {root / "demo" / stored.key for stored in manifest.objects()}
+    for path in (root / "demo" / "chunks").rglob("*"):
+        if path.is_file() and path not in named:
+            path.unlink()
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    if any(target.glob("*")):
+        sys.exit(f"{target} is not empty: fixtures are written once")
+    build(target)

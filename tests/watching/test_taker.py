@@ -1,0 +1,271 @@
+"""Several nodes watch one directory: one node reads each unit, and none is lost when that node or the tier is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from support.timed import Ticking, timed
+from support.world import Daemon, wait_until
+
+from tierd.core.config import WatchConfig
+from tierd.core.errors import DeleteRefused, StoreUnavailable
+from tierd.core.ids import CheckpointId
+from tierd.daemon.intake import unit_watch
+from tierd.daemon.intake.intake import Intake
+from tierd.daemon.intake.taker import Taker
+from tierd.daemon.timings import DaemonTimings
+from tierd.stores.base import ObjectInfo, Store
+from tierd.stores.file import FileStore
+from tierd.stores.memory import MemoryStore
+
+RUN = "r"
+ONE, TWO = (CheckpointId(RUN, f"0123456789ab-{n:08x}", n) for n in (1, 2))
+TIMINGS = DaemonTimings(renew_s=30.0, silent_s=180.0, yield_s=3600.0, wall_ns=Ticking())
+
+
+def taker(store: Store | None, who: str) -> Taker:
+    return Taker(RUN, who * 8, lambda: store, TIMINGS)
+
+
+async def keys(store: Store) -> list[str]:
+    return [info.key async for info in store.scan(f"{RUN}/")]
+
+
+def test_one_node_takes_and_the_other_waits_until_it_is_done() -> None:
+    async def play() -> None:
+        store = MemoryStore()
+        one, two = taker(store, "a"), taker(store, "b")
+        assert await one.may_take(ONE, 0.0) and one.held
+        for now_s in (0.0, 20.0, 40.0):
+            assert not await two.may_take(TWO, now_s), "one node takes at a time from a run, whatever the names"
+        await one.release()
+        assert await keys(store) == []
+        assert await two.may_take(ONE, 60.0) and two.held and not one.held
+
+    asyncio.run(play())
+
+
+def test_an_announcement_that_is_not_renewed_is_a_dead_nodes() -> None:
+    async def play() -> None:
+        store = MemoryStore()
+        dead, two = taker(store, "a"), taker(store, "b")
+        assert await dead.may_take(ONE, 0.0)
+        assert not await two.may_take(ONE, 1000.0), "the time counts from when this node saw it"
+        assert not await two.may_take(ONE, 1179.0)
+        assert await two.may_take(ONE, 1200.0) and two.held
+
+    asyncio.run(play())
+
+
+def test_a_living_nodes_unit_is_left_to_it_for_an_hour() -> None:
+    async def play() -> None:
+        store = MemoryStore()
+        stuck, two = taker(store, "a"), taker(store, "b")
+        assert await stuck.may_take(ONE, 0.0)
+        for now_s in range(0, 3600, 60):
+            await stuck.renew()
+            assert len(await keys(store)) == 1
+            assert not await two.may_take(ONE, float(now_s))
+        assert await two.may_take(ONE, 3600.0) and not two.held
+        assert not await two.may_take(TWO, 3601.0), "the next one is left to it again"
+
+    asyncio.run(play())
+
+
+def test_two_nodes_that_announce_at_the_same_time_both_withdraw() -> None:
+    class Meeting(MemoryStore):
+        """Both nodes have put their announcement before either lists again."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.puts, self.met = 0, asyncio.Event()
+
+        async def put(self, key, data, *args, **kwargs):  # type: ignore[no-untyped-def]
+            await super().put(key, data, *args, **kwargs)
+            self.puts += 1
+            if self.puts == 2:
+                self.met.set()
+            await self.met.wait()
+
+    async def play() -> None:
+        store = Meeting()
+        one, two = taker(store, "a"), taker(store, "b")
+        assert await asyncio.gather(one.may_take(ONE, 0.0), two.may_take(ONE, 0.0)) in ([False, False], [True, False])
+        assert not (one.held and two.held)
+        for now_s in range(10, 1000, 10):
+            if await one.may_take(ONE, float(now_s)):
+                break
+        assert one.held and not await two.may_take(ONE, 2000.0)
+
+    asyncio.run(play())
+
+
+def test_a_tier_that_does_not_answer_keeps_no_unit_from_being_taken() -> None:
+    class Down(MemoryStore):
+        async def scan(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
+            raise StoreUnavailable("down")
+            yield
+
+    async def play() -> None:
+        for store in (None, Down()):
+            one = taker(store, "a")
+            assert await one.may_take(ONE, 0.0) and not one.held
+
+    asyncio.run(play())
+
+
+def test_nothing_is_announced_again_where_nothing_can_be_deleted() -> None:
+    class AppendOnly(MemoryStore):
+        async def delete(self, keys):  # type: ignore[no-untyped-def]
+            raise DeleteRefused("append-only")
+
+    async def play() -> None:
+        store = AppendOnly()
+        one = taker(store, "a")
+        assert await one.may_take(ONE, 0.0)
+        await one.renew()
+        for now_s in (100.0, 200.0, 300.0):
+            await one.renew()
+            await one.release()
+            assert await one.may_take(TWO, now_s) and not one.held
+        assert len(await keys(store)) == 2
+
+    asyncio.run(play())
+
+
+# -- daemons ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each unit was read, by its path."""
+    found: Counter[str] = Counter()
+    stage_unit = unit_watch.stage_unit
+
+    def counted(tree, unit, *arguments):  # type: ignore[no-untyped-def]
+        found[unit.path] += 1
+        return stage_unit(tree, unit, *arguments)
+
+    monkeypatch.setattr(unit_watch, "stage_unit", counted)
+    monkeypatch.setattr(unit_watch.UnitWatch.__init__, "__defaults__", (None, lambda: None, 0.05))
+    return found
+
+
+@contextmanager
+def watching(home: Path, name: str) -> Iterator[Daemon]:
+    watch = WatchConfig(directory=str(home / "out"), run=RUN)
+    with Daemon(home / name, lambda: {"file": FileStore(home / "tier")}, watch=(watch,)) as daemon:
+
+        async def begin() -> None:
+            daemon.intake = Intake(daemon.reconciler, lambda: None)  # type: ignore[attr-defined]
+            daemon.task = daemon.loop.create_task(daemon.intake.run())  # type: ignore[attr-defined]
+
+        async def end() -> None:
+            daemon.task.cancel()  # type: ignore[attr-defined]
+            await asyncio.gather(daemon.task, return_exceptions=True)  # type: ignore[attr-defined]
+
+        daemon.call(begin())
+        try:
+            yield daemon
+        finally:
+            daemon.call(end())
+
+
+def save(root: Path, *steps: int) -> None:
+    for step in steps:
+        torch.save({"w": torch.rand(3000)}, root / f"model_step{step}.pt")
+
+
+def manifests(home: Path) -> int:
+    return len(list((home / "tier" / RUN).glob("manifests/*/*.json")))
+
+
+def settled(*daemons: Daemon) -> bool:
+    return not any(daemon.intake.busy for daemon in daemons)  # type: ignore[attr-defined]
+
+
+def test_each_unit_is_read_by_one_of_two_nodes(root: Path, reads: Counter[str], monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    timed(monkeypatch, watch_s=0.02, renew_s=0.3, silent_s=3600.0)
+    home = root.parent
+    (home / "tier").mkdir()
+    save(root, 1, 2, 3)
+    with watching(home, "one") as one, watching(home, "two") as two:
+        wait_until(lambda: manifests(home) == 3 and settled(one, two), 60)
+        for count in (4, 5, 6):
+            save(root, count)
+            wait_until(lambda n=count: manifests(home) == n and settled(one, two), 60)
+        wait_until(lambda: not list((home / "tier" / RUN).glob("flushing/*/*")), 60)
+    assert set(reads.values()) == {1} and len(reads) == 6
+    found = [CheckpointId.parse(RUN, path.name) for path in (home / "tier" / RUN / "manifests").iterdir()]
+    assert len({one.attempt for one in found if one}) == 1, "all are of one attempt, because the nodes take turns"
+
+
+KILLED = """
+import sys, time
+from support.timed import give
+from tierd.cli import run
+from tierd.daemon.intake import unit_watch
+give(watch_s=0.02, renew_s=0.1)
+unit_watch.UnitWatch.__init__.__defaults__ = (None, lambda: None, 0.05)
+
+def stuck(*arguments):
+    print("taking", flush=True)
+    time.sleep(3600)
+
+unit_watch.stage_unit = stuck
+run(["watch", sys.argv[1], "--run", "r", "--to", sys.argv[2], "--spool", sys.argv[3]])
+"""
+
+
+def test_a_node_that_is_killed_while_it_takes_is_followed_by_another(
+    root: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(monkeypatch, watch_s=0.02, renew_s=0.1, silent_s=2.0)
+    home = root.parent
+    (home / "tier").mkdir()
+    save(root, 1)
+    tests = Path(__file__).parents[1]
+    command = [sys.executable, "-c", KILLED, str(root), f"file://{home}/tier", str(home / "one")]
+    environment = {**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        while killed.stdout.readline().strip() not in ("taking", ""):
+            pass
+        with watching(home, "two") as two:
+            assert not two.intake.busy or not reads  # type: ignore[attr-defined]
+            killed.send_signal(signal.SIGKILL)
+            killed.wait()
+            wait_until(lambda: manifests(home) == 1 and settled(two), 60)
+    assert reads == {"model_step1.pt": 1}
+
+
+def test_a_tier_that_is_down_loses_nothing(root: Path, reads: Counter[str], monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    timed(monkeypatch, watch_s=0.02, renew_s=0.1, silent_s=3600.0, backoff_s=0.05)
+    home = root.parent
+    save(root, 1)
+    down = [True]
+    for name in ("scan", "put"):
+        whole = getattr(FileStore, name)
+
+        def failing(store, *arguments, whole=whole, **more):  # type: ignore[no-untyped-def]
+            if down:
+                raise StoreUnavailable("down")
+            return whole(store, *arguments, **more)
+
+        monkeypatch.setattr(FileStore, name, failing)
+    (home / "tier").mkdir()
+    with watching(home, "one") as one, watching(home, "two") as two:
+        wait_until(lambda: reads["model_step1.pt"] == 2, 60)
+        down.clear()
+        wait_until(lambda: manifests(home) == 1 and settled(one, two), 60)
+    assert manifests(home) == 1

@@ -1,0 +1,201 @@
+"""What grows with the number of checkpoints and runs: restoring, the daemon's CPU for each flush, `ls` and `status`.
+
+Checkpoints are small, so that their bytes do not count. A daemon's tier workers run in this process, so its CPU seconds
+are theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+
+import tierd
+from tierd.bench.growth.measured import Clock, Figures, Rows, Samples, timed
+from tierd.core.config import Config, TierConfig
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import MANIFEST_NAME, VERSION, Chunk, File, Manifest, Stored, encode
+from tierd.core.retention.policy import RetentionPolicy
+from tierd.daemon.reconcile import Reconciler
+from tierd.daemon.status import status
+from tierd.priority import hasten
+from tierd.spool.file_io import digest
+from tierd.spool.records import mark_saved
+from tierd.spool.spool import Spool
+from tierd.stores.file import FileStore
+
+RUN, ATTEMPT, DATA = "run", "001800000001-00000001", b"x" * 2000
+START = datetime(2026, 1, 1, tzinfo=UTC)
+ROUNDS = 5
+PATIENCE_S = 1800.0
+OURS = "tierd"
+
+
+def part(step: int, run: str = RUN, rank: int = 0, world: int = 1) -> PartId:
+    return PartId(CheckpointId(run, ATTEMPT, step), rank, world)
+
+
+def manifest(which: PartId, *, stored: bool) -> bytes:
+    raw, step = digest(DATA), which.checkpoint.step
+    key = f"chunks/{which.checkpoint.name}/{which.rank:05}/{raw}.raw"
+    lies = Stored(codec="raw", size=len(DATA), xxh3_128=raw, key=key) if stored else None
+    file = File(path="weights.bin", size=len(DATA), chunks=(Chunk(size=len(DATA), xxh3_128=raw, stored=lies),))
+    return encode(
+        Manifest(
+            version=VERSION,
+            run=which.checkpoint.run,
+            step=step,
+            attempt=ATTEMPT,
+            resumed_from=None,
+            rank=which.rank,
+            world_size=which.world,
+            created=(START + timedelta(minutes=step)).isoformat(),
+            writer="tierd",
+            metrics={"loss": 1 / (step + 1)},
+            files=(file,),
+        )
+    )
+
+
+def in_spool(spool: Spool, which: PartId) -> None:
+    """Commit a part without making it durable."""
+    stage = spool.control / "stage" / which.checkpoint.name
+    stage.mkdir()
+    (stage / "weights.bin").write_bytes(DATA)
+    (stage / MANIFEST_NAME).write_bytes(manifest(which, stored=False))
+    spool.path(which).parent.mkdir(parents=True, exist_ok=True)
+    stage.rename(spool.path(which))
+
+
+def on_tier(tier: Path, which: PartId) -> None:
+    for key, data in ((which.manifest_key, manifest(which, stored=True)),):
+        (tier / key).parent.mkdir(parents=True, exist_ok=True)
+        (tier / key).write_bytes(data)
+
+
+def restores(home: Path, count: int) -> Samples:
+    """A restore by a new `Checkpointer`, from a spool of so many checkpoints, without a daemon."""
+    with tierd.Checkpointer(home, run=RUN, to=()) as checkpointer:
+        checkpointer.save(count, {"losses": [1.0, 2.0]})
+    spool = Spool(home)
+    for step in range(count - 1):
+        in_spool(spool, part(step))
+
+    def restore() -> None:
+        with tierd.Checkpointer(home, run=RUN, to=()) as checkpointer:
+            found = checkpointer.restore({"losses": None})
+        assert found and found.step == count
+
+    return {OURS: [timed(restore)[1] for _ in range(ROUNDS)]}
+
+
+def daemon_of(home: Path, tiers: int = 1) -> tuple[Reconciler, list[FileStore]]:
+    """A daemon over the spool `home/spool`, with tiers in directories that keep everything."""
+    spool, keep = Spool(home / "spool"), RetentionPolicy(keep_last=1_000_000)
+    places = ["tier", *(f"tier{number}" for number in range(2, tiers + 1))]
+    for name in places:
+        (home / name).mkdir(exist_ok=True)
+    stores = {name: FileStore(home / name) for name in places}
+    mark_saved(spool.control, part(0))
+    settings = Config(
+        spool=str(spool.root),
+        tier=tuple(TierConfig(name=name, url=f"file://{home / name}", retention=keep) for name in places),
+        retention=keep,
+        min_free_percent=0.0,
+        scrub="0s",
+    )
+    return Reconciler(settings, spool, stores), list(stores.values())
+
+
+async def flushed(daemon: Reconciler, count: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        await daemon.until(lambda: daemon.journal.counters["flushed"] >= count)
+
+
+async def steady(home: Path, count: int) -> Samples:
+    """One save after another, each flushed before the next, with so many checkpoints in the spool and on the tier."""
+    daemon, (store,) = daemon_of(home)
+    for step in range(count):
+        in_spool(daemon.spool, part(step))
+        on_tier(home / "tier", part(step))
+    samples: list[Figures] = []
+    hasten()  # what is measured must not wait for other work on this machine
+    work = asyncio.ensure_future(daemon.run())
+    await asyncio.sleep(3.0)  # what has just changed is looked at again for two seconds
+    for step in range(count, count + 4 * ROUNDS):
+        clock, before = Clock(), daemon.journal.counters["flushed"]
+        in_spool(daemon.spool, part(step))
+        daemon.wake()
+        await flushed(daemon, before + 1)
+        await asyncio.sleep(0.3)  # what follows a flush is part of it
+        samples.append(clock.read())
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    await store.aclose()
+    return {OURS: samples}
+
+
+async def backlog(home: Path, count: int) -> Samples:
+    """So many checkpoints wait in the spool, and a tier that wants all of them is empty; by tenths of them."""
+    daemon, (store,) = daemon_of(home)
+    for step in range(count):
+        in_spool(daemon.spool, part(step))
+    samples: list[Figures] = []
+    hasten()
+    work = asyncio.ensure_future(daemon.run())
+    for tenth in range(1, 11):
+        clock = Clock()
+        await flushed(daemon, count * tenth // 10)
+        samples.append({figure: value / (count / 10) for figure, value in clock.read().items()})
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    await store.aclose()
+    return {OURS: samples}
+
+
+def listed(home: Path, runs: int, checkpoints: int, ranks: int) -> Samples:
+    for run in range(runs):
+        for step in range(checkpoints):
+            for rank in range(ranks):
+                on_tier(home, part(step, f"run{run:04}", rank, ranks))
+    samples = []
+    for _ in range(2):
+        clock = Clock()
+        out = subprocess.run([sys.executable, "-m", "tierd", "ls", f"file://{home}"], capture_output=True, check=True)
+        samples.append(clock.read())
+        assert out.stdout.count(b"\n") >= runs * checkpoints
+    return {OURS: samples}
+
+
+async def asked(home: Path, runs: int, checkpoints: int) -> Samples:
+    """The daemon's answer to `status`: the first is computed from scratch, later ones from the changes."""
+    daemon, (store,) = daemon_of(home)
+    for run in range(runs):
+        for step in range(checkpoints):
+            in_spool(daemon.spool, part(step, f"run{run:04}"))
+    await daemon.look("tier")
+    samples = []
+    for _ in range(ROUNDS):
+        samples.append(timed(lambda: status(daemon, 0, 0))[1])
+        await daemon.look("tier")
+    await store.aclose()
+    return {OURS: samples}
+
+
+def parts(scale: float) -> dict[str, Rows]:
+    """This module's parts of the page, with so many times as many checkpoints and runs."""
+
+    def few(count: int) -> int:
+        return max(1, int(count * scale))
+
+    runs = few(200)
+    return {
+        "restore": [(f"{n:,}", partial(restores, count=n)) for n in (1, few(100), few(1000), few(5000))],
+        "steady": [(f"{n:,}", lambda home, n=n: asyncio.run(steady(home, n))) for n in (20, few(80), few(1000))],  # type: ignore[misc]
+        "backlog": [(f"{few(2000):,}", lambda home: asyncio.run(backlog(home, few(2000))))],
+        "ls": [(f"{runs} x 50 x 8", partial(listed, runs=runs, checkpoints=50, ranks=8))],
+        "status": [("100 x 20", lambda home: asyncio.run(asked(home, 100, 20)))],
+    }

@@ -1,0 +1,217 @@
+"""A cold, verified restore beside an unverified download and torch.load: seconds, and CPU seconds of every process.
+
+Invariant: every turn is a process of its own, with an empty spool, and arms take turns round by round, because the
+machine may be shared. After each turn the state is compared with what was saved. The daemon was started before and has
+listed its tier; CPU seconds are of the trainer and of the daemon, from the call to its return. `restore --to` is the
+command, whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tierd
+from tierd.bench import procfs
+from tierd.bench.growth.measured import Clock, Figures, Rows, Samples
+from tierd.core.config import from_urls
+from tierd.core.urls import StoreUrl, parse_url
+from tierd.spool.file_io import digest
+
+RUN, PLAIN, DIGESTS = "bench", "plain/state.pt", "digests.json"
+GIGABYTES, ROUNDS, TENSORS = 0.5, 3, 64
+ARMS = ("unverified", "tierd", "restore --to")
+KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_PIECE, _HANDS = 8 << 20, 10  # as boto3 downloads by default
+_LISTED_S = 2.0  # a daemon has listed its tier by then
+
+
+def state_of(kind: str) -> dict[str, torch.Tensor]:
+    """Normal numbers of a deviation of 0.02, as language models' weights have it."""
+    draw = torch.Generator().manual_seed(1)
+    return {f"layer.{n}": (torch.randn(count_of(kind), generator=draw) * 0.02).to(KINDS[kind]) for n in range(TENSORS)}
+
+
+def count_of(kind: str) -> int:
+    """Numbers in a tensor."""
+    return int(GIGABYTES * 1e9 / TENSORS / KINDS[kind].itemsize)
+
+
+def digests(state: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Each tensor's digest."""
+    return {name: digest(tensor.view(torch.uint8).numpy().data) for name, tensor in state.items()}
+
+
+def s3(url: StoreUrl) -> Any:
+    """A client for that server, with as many connections as a download uses."""
+    from botocore.config import Config
+    from botocore.session import get_session
+
+    return get_session().create_client(
+        "s3",
+        endpoint_url=url.endpoint,
+        region_name=url.region,
+        config=Config(max_pool_connections=_HANDS, s3={"addressing_style": url.addressing}),
+    )
+
+
+def where(url: StoreUrl) -> dict[str, str]:
+    """The arguments of a request for the plain file beside a tier."""
+    return {"Bucket": url.bucket, "Key": f"{url.prefix}/{PLAIN}".lstrip("/")}
+
+
+def put(kind: str, url: str, work: Path) -> None:
+    """Put the checkpoint on the tier, and a file of `torch.save` beside it."""
+    state, place = state_of(kind), parse_url(url)
+    (work / DIGESTS).write_text(json.dumps(digests(state)))
+    name = from_urls("/", [url]).tier[0].name
+    with tierd.Checkpointer(work / "put", run=RUN, to=[url]) as checkpointer:
+        checkpointer.save(1, state).wait(name, timeout=600)
+    _end_daemon(work / "put")
+    path = work / PLAIN
+    path.parent.mkdir(parents=True)
+    torch.save(state, path)
+    if place.scheme == "s3":
+        with path.open("rb") as file:
+            s3(place).put_object(Body=file, **where(place))
+        path.unlink()
+
+
+def download(url: StoreUrl, to: Path) -> None:
+    """Download the plain file in ranges, several at a time, without any verification."""
+    client, asked = s3(url), where(url)
+    size = client.head_object(**asked)["ContentLength"]
+    fd = os.open(to, os.O_WRONLY | os.O_CREAT)
+
+    def piece(start: int) -> None:
+        last = min(start + _PIECE, size) - 1
+        body = client.get_object(**asked, Range=f"bytes={start}-{last}")["Body"]
+        os.pwrite(fd, body.read(), start)
+
+    with ThreadPoolExecutor(_HANDS) as pool:
+        list(pool.map(piece, range(0, size, _PIECE)))
+    os.close(fd)
+
+
+def unverified(kind: str, url: str, work: Path) -> tuple[dict[str, torch.Tensor], Figures]:
+    """Download, load, and copy into the state."""
+    state, place, target = _blank(kind), parse_url(url), work / f"down-{os.getpid()}.pt"
+    clock = Clock()
+    if place.scheme == "s3":
+        download(place, target)
+    else:
+        shutil.copyfile(work / PLAIN, target)
+    for name, tensor in torch.load(target, weights_only=True).items():
+        state[name].copy_(tensor)
+    found = clock.read()
+    target.unlink()
+    return state, found
+
+
+def verified(kind: str, url: str, work: Path) -> tuple[dict[str, torch.Tensor], Figures]:
+    """Restore by a `Checkpointer` with an empty spool, whose daemon has listed the tier."""
+    state, spool = _blank(kind), work / f"spool-{os.getpid()}"
+    checkpointer = tierd.Checkpointer(spool, run=RUN, to=[url])
+    daemon = int((spool / ".tierd" / "lock").read_text())
+    time.sleep(_LISTED_S)
+    theirs, clock = procfs.cpu_seconds(daemon), Clock()
+    restored = checkpointer.restore(state)
+    found = clock.read()
+    found["daemon_cpu_s"] = procfs.cpu_seconds(daemon) - theirs
+    found["cpu_s"] += found["daemon_cpu_s"]
+    assert restored is not None and restored.tier != "local"
+    checkpointer.close()
+    _end_daemon(spool)
+    return state, found
+
+
+def by_command(_: str, url: str, work: Path) -> tuple[None, Figures]:
+    """`tierd restore --to`: the command verifies the files; nothing loads them."""
+    target = work / f"to-{os.getpid()}"
+    command = [sys.executable, "-m", "tierd", "restore", url, "--run", RUN, "--to", str(target)]
+    clock = Clock()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    found = clock.read()
+    shutil.rmtree(target)
+    return None, found
+
+
+WAYS: dict[str, Callable[[str, str, Path], tuple[dict[str, torch.Tensor] | None, Figures]]] = {
+    "unverified": unverified,
+    "tierd": verified,
+    "restore --to": by_command,
+}
+
+
+def _blank(kind: str) -> dict[str, torch.Tensor]:
+    return {f"layer.{n}": torch.full((count_of(kind),), -1.0, dtype=KINDS[kind]) for n in range(TENSORS)}
+
+
+def _end_daemon(spool: Path) -> None:
+    pid = int((spool / ".tierd" / "lock").read_text())
+    os.kill(pid, signal.SIGTERM)
+    for _ in range(300):
+        if not procfs.began(pid):
+            break
+        time.sleep(0.1)
+    shutil.rmtree(spool, ignore_errors=True)
+
+
+def restores(home: Path, kind: str, url: str) -> Samples:
+    """Every arm's turns from one place."""
+    command = [sys.executable, "-m", "tierd.bench.growth.cold", kind, url or f"file://{home}/tier", str(home)]
+    if not url:
+        (home / "tier").mkdir()
+    subprocess.run([*command, "put"], check=True)
+    samples: Samples = {arm: [] for arm in ARMS}
+    for _ in range(ROUNDS):
+        for arm in ARMS:
+            procfs.drop_cache(home)
+            done = subprocess.run([*command, arm], stdout=subprocess.PIPE, text=True, check=True)
+            samples[arm].append(json.loads(done.stdout.splitlines()[-1]))
+    return samples
+
+
+def parts(url: str) -> dict[str, Rows]:
+    """This module's part of the page; from S3 where `url` names a place in a bucket, below which nothing lies."""
+    rows: Rows = [(f"file {kind}", partial(restores, kind=kind, url="")) for kind in KINDS]
+    for kind in KINDS if url else ():
+        place = parse_url(url)
+        below = str(replace(place, prefix=f"{place.prefix}/{kind}".lstrip("/")))
+        rows.append((f"S3 {kind}", partial(restores, kind=kind, url=below)))
+    return {"cold": rows}
+
+
+def main() -> None:
+    """Do one turn, and print what it took."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("url")
+    parser.add_argument("work", type=Path)
+    parser.add_argument("do", choices=("put", *ARMS))
+    options = parser.parse_args()
+    if options.do == "put":
+        put(options.kind, options.url, options.work)
+        return
+    state, found = WAYS[options.do](options.kind, options.url, options.work)
+    if state is not None and digests(state) != json.loads((options.work / DIGESTS).read_text()):
+        raise SystemExit("what was restored is not what was saved")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""What must not grow, and how far: the goals of `tierd bench growth`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Goal(NamedTuple):
+    """A limit for a median, or for its ratio to another median of the same run.
+
+    Attributes:
+        part: the part whose rows are judged.
+        text: for the page.
+        arm, figure: what is judged.
+        than, than_figure: what it is divided by; without `than`, the median itself is judged.
+        row: only rows whose names contain this.
+        than_row: the row of the divisor, if it is another one.
+        last: divide the last row of the part by its first one.
+        inverse: divide the other one by this one.
+        ceiling: the arm whose same figure is the best that this machine allows.
+    """
+
+    part: str
+    text: str
+    relation: str
+    limit: float
+    arm: str = "tierd"
+    figure: str = "cpu_s"
+    than: str = ""
+    than_figure: str = ""
+    row: str = ""
+    than_row: str = ""
+    last: bool = False
+    inverse: bool = False
+    ceiling: str = ""
+
+
+GOALS = (
+    Goal("values", "save / torch.save+fsync, wall", "<=", 0.5, "save", "wall_s", "torch.save+fsync"),
+    Goal("values", "save / torch.save+fsync, CPU", "<=", 0.5, "save", "cpu_s", "torch.save+fsync"),
+    Goal("values", "restore / torch.load, CPU", "<=", 1.5, "restore", "cpu_s", "torch.load"),
+    Goal("tensors", "save with one more tensor / with the same ones, CPU", "<=", 2.0, "added", "cpu_s", "fixed"),
+    Goal("restore", "restore: most checkpoints / one, CPU", "<=", 2.0, than="tierd", last=True),
+    Goal("steady", "flush: most checkpoints / fewest, CPU", "<=", 1.2, than="tierd", last=True),
+    Goal("flush", "two tiers / one, CPU", "<=", 1.5, than="tierd", row="two tiers", than_row="one tier"),
+    Goal("flush", "two tiers / one, read", "<=", 1.1, "tierd", "read_bytes", "tierd", "", "two tiers", "one tier"),
+    Goal("flush", "noise: flush / raw, CPU", "<=", 1.2, than="raw", row="noise"),
+    Goal("rows", "share of an embedding that is sent again", "<=", 0.15, "mean of those", "sent_share"),
+    Goal("training", "training lost, with a tier", "<=", 0.1, "tierd-overlapped+daemon", "lost_share", row="0.043"),
+    Goal("attached", "call beside busy threads, seconds", "<=", 0.01, "call", "wall_s", row="threads"),
+    Goal("attached", "wait of the step beside a list, seconds", "<=", 0.04, "step", "wall_s", row="list"),
+    Goal("attached", "overlapped call, seconds", "<=", 0.001, "call", "wall_s", row="alone"),
+    Goal("cold", "unverified / verified, wall", ">=", 1.2, "tierd", "wall_s", "unverified", row="S3", inverse=True),
+    Goal("cold", "unverified / verified, wall", ">=", 1.0, "tierd", "wall_s", "unverified", row="file", inverse=True),
+    Goal("cold", "unverified / verified, CPU", ">=", 1.0, "tierd", "cpu_s", "unverified", inverse=True),
+    Goal("decode", "decode, GB per CPU second", ">=", 2.5, "tierd", "decode_gb_per_cpu_s", ceiling="ceiling"),
+    Goal(
+        "training", "torch.save+fsync / durable", ">=", 2.5, "tierd", "quiet_durable_s", "torch.save+fsync",
+        row="0.25", inverse=True,
+    ),
+    Goal(
+        "training", "durable, of the raw overwrite", ">=", 0.9, "tierd", "quiet_durable_s", "ceiling",
+        "raw_overwrite_s", "0.25", inverse=True,
+    ),
+    Goal("ls", "`tierd ls`, seconds", "<=", 5.0, figure="wall_s"),
+    Goal("status", "`status`, seconds", "<=", 0.3, figure="wall_s"),
+)  # fmt: skip

@@ -1,0 +1,98 @@
+"""The page of `tierd bench growth`, in Markdown.
+
+Invariant: each number on the page is computed from the given result. The text only names the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+from tierd.bench.growth.measured import Figures
+from tierd.bench.growth.result import GrowthResult, verdicts
+
+TITLES = {
+    "values": "Values that are no tensors",
+    "tensors": "One more tensor at each save",
+    "restore": "A restore from a spool of so many checkpoints",
+    "steady": "The daemon, for each save and its flush, with so many checkpoints in the spool and on the tier",
+    "backlog": "The daemon, for each flush of a backlog of so many, by tenths of it; all were sent",
+    "flush": "The daemon, for a GB that it flushes",
+    "rows": "An embedding, some of whose rows changed",
+    "training": "Training beside saves",
+    "attached": "Overlapped saves of 0.25 GB",
+    "cold": "A cold restore of 0.5 GB",
+    "decode": "Decoding, one thread",
+    "ls": "`tierd ls` over runs x checkpoints x ranks on a file tier",
+    "status": "The daemon's answer to `status` with runs x checkpoints in its spool",
+}
+_SIGNS = {"<=": "≤", ">=": "≥"}
+_MET = {True: "met", False: "**not met**", None: "not measured"}
+_SHOWN = ("cpu_s", "wall_s", "blocked_s", "added_s", "quiet_durable_s", "raw_overwrite_s", "lost_share", "sent_share",
+          "read_bytes", "daemon_cpu_s", "decode_gb_per_cpu_s", "encode_gb_per_cpu_s", "stored_share")  # fmt: skip
+
+
+def page(result: GrowthResult) -> str:
+    """The whole page."""
+    machine = result.machine
+    packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
+    return "\n".join(
+        (
+            "# Costs that must not grow",
+            "",
+            f"`tierd bench growth`, {result.created[:10]}: {machine.processor}, {machine.cores} cores, "
+            f"{machine.memory_bytes / 1e9:.0f} GB, {machine.filesystem}; Python {machine.python}, {packages}. "
+            "Each figure is the median of its samples, all of which are in `growth.json`. Arms of one row take turns, "
+            "so that a busy machine affects all of them; trust ratios and CPU seconds more than wall times.",
+            "",
+            *_goals(result),
+            *(line for part in TITLES if part in result.parts for line in _part(part, result)),
+            "",
+        )
+    )
+
+
+def _goals(result: GrowthResult) -> Iterator[str]:
+    yield from (
+        "## Goals",
+        "",
+        "| goal | row | limit | measured | ceiling | |",
+        "| --- | --- | --- | --- | --- | --- |",
+    )
+    for one in verdicts(result):
+        limit = f"{_SIGNS[one.relation]} {one.limit:g}"
+        ceiling = ""
+        if one.ceiling and one.measured:
+            ceiling = f"{one.ceiling:.3g} ({one.measured / one.ceiling:.0%} of it)"
+        measured = "" if one.measured is None else f"{one.measured:.3g}"
+        yield f"| {one.goal} | {one.row} | {limit} | {measured} | {ceiling} | {_MET[one.met]} |"
+
+
+def _part(name: str, result: GrowthResult) -> Iterator[str]:
+    rows = result.parts[name]
+    every = [figures for samples in rows.values() for arm in samples.values() for figures in arm]
+    shown = [figure for figure in _SHOWN if any(figure in figures for figures in every)]
+    heads = ["", "arm", *(figure.replace("_", " ") for figure in shown)]
+    yield from ("", f"## {TITLES[name]}", "", f"Measured on {result.measured.get(name, result.created[:10])}.", "")
+    yield from (f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads))
+    for row, samples in rows.items():
+        for arm, taken in samples.items():
+            yield f"| {row} | {arm} | {' | '.join(_figure(taken, figure) for figure in shown)} |"
+
+
+def _figure(taken: list[Figures], figure: str) -> str:
+    values = [figures[figure] for figures in taken if figure in figures]
+    if not values:
+        return ""
+    low, middle, high = (_number(figure, value) for value in (min(values), median(values), max(values)))
+    return middle if low == high else f"{middle} ({low}-{high})"
+
+
+def _number(figure: str, value: float) -> str:
+    if figure.endswith("_share"):
+        return f"{value:.1%}"
+    if figure.endswith("_bytes"):
+        return f"{value / 1e6:,.0f} MB"
+    if "_gb_" in figure:
+        return f"{value:.2f}"
+    return f"{value:.2f} s" if abs(value) >= 10 else f"{1000 * value:,.1f} ms"

@@ -1,0 +1,70 @@
+"""Name the kind of a captured value, by its path, its owner and its content.
+
+Invariant: pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from tierd.check.history import Taken
+from tierd.check.leaves import ValueLeaf
+
+DATA = frozenset({"position", "epoch", "shuffle", "buffer", "prefetch", "order", "data"})
+_EPOCH, _SEED = re.compile(r"epoch"), re.compile(r"seed")
+_POSITION = re.compile(r"position|pos|sample|index|idx|offset|cursor|consumed|yielded|drawn|read|at")
+_AHEAD = re.compile(r"queue|prefetch")
+_LAST = re.compile(r"[A-Za-z_]\w*")
+_OF_DATA = re.compile(r"\(\)( \w+)?\.")  # of a running generator function, or of a variable of the loop
+
+
+def values(one: Taken) -> dict[str, ValueLeaf]:
+    """Return every value of a capture by its path."""
+    return one.entries | one.beside | one.looks
+
+
+def same(a: ValueLeaf | None, b: ValueLeaf | None) -> bool:
+    """Return whether both are missing, or equal to the last bit."""
+    return a is b is None or (a is not None and b is not None and a.digest == b.digest)
+
+
+def kind_of_path(
+    path: str,
+    kinds: Mapping[str, str],
+    was: str = "",
+    now: str = "",
+    a: ValueLeaf | None = None,
+    b: ValueLeaf | None = None,
+) -> str:
+    """Name the kind of the value at `path`."""
+    if path.startswith("gradient of "):
+        return "gradients"
+    if path.endswith(".training"):
+        return "mode"
+    if "generator" in (was[:9], now[:9]):
+        return "generator"
+    if path in kinds:
+        return kinds[path]
+    owner = max((one for one in kinds if path.startswith(one)), key=len, default="")
+    kind = kinds.get(owner, "data" if _OF_DATA.search(path) else "state")
+    if kind == "weights":
+        return "buffers" if not path.startswith(f'{owner}["') else kind
+    return _data_kind(path, a, b) if kind == "data" else kind
+
+
+def _data_kind(path: str, a: ValueLeaf | None, b: ValueLeaf | None) -> str:
+    """Name the kind of a data pipeline's attribute, by its name and its content."""
+    names = _LAST.findall(path)
+    name = names[-1].lower() if names else ""
+    if a is not None and b is not None and a.count is not None and a.count == b.count:
+        return "order"  # different items, in the same number
+    if (a is not None and a.count is not None) or (b is not None and b.count is not None):
+        return "prefetch" if _AHEAD.search(name) else "buffer"
+    if _SEED.search(name):
+        return "shuffle"
+    if _EPOCH.search(name):
+        return "epoch"
+    if re.search(r"\[\d+\]$", path):
+        return "data"
+    return "position" if any(_POSITION.fullmatch(part) for part in name.split("_")) else "data"

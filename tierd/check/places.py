@@ -1,0 +1,85 @@
+"""Record where a loop creates its objects, and tell the user's own code from libraries."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import weakref
+from collections.abc import Callable, Iterator
+from functools import lru_cache, wraps
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from tierd.check.imported import once_imported
+
+_OURS = str(Path(__file__).parent.parent)
+_HOOKED = {
+    "torch.nn.modules.module": "Module",
+    "torch.optim.optimizer": "Optimizer",
+    "torch.optim.lr_scheduler": "LRScheduler",
+    "torch.amp.grad_scaler": "GradScaler",
+}
+
+
+@lru_cache(maxsize=4096)
+def is_users(file: str) -> bool:
+    """Return whether code is neither in Python's library, nor in an installed package, nor in tierd."""
+    paths = sysconfig.get_paths()
+    return not file.startswith(("<", _OURS, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))))
+
+
+class ObjectPlaces:
+    """Records where objects were created, for classes whose constructors can be wrapped."""
+
+    def __init__(self) -> None:
+        self._made: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
+        self._count = 0
+
+    def hook(self) -> None:
+        """Begin to record where modules, optimizers, schedulers and scalers are created."""
+
+        def wrap(name: str) -> Callable[[ModuleType], None]:
+            return lambda module: self._wrap(getattr(module, name))
+
+        once_imported({module: wrap(name) for module, name in _HOOKED.items()})
+
+    def _wrap(self, kind: Any) -> None:
+        made: Callable[..., None] = kind.__init__
+
+        @wraps(made)
+        def making(one: Any, *args: Any, **kwargs: Any) -> None:
+            made(one, *args, **kwargs)
+            try:
+                self._count += 1
+                self._made[one] = self._count, _caller(sys._getframe(1), one)
+            except TypeError:  # the object cannot be weakly referenced or hashed
+                pass
+
+        kind.__init__ = making
+
+    def of(self, one: object) -> tuple[int, str]:
+        """Return the object's number in order of creation, and `file:line`; (0, "") if neither was recorded."""
+        try:
+            return self._made.get(one, (0, ""))
+        except TypeError:
+            return 0, ""
+
+
+def users_frames(most: int = sys.maxsize) -> Iterator[FrameType]:
+    """Yield the calls of the user's own functions among the `most` innermost that are under way, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(most):
+        if frame is None:
+            return
+        if is_users(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
+
+
+def _caller(frame: FrameType | None, one: object) -> str:
+    while frame is not None:
+        if is_users(frame.f_code.co_filename) and not any(value is one for value in frame.f_locals.values()):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,100 @@
+"""Find the cause of a step that read other samples than an uninterrupted run, in the samples themselves.
+
+Invariant: pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from tierd.check.cause import Cause
+from tierd.check.compare import Divergence, Terms, samples
+from tierd.check.history import Counted, History, Sample
+
+
+def whose(reference: History, rank: int, divergence: Divergence) -> int | None:
+    """Return the other rank that should have got these samples."""
+    for other in range(len(reference.launches[0])):
+        theirs = reference.effective(other).get(divergence.step)
+        if other != rank and theirs and theirs.observation.samples == divergence.got != ():
+            return other
+    return None
+
+
+def from_samples(
+    reference: History,
+    expected: Mapping[int, Counted],
+    got: Mapping[int, Counted],
+    rank: int,
+    divergence: Divergence,
+    terms: Terms,
+) -> Iterator[Cause]:
+    step, launch = divergence.step, divergence.launch
+    if (other := whose(reference, rank, divergence)) is not None:
+        yield Cause("ranks", f"rank {rank} got the samples of rank {other} at step {step}: each needs its own state")
+        return
+    whole = samples(expected)
+    before = len(samples(expected, step - 1))
+    place = _find(whole, divergence.got, before)
+    if place is not None and place < before:
+        where = "from the very first sample" if place == 0 else f"from sample {place} of the run"
+        yield Cause(
+            "position",
+            f"launch {launch} went back and read {where} at step {step}, where sample {before} was next: the position "
+            "in the data set is not in the checkpoint, or not restored (save the loader's or sampler's state_dict())"
+            + (", or the step to go on from is one too high" if before - place == len(divergence.expected) else ""),
+        )
+    elif place is not None and place > before:
+        ahead = place - before
+        size = len(divergence.expected) or 1
+        batches = f" ({ahead // size} batches)" if ahead % size == 0 else ""
+        yield Cause(
+            "prefetch",
+            f"launch {launch} skipped exactly {ahead} samples{batches} at step {step}: the position that was saved "
+            "counts what was prefetched, not what was trained on",
+        )
+    elif place is not None:
+        yield Cause(
+            "data",
+            f"launch {launch} went on at the right sample with a batch of {len(divergence.got)} at step {step}, where "
+            f"one of {len(divergence.expected)} was next: what decides a batch's size is not in the checkpoint, or not "
+            "restored",
+        )
+    else:
+        yield Cause(
+            "shuffle",
+            f"launch {launch} went on at step {step} in an order that is nowhere in an uninterrupted run: the "
+            "shuffle's seed, epoch or generator is not in the checkpoint, or not restored",
+        )
+
+
+def repeats(launch: int, again: int) -> Cause:
+    return Cause(
+        "position",
+        f"launch {launch} read {again} samples again that had been trained on, in an order of its own: the position in "
+        "the data set is not in the checkpoint, or not restored (save the loader's or sampler's state_dict())",
+    )
+
+
+def _find(whole: Sequence[Sample], batch: Sequence[Sample], near: int) -> int | None:
+    """Return the index of `batch` in `whole` that is nearest to `near`; None if it does not occur."""
+    if not batch:
+        return None
+    places = [
+        start
+        for start in range(len(whole) - len(batch) + 1)
+        if whole[start] == batch[0] and tuple(whole[start : start + len(batch)]) == tuple(batch)
+    ]
+    return min(places, key=lambda place: abs(place - near), default=None)
+
+
+def repeated(expected: Mapping[int, Counted], got: Mapping[int, Counted], launch: int, last: int) -> int:
+    """Count the samples that this launch or a later one read again.
+
+    Only reads beyond the highest count of any sample in an uninterrupted run are counted.
+    """
+    most = max(Counter(samples(expected, last)).values(), default=0)
+    earlier = {one for step in got if got[step].launch < launch for one in got[step].observation.samples}
+    counts = Counter(samples(got, last))
+    return sum(count - most for one, count in counts.items() if one in earlier and count > most)

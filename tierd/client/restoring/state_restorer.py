@@ -1,0 +1,213 @@
+"""Restore a state: find the checkpoint, load it on every rank, and prepare this launch to continue from it.
+
+Invariant: no rank continues before every rank has loaded its part, or knows that some rank could not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, MutableMapping, Sequence
+from typing import Any
+
+from tierd.client import timings
+from tierd.client.attachment import Attachment
+from tierd.client.disk_space import SpaceCheck
+from tierd.client.ranks.launch import Launch
+from tierd.client.ranks.ranks import Ranks
+from tierd.client.restoring.device_uploads import Uploads
+from tierd.client.restoring.entries import check_written_by_save
+from tierd.client.restoring.restorer import Found, Restored, Restorer
+from tierd.client.saving.handoff import HandoffClient
+from tierd.client.saving.pipeline import Pipeline
+from tierd.client.saving.slots import device_of, estimate
+from tierd.client.saving.step_gate import Gate
+from tierd.client.schedule import Schedule
+from tierd.core.manifest import TENSORS, TREE
+from tierd.core.save_policy import Goal
+from tierd.ipc.client import Link
+from tierd.spool.spool import Spool
+from tierd.state.fit import Fitting, check_fit, chosen
+from tierd.state.flatten import unflatten
+from tierd.state.kinds.wrapped_names import with_names_of
+from tierd.state.load import load
+
+log = logging.getLogger("tierd")
+
+
+class StateRestorer:
+    """Restores checkpoints of the launch's run. The errors are those of `Checkpointer.restore`."""
+
+    def __init__(
+        self,
+        spool: Spool,
+        ranks: Ranks,
+        launch: Launch,
+        schedule: Schedule,
+        daemon: Attachment,
+        handoff: HandoffClient | None,
+        gate: Gate,
+        pipeline: Pipeline,
+        space: SpaceCheck,
+    ) -> None:
+        self._spool, self._ranks, self._launch, self._schedule = spool, ranks, launch, schedule
+        self._daemon, self._handoff = daemon, handoff
+        self._gate, self._pipeline, self._space = gate, pipeline, space
+        # While this link is open, the daemon does not delete the last restored directory.
+        self._hold: Link | None = None
+
+    def restore(
+        self,
+        state: MutableMapping[str, Any] | None,
+        step: int | None,
+        attempt: str | None,
+        goal: Goal | None,
+        names: Collection[str] | None,
+        at_least: int | None,
+        *,
+        ignore_prefixes: bool,
+    ) -> Restored | None:
+        """Load a checkpoint into `state`, as `Checkpointer.restore` does.
+
+        Args:
+            goal: the metric by which the best checkpoint is restored; None restores the newest.
+            names: the entries to load; None loads all.
+        """
+        device = None if state is None or names is not None else device_of(state)
+        uploads = Uploads(state, device) if state is not None and device is not None else None
+        restorer = self.restorer(
+            keep=state is not None, best=None if goal is None else goal.metric, only=names, uploads=uploads
+        )
+
+        fitting: list[Fitting] = []  # that of the candidate which was tried last
+
+        def fits(found: Found) -> dict[str, Any]:
+            self._launch.check_given(found.part.checkpoint, found.attempts)
+            into = chosen({} if state is None else state, names)
+            if state is None:
+                return {}
+            tree = with_names_of(into, _tree(found)) if ignore_prefixes else _tree(found)
+            fitting[:] = [check_fit(into, tree)]
+            return tree
+
+        self.let_go()
+        with self._ranks.attending(), contextlib.ExitStack() as ending:
+            if uploads:
+                ending.callback(uploads.close)
+            found = restorer.restore(step, attempt, fits, goal, at_least)
+            if found is not None:
+                self._hold = found.hold
+                self._launch.started_from = found.manifest.started_from
+                self._load(found, state, names, fitting, restorer, uploads)
+        self._schedule.resume(found.part.checkpoint if found else None, restorer.resume)
+        if found is None:
+            self._start_anew(state, restorer)
+            return None
+        self._go_on_from(found, state)
+        if found.unreached:
+            silent = ", ".join(found.unreached) + restorer.because()
+            log.warning("restored step %d; not asked for newer ones: %s", found.manifest.step, silent)
+        return Restored(
+            step=found.manifest.step,
+            attempt=found.manifest.attempt,
+            tier=found.tier,
+            metrics=found.manifest.numbers,
+            skipped=found.skipped,
+            unreached=found.unreached,
+            directory=found.directory,
+        )
+
+    def restorer(
+        self,
+        *,
+        keep: bool,
+        best: str | None = None,
+        only: Collection[str] | None = None,
+        uploads: Uploads | None = None,
+    ) -> Restorer:
+        """Make the `Restorer`, after every earlier save has become durable or has failed."""
+        self._gate.confirm()
+        self._pipeline.drain()
+        self._daemon.renew()
+        return Restorer(
+            self._spool,
+            self._launch.run,
+            self._ranks,
+            tiers=self._daemon.tiers,
+            line=self._handoff if keep else None,
+            keep=keep,
+            clock=self._launch.clock,
+            tell=self._daemon.tell,
+            metrics=tuple({name for name in (best, self._schedule.metric) if isinstance(name, str)}),
+            only=only,
+            silent=self._daemon.silent,
+            uploads=uploads,
+            timings=timings.given(),
+        )
+
+    def let_go(self) -> None:
+        """Let the daemon delete the last restored directory."""
+        if self._hold is not None:
+            self._hold.close()
+            self._hold = None
+
+    def _load(
+        self,
+        found: Found,
+        state: MutableMapping[str, Any] | None,
+        names: Collection[str] | None,
+        fitting: Sequence[Fitting],
+        restorer: Restorer,
+        uploads: Uploads | None = None,
+    ) -> None:
+        """Load the verified part, then wait until every rank has loaded its part: only then may any rank continue."""
+        failure: Exception | None = None
+        try:
+            if state is not None:
+                into = chosen(state, names)
+                staged = uploads.staged(found.tree) if uploads else {}
+                load(
+                    into,
+                    found.tree,
+                    lent=found.arena is not None,
+                    file=found.files[TENSORS],
+                    staged=staged,
+                    fitting=fitting[0],
+                )
+                # Any other mapping has no plain values to replace: `fits` has checked that.
+                if into is not state and isinstance(state, MutableMapping):
+                    state.update(into)
+        except Exception as error:
+            failure = error
+        # Also after a partial load, because the state then still comes from this checkpoint.
+        if self._launch.world == 1:
+            if failure is not None:
+                self._launch.go_on_from(found.part.checkpoint, found.attempts, found.clocks)
+                raise failure
+            return
+        try:
+            restorer.agreement.loaded(found.part.checkpoint, failure)
+        except BaseException as error:
+            self._launch.broke(error)
+            raise
+
+    def _start_anew(self, state: MutableMapping[str, Any] | None, restorer: Restorer) -> None:
+        """Prepare the first save of a run that has no checkpoint."""
+        self._launch.go_on_from(None, restorer.resume.attempts, restorer.agreement.clocks)
+        if state is not None:
+            self._pipeline.reserve(estimate(state), device_of(state))
+            self._space.check(estimate(state))
+
+    def _go_on_from(self, found: Found, state: MutableMapping[str, Any] | None) -> None:
+        """Begin an attempt that continues from `found`, and prepare its first save."""
+        self._launch.go_on_from(found.part.checkpoint, found.attempts, found.clocks)
+        if state is not None:
+            size_bytes = len(found.files[TENSORS])
+            self._pipeline.adopt(found.arena)
+            self._pipeline.reserve(size_bytes, device_of(state))
+            self._space.check(size_bytes)
+
+
+def _tree(found: Found) -> dict[str, Any]:
+    check_written_by_save(found.part, found.files)
+    return unflatten(found.files[TREE], found.files[TENSORS])

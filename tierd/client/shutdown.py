@@ -1,0 +1,77 @@
+"""Close a `Checkpointer`: wait for its saves, then for the tiers if that was asked for, then release its parts.
+
+Invariant: the parts are released even if the wait for a tier fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from tierd.client import timings
+from tierd.client.closing import Closing, check_failed, check_wait
+from tierd.client.composition import Composition
+from tierd.core.planning.place import SPOOL
+
+log = logging.getLogger("tierd")
+
+_PATIENCE_S = 2.0  # how long `close` waits for events that are still being sent to the daemon
+
+
+class Shutdown:
+    """The end of one `Checkpointer`; the arguments and errors are those of `Checkpointer.close`."""
+
+    def __init__(self, parts: Composition) -> None:
+        self._parts = parts
+        self._verified: set[str] = set()  # tiers that `close` has waited for with success
+
+    def close(self, wait: str | None, timeout: float | None, deadline: str | float | None) -> None:
+        """Close, or after an earlier close wait for a named tier."""
+        parts = self._parts
+        check_wait(wait, timeout, tiers=parts.daemon.tiers)
+        if parts.forked or (parts.closed and (wait in (None, SPOOL) or wait in self._verified)):
+            return
+        end_s = parts.schedule.end_s(deadline)
+        if not parts.closed:
+            parts.gate.detach()
+            self._drain(end_s)
+        if end_s is not None:
+            left_s = max(0.0, end_s - time.monotonic())
+            timeout = left_s if timeout is None else min(timeout, left_s)
+        patience_s = _PATIENCE_S
+        try:
+            self._wait(wait, timeout, node_ends=end_s is not None)
+        except TimeoutError:
+            patience_s = 0.0
+            raise
+        finally:
+            parts.release(patience_s)
+
+    def _drain(self, end_s: float | None) -> None:
+        """Wait for every save, and log once if that takes longer than until `end_s` of the monotonic clock."""
+        pipeline = self._parts.pipeline
+        if end_s is not None and not pipeline.drain(max(0.0, end_s - time.monotonic())):
+            log.error(
+                "closing: the newest save is not durable in the spool at the deadline, and is lost if the node ends "
+                "now; `tierd advise --notice` computes what fits"
+            )
+        pipeline.drain()
+
+    def _wait(self, wait: str | None, timeout: float | None, *, node_ends: bool) -> None:
+        """Wait for the tiers of the saves that are durable in the spool."""
+        parts = self._parts
+        if parts.records.saved and parts.daemon.tiers:
+            closing = Closing(
+                parts.spool,
+                parts.records.has_saved,
+                parts.daemon.renew,
+                node_ends=node_ends,
+                poll_s=timings.given().close_poll_s,
+            )
+            if wait not in (None, SPOOL):
+                closing.wait_for(wait, timeout)
+            else:
+                closing.end(patient=wait is None, timeout_s=timeout)
+        if wait not in (None, SPOOL):
+            check_failed(wait, parts.records.failed)
+            self._verified.add(wait)

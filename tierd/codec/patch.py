@@ -1,0 +1,111 @@
+"""The codec `patch`: store a chunk as its difference from another chunk, for tensors of which few rows change.
+
+A patch names the blocks of `BLOCK` bytes that differ, and holds their new bytes. It can only be read with the other
+chunk's bytes, its base.
+
+Invariant: equal bytes and an equal base give an equal patch. Reading one allocates at most the chunk's size and a
+bitmap, even if the patch claims more. Anything that FORMAT.md does not allow raises `ValueError` or `ZstdError`.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from tierd.codec.byte_planes import Buffer
+from tierd.spool.direct_io import memory_for
+
+Blocks = npt.NDArray[np.bool_]
+
+MAGIC = b"TPC1"
+HEAD = struct.Struct("<4sII")  # magic, size of the chunk in bytes, number of blocks that differ
+BLOCK = 64  # bytes, because rows of an embedding are rarely shorter, and a bitmap of such blocks is 1/512 of the chunk
+MOST_SHARE = 1 / 4  # of the blocks; with more changes, the whole chunk is cheaper in the long run
+_TILE = 1 << 20  # bytes compared at a time, so that they stay in the CPU's caches
+_WINDOW = 128 << 20  # bytes that a decoder may be made to allocate
+
+
+def make(raw: Buffer, base: Buffer) -> bytes | None:
+    """Return the patch that turns `base` into `raw`, of equal size; None if more than `MOST_SHARE` of it differs."""
+    new, old = np.frombuffer(raw, np.uint8), np.frombuffer(base, np.uint8)
+    if len(new) != len(old):
+        return None
+    differs = _differing(new, old)
+    count = int(np.count_nonzero(differs))
+    if count > MOST_SHARE * len(differs):
+        return None
+    whole = len(new) // BLOCK
+    blocks = new[: whole * BLOCK].reshape(whole, BLOCK)[differs[:whole]]
+    rest = new[whole * BLOCK :] if len(differs) > whole and differs[whole] else new[:0]
+    body = b"".join((np.packbits(differs, bitorder="little").tobytes(), blocks.tobytes(), rest.tobytes()))
+    frame = zstandard.ZstdCompressor(level=1, write_content_size=True).compress(body)
+    return HEAD.pack(MAGIC, len(new), count) + frame
+
+
+def share_that_differs(raw: Buffer, base: Buffer) -> float:
+    """Return the share of blocks that differ, 0..1."""
+    return float(_differing(np.frombuffer(raw, np.uint8), np.frombuffer(base, np.uint8)).mean())
+
+
+def apply(patch: Buffer, base: Buffer, into: memoryview | None = None) -> memoryview:
+    """Return the bytes of the chunk.
+
+    Args:
+        patch: the patch.
+        base: the bytes of the base; they may be in `into` already.
+        into: writable memory of the chunk's size for the result.
+
+    Raises:
+        ValueError, zstandard.ZstdError: this is no patch of a chunk of that size.
+    """
+    if len(patch) < HEAD.size:
+        raise ValueError("it is shorter than the head of a patch")
+    magic, size, count = HEAD.unpack_from(patch)
+    blocks = -(-size // BLOCK)
+    if magic != MAGIC or size != len(base) or count > blocks:
+        raise ValueError(f"its head is not that of a patch of {len(base)} bytes")
+    flags, changed = _body(memoryview(patch)[HEAD.size :], size, blocks, count)
+    out = memory_for(max(size, 1))[:size] if into is None else into
+    array = np.frombuffer(out, np.uint8)
+    if not np.shares_memory(array, old := np.frombuffer(base, np.uint8)):
+        array[:] = old
+    whole = size // BLOCK
+    inside = int(np.count_nonzero(flags[:whole])) * BLOCK
+    array[: whole * BLOCK].reshape(whole, BLOCK)[flags[:whole]] = changed[:inside].reshape(-1, BLOCK)
+    if blocks > whole and flags[whole]:
+        array[whole * BLOCK :] = changed[inside:]
+    return out
+
+
+def _differing(new: npt.NDArray[np.uint8], old: npt.NDArray[np.uint8]) -> Blocks:
+    """For each block, whether it differs; the last one may be shorter."""
+    found = np.zeros(-(-len(new) // BLOCK), np.bool_)
+    whole = len(new) // BLOCK * BLOCK
+    for at in range(0, whole, _TILE):
+        end = min(at + _TILE, whole)
+        unequal = new[at:end].view(np.uint64) != old[at:end].view(np.uint64)
+        found[at // BLOCK : end // BLOCK] = unequal.reshape(-1, BLOCK // 8).any(axis=1)
+    if whole < len(new):
+        found[-1] = bool((new[whole:] != old[whole:]).any())
+    return found
+
+
+def _body(frame: memoryview, size: int, blocks: int, count: int) -> tuple[Blocks, npt.NDArray[np.uint8]]:
+    """Return which blocks differ, and their new bytes, one after the other."""
+    flags_size = -(-blocks // 8)
+    promised = zstandard.get_frame_parameters(bytes(frame[:32])).content_size
+    if not flags_size + max(count - 1, 0) * BLOCK <= promised <= flags_size + min(count * BLOCK, size):
+        raise ValueError(f"its frame promises {promised} bytes for {count} blocks")
+    expander = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
+    body = np.frombuffer(expander.decompress(frame, max_output_size=promised, allow_extra_data=False), np.uint8)
+    bits = np.unpackbits(body[:flags_size], bitorder="little")
+    flags = bits[:blocks].astype(np.bool_)
+    last = size - (blocks - 1) * BLOCK if blocks else 0
+    named = int(np.count_nonzero(flags))
+    changed_size = named * BLOCK - (BLOCK - last if blocks and flags[-1] else 0)
+    if bits[blocks:].any() or named != count or len(body) - flags_size != changed_size:
+        raise ValueError(f"its bitmap names {named} blocks, and its head {count}")
+    return flags, body[flags_size:]

@@ -1,0 +1,241 @@
+"""Retention: which of one run's checkpoints in one place are kept, and why.
+
+Invariant: only verified, complete checkpoints count towards a rule, and the newest of them is always kept. A checkpoint
+that is not verified is not deleted. One that cannot become complete any more is deleted once enough newer complete ones
+exist. No wall clock decides, because ages are differences between checkpoints' times of creation.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar
+
+from tierd.core.ids import CheckpointId
+from tierd.core.retention.policy import Best, Duration, RetentionPolicy, seconds
+from tierd.core.timeline.chain import way
+
+T = TypeVar("T", bound=tuple[Any, ...])
+Order: TypeAlias = tuple[str, str, int]  # run, attempt, step
+Origins: TypeAlias = Mapping[str, CheckpointId | None]  # attempt -> the checkpoint that it resumed from
+
+HOPED_FOR = "incomplete: its other parts may still come"
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """The facts that retention needs about one checkpoint in one place.
+
+    Attributes:
+        id: the checkpoint.
+        complete: whether every rank's part is there.
+        verified: whether the bytes are verified.
+        pinned: whether any place shows a pin.
+        created: when it was made; None if no manifest can be read.
+        metrics: by name, the metrics that were passed to `save`.
+        origin: the checkpoint from which its attempt resumed.
+        aside: whether it was proven corrupt and quarantined.
+    """
+
+    id: CheckpointId
+    complete: bool
+    verified: bool
+    pinned: bool = False
+    created: datetime | None = None
+    metrics: Mapping[str, float] | None = None
+    origin: CheckpointId | None = None
+    aside: bool = False
+
+    @cached_property
+    def order(self) -> Order:
+        return self.id.run, self.id.attempt, self.id.step  # sorts like the id, and many times as fast
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a checkpoint is kept, and every reason. `held_for` names tiers if it is kept only because of them."""
+
+    id: CheckpointId
+    keep: bool
+    reasons: tuple[str, ...]
+    held_for: tuple[str, ...] = ()
+
+
+def decide(
+    checkpoints: Sequence[CheckpointInfo],
+    policy: RetentionPolicy,
+    origins: Origins = MappingProxyType({}),
+    living: Collection[str] = (),
+) -> tuple[Verdict, ...]:
+    """Judge one run's checkpoints in one place, newest first. `origins` and `living` are those of `Ranking`."""
+    ranking = Ranking(checkpoints, policy, origins, living)
+    return tuple(ranking.verdict(info) for info in sorted(checkpoints, key=_order, reverse=True))
+
+
+class Ranking:
+    """The ranks by each rule of one run's checkpoints in one place. It judges these checkpoints and any single other.
+
+    Args:
+        checkpoints: the checkpoints in the place.
+        policy: the run's policy there.
+        origins: the checkpoint from which each attempt resumed, according to all places, so that retention follows the
+            same timeline as a resume.
+        living: the attempts whose launches live. Each also keeps the checkpoints that it would keep if no later launch
+            existed, because its trainer continues from these.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Sequence[CheckpointInfo],
+        policy: RetentionPolicy,
+        origins: Origins = MappingProxyType({}),
+        living: Collection[str] = (),
+    ) -> None:
+        counted = sorted((info for info in checkpoints if info.complete and info.verified), key=_order)
+        self._infos, self._counted, self._own_pins = checkpoints, counted, any(info.pinned for info in checkpoints)
+        # The timeline of a resume includes a launch that has no complete checkpoint yet, because that launch needs the
+        # checkpoint from which it resumed.
+        known = {info.id.attempt: info.origin for info in checkpoints if info.created} | dict(origins)
+        self._policy = policy
+        self._newest = counted[-1] if counted else None
+        self._way = way(max(known), known) if known else {}
+        self._all = [_order(info) for info in counted]  # oldest first, like the lists below
+        self._on_path = [info for info in counted if self._is_on_path(info)]
+        self._path = [_order(info) for info in self._on_path]
+        self._ranked = {best: sorted(rank for info in counted if (rank := _rank(info, best))) for best in policy.bests}
+        self._spaced = {every: list(_spaced(counted, every)) for every in policy.every}
+        self._alone: dict[str, Ranking] = {}
+        for one in living:
+            if any(info.id.attempt > one for info in checkpoints):
+                before = [info for info in checkpoints if info.id.attempt <= one]
+                come = {attempt: origin for attempt, origin in origins.items() if attempt <= one}
+                self._alone[one] = Ranking(before, policy, come)
+
+    @cached_property
+    def kept(self) -> frozenset[CheckpointId]:
+        """The checkpoints whose verdict is to keep. Slicing the sorted lists is faster than judging each checkpoint."""
+        count, policy, order = self._policy.keep_last, self._policy, _order
+        found = {info.id for info in (*self._counted[-count:], *self._on_path[-count:])}
+        if len(self._counted) < len(self._infos) or self._own_pins:
+            bound = self._all[-count] if len(self._all) >= count else None
+            found |= {
+                info.id
+                for info in self._infos
+                if info.pinned or not info.verified or (not info.complete and (bound is None or order(info) >= bound))
+            }
+        for steps in policy.every_steps:
+            found |= {info.id for info in self._counted if info.id.step % steps == 0}
+        if policy.keep_within and self._newest and (newest := self._newest.created):
+            within = seconds(policy.keep_within)
+            made = ((info.id, info.created) for info in self._counted if info.created)
+            found |= {one for one, created in made if (newest - created).total_seconds() <= within}
+        ranked = [order for best in policy.bests for _, order in self._ranked[best][-best.count :]]
+        spaced = [order for every in policy.every for order, _ in self._spaced[every]]
+        found |= {CheckpointId(*order) for order in (*ranked, *spaced)}
+        return frozenset(found).union(*(alone.kept for alone in self._alone.values()))
+
+    def verdict(self, info: CheckpointInfo) -> Verdict:
+        """The verdict over `info`: one of the ranked checkpoints, or another one as if it alone were added to them."""
+        verdict = self._verdict(info)
+        for one, ranking in self._alone.items():
+            if verdict.keep or info.id.attempt > one:
+                continue
+            alone = ranking._verdict(info)
+            if alone.keep:
+                return Verdict(info.id, True, (*alone.reasons, f"launch {one} lives, beside a later one"))
+        return verdict
+
+    def _verdict(self, info: CheckpointInfo) -> Verdict:
+        newer = _above(self._all, _order(info))
+        reasons = ["pinned"] if info.pinned else []
+        if not info.verified:
+            reasons.append("not verified yet")
+        if info.complete and info.verified:
+            reasons += self._reasons(info, newer)
+        if reasons:
+            return Verdict(info.id, True, tuple(reasons))
+        if info.complete:
+            return Verdict(info.id, False, (f"older than the last {self._policy.keep_last}, and no rule keeps it",))
+        if newer < self._policy.keep_last:
+            why = "quarantined: kept to be looked at" if info.aside else HOPED_FOR
+            return Verdict(info.id, True, (why,))
+        what = "quarantined" if info.aside else "incomplete"
+        return Verdict(info.id, False, (f"{what}, and {newer} newer complete ones are verified",))
+
+    def _reasons(self, info: CheckpointInfo, newer: int) -> Iterator[str]:
+        count, within = self._policy.keep_last, self._policy.keep_within
+        on_path = newer == 0 or self._is_on_path(info)
+        place = 1 + (_above(self._path, _order(info)) if on_path else newer)
+        if place <= count:
+            yield "newest" if newer == 0 else f"last {place} of {count}" + ("" if on_path else ", off the timeline")
+        yield from self._by_step(info)
+        newest = (info if newer == 0 or self._newest is None else self._newest).created
+        if within and newest and info.created and (newest - info.created).total_seconds() <= seconds(within):
+            yield f"within {within} of the newest"
+        yield from self._by_time_or_metric(info)
+
+    def is_for_good(self, info: CheckpointInfo) -> bool:
+        """Whether a checkpoint is kept however many newer ones follow.
+
+        A pin and every rule except `keep_last` and `keep_within` keep a checkpoint so.
+        """
+        return info.pinned or any(True for rule in (self._by_step, self._by_time_or_metric) for _ in rule(info))
+
+    def _by_step(self, info: CheckpointInfo) -> Iterator[str]:
+        for steps in self._policy.every_steps:
+            if info.id.step % steps == 0:
+                yield f"every {steps} steps"
+
+    def _by_time_or_metric(self, info: CheckpointInfo) -> Iterator[str]:
+        for every in self._policy.every:
+            if self._is_spaced(info, every):
+                yield f"one every {every}"
+        for best in self._policy.bests:
+            rank = _rank(info, best)
+            if rank and (place := 1 + _above(self._ranked[best], rank)) <= best.count:
+                yield f"best {best.metric}" + (f" ({place} of {best.count})" if best.count > 1 else "")
+
+    def _is_on_path(self, info: CheckpointInfo) -> bool:
+        limit = self._way.get(info.id.attempt, -1)
+        return limit is None or info.id.step <= limit
+
+    def _is_spaced(self, info: CheckpointInfo, every: Duration) -> bool:
+        # Only older checkpoints that this rule keeps decide, so that pruning others in between changes no verdict.
+        kept = self._spaced[every]
+        before = bisect_left(kept, _order(info), key=lambda one: one[0])
+        last = kept[before - 1][1] if before else None
+        return info.created is not None and _is_apart(info.created, last, every)
+
+
+def _rank(info: CheckpointInfo, best: Best) -> tuple[float, Order] | None:
+    """The sort key of `keep_best`, larger is better; None if the metric is missing or NaN."""
+    value = (info.metrics or {}).get(best.metric)
+    if value is None or value != value:
+        return None
+    # Of equal values the newer wins, because a plateau should not keep its oldest checkpoint.
+    return value if best.mode == "max" else -value, _order(info)
+
+
+_order = operator.attrgetter("order")
+
+
+def _spaced(counted: Sequence[CheckpointInfo], every: Duration) -> Iterator[tuple[Order, datetime]]:
+    """The checkpoints that `keep_every` keeps of `counted`, oldest first as `counted` is."""
+    last: datetime | None = None
+    for info in counted:
+        if info.created is not None and _is_apart(info.created, last, every):
+            last = info.created
+            yield _order(info), last
+
+
+def _is_apart(created: datetime, last: datetime | None, every: Duration) -> bool:
+    return last is None or abs((created - last).total_seconds()) >= seconds(every)
+
+
+def _above(ascending: list[T], one: T) -> int:
+    return len(ascending) - bisect_right(ascending, one)

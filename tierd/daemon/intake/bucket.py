@@ -1,0 +1,316 @@
+"""Checkpoints of other programs in a bucket: listed as a directory is, described by range, and brought one at a time.
+
+Invariant: the bucket is only read. A name becomes a path only if it is a safe relative path, and only below a directory
+of this command's own. The bytes of a file are those of one listed object: each request names the object's ETag.
+
+Memory is bounded by `_AT_ONCE` pieces, and disk space by the largest checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from bisect import bisect_left
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import ClassVar
+
+import xxhash
+
+from tierd.core.errors import CheckpointNotFound, ConfigError, ManifestError, ObjectNotFound, SpoolFull
+from tierd.core.manifest import check_path
+from tierd.core.urls import StoreUrl
+from tierd.daemon.intake.origin import Entries
+from tierd.daemon.transfer.concurrency import each, to_the_end
+from tierd.formats.byte_source import ByteSource
+from tierd.stores.base import ObjectInfo
+from tierd.stores.foreign import ForeignStore
+from tierd.watching.completeness import unfinished_marker
+from tierd.watching.files import MAX_NAMES, OWN, Tree
+from tierd.watching.inspect import Changed
+from tierd.watching.layouts import Unit, units
+from tierd.watching.listing import MARKERS, MAX_MARKER, ListedEntry, Listing, joined
+
+_PIECE, _AT_ONCE = 8 << 20, 8  # bytes of one request, and requests at a time
+_LAST = "\U0010ffff"  # sorts after each character of a name
+
+
+def split_url(url: StoreUrl) -> tuple[StoreUrl, str | None]:
+    """Return the URL that is listed, and the name there of what `url` names; None for the whole bucket."""
+    parent, _, name = url.prefix.rpartition("/")
+    return replace(url, prefix=parent), name or None
+
+
+class BucketOrigin:
+    """The objects at a URL and below it; see `origin.Origin`.
+
+    Args:
+        store: the store of the listed URL; see `split_url`.
+        named: the name there; None for everything.
+        scratch: a private directory that does not exist yet. Unlike the names, this node's user chose it.
+    """
+
+    is_brought: ClassVar[bool] = True
+
+    def __init__(self, shown: str, store: ForeignStore, named: str | None, scratch: Path) -> None:
+        self.shown, self.name = shown, named
+        self._store, self._scratch = store, scratch
+        self._base = ""  # of the names that are listed
+        self._is_object = False
+        self._found: dict[str, ObjectInfo] = {}  # of the one listing, by path
+        self._paths: list[str] = []  # sorted
+        self._listing: Listing | None = None
+        self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    async def at(cls, shown: str, store: ForeignStore, named: str | None, scratch: Path) -> BucketOrigin:
+        """Find whether the name is an object, one checkpoint's prefix, or the prefix of several.
+
+        Raises:
+            CheckpointNotFound: there is no object.
+        """
+        found = cls(shown, store, named, scratch)
+        if named is not None and await found._first(f"{named}/") is None:
+            if (await found._exactly(named)) is None:
+                raise CheckpointNotFound(f"{shown}: no object lies there")
+            found._is_object = True
+        elif named is not None and all(unit.path != named for unit in units(await found.listing())):
+            found._rebase(f"{named}/")
+        return found
+
+    async def listing(self) -> Listing:
+        """List everything once: the whole place may have a million objects, and checkpoints are taken one by one."""
+        if self._listing is None:
+            found = await self._objects()
+            texts = {path: await self._text(one) for path, one in found.items() if _is_marker(path, one)}
+            self._take(found, texts)
+        assert self._listing is not None
+        return self._listing
+
+    def _take(self, found: dict[str, ObjectInfo], texts: Mapping[str, str]) -> None:
+        self._found, self._paths = found, sorted(found)
+        self._listing = Listing(entries_of(found), texts)
+
+    def _rebase(self, base: str) -> None:
+        """Take the listed objects below a prefix for the place, because no checkpoint has that prefix itself."""
+        texts = self._listing.texts if self._listing else {}
+        self.name, self._base = None, base
+        self._take(
+            {path.removeprefix(base): one for path, one in self._found.items() if path.startswith(base)},
+            {path.removeprefix(base): text for path, text in texts.items() if path.startswith(base)},
+        )
+
+    async def again(self, unit: Unit) -> Listing | None:
+        """List the objects whose names begin as the unit's do; of all others, the first listing counts.
+
+        Markers outside of the unit say nothing of its bytes, so they are not read again.
+        """
+        prefix = _common(unit)
+        now = {one.key[len(self._base) :]: one async for one in self._store.names(self._base + prefix)}
+        before = self._paths[bisect_left(self._paths, prefix) : bisect_left(self._paths, prefix + _LAST)]
+        if now == {path: self._found[path] for path in before}:
+            return None
+        texts = self._listing.texts if self._listing else {}
+        return Listing(entries_of({path: self._found[path] for path in self._found.keys() - before} | now), texts)
+
+    async def _objects(self) -> dict[str, ObjectInfo]:
+        found: dict[str, ObjectInfo] = {}
+        prefix = self._base if self.name is None else "" if self._is_object else f"{self.name}/"
+        async with aclosing(self._flat() if self._is_object else self._store.names(prefix)) as names:
+            async for one in names:
+                if len(found) == MAX_NAMES:
+                    raise ConfigError(f"{self.shown}: more than {MAX_NAMES} objects lie below it; name one checkpoint")
+                found[one.key[len(self._base) :]] = one
+        if self.name is not None and not self._is_object:
+            for beside in (*MARKERS, unfinished_marker(self.name)):
+                if (marker := await self._exactly(beside)) is not None:
+                    found[beside] = marker
+        return found
+
+    async def _flat(self) -> AsyncGenerator[ObjectInfo, None]:
+        """List the objects directly below the listed URL, with one request for each prefix that is passed."""
+        after: str | None = ""
+        while after is not None:
+            start, after = after, None
+            async with aclosing(self._store.names("", start)) as names:
+                async for one in names:
+                    directory, slash, _ = one.key.partition("/")
+                    if slash:
+                        after = f"{directory}/{_LAST}"
+                        break
+                    yield one
+
+    async def _first(self, prefix: str) -> ObjectInfo | None:
+        async with aclosing(self._store.names(prefix)) as names:
+            async for one in names:
+                return one
+        return None
+
+    async def _exactly(self, name: str) -> ObjectInfo | None:
+        one = await self._first(name)  # of all names with this prefix it is the first
+        return one if one is not None and one.key == name else None
+
+    async def _text(self, found: ObjectInfo) -> str:
+        data = bytearray(found.size)
+        try:
+            if data:
+                await self._store.get_range(found, 0, memoryview(data))
+        except ObjectNotFound:
+            return ""
+        return data.decode("utf-8", "replace")
+
+    def _same(self, path: str, listed: ListedEntry) -> ObjectInfo:
+        found = self._found.get(path)
+        if found is None or _entry(found) != listed:
+            raise Changed("it was deleted or replaced meanwhile")
+        return found
+
+    @contextmanager
+    def opened(self, path: str, listed: ListedEntry) -> Iterator[ByteSource]:
+        yield _RangedObject(self._store, self._same(path, listed), self._loop)
+
+    @asynccontextmanager
+    async def brought(self, unit: Unit, entries: Entries) -> AsyncGenerator[tuple[Tree, Entries], None]:
+        if unit.strange:
+            raise ManifestError(f"{unit.strange[0][:200]!a}: an object's name that cannot be a file's")
+        for path in unit.files:
+            check_path(path, self.shown)
+        await to_the_end(self._make_room, sum(entries[path].size for path in unit.files))
+        try:
+            await self._download({path: self._same(path, entries[path]) for path in unit.files})
+            with Tree(self._scratch) as tree:
+                there = (await to_the_end(tree.listing)).entries
+                yield tree, {path: there[path] for path in unit.files}
+        finally:
+            await to_the_end(shutil.rmtree, self._scratch, ignore_errors=True)
+
+    def _make_room(self, size: int) -> None:
+        self._scratch.mkdir(mode=0o700)
+        free = shutil.disk_usage(self._scratch).free
+        if size > free:
+            raise SpoolFull(
+                f"{self.shown}: a checkpoint of {size} bytes is to be checked, and {self._scratch.parent} has {free} "
+                "free: set TMPDIR to a directory with room for the largest one"
+            )
+
+    async def _download(self, files: Mapping[str, ObjectInfo]) -> None:
+        for path, found in files.items():
+            await to_the_end(_make, self._scratch / path, found.size)
+
+        async def bring(piece: tuple[str, int, int]) -> None:
+            path, offset, length = piece
+            data = bytearray(length)
+            try:
+                await self._store.get_range(files[path], offset, memoryview(data))
+            except ObjectNotFound:
+                raise Changed(f"{path}: it was deleted or replaced meanwhile") from None
+            await to_the_end(_write, self._scratch / path, data, offset)
+
+        await each(_AT_ONCE, bring, _pieces(files))
+        for path, found in files.items():
+            os.utime(self._scratch / path, ns=(found.modified_ns, found.modified_ns))
+
+
+@dataclass(frozen=True, slots=True)
+class _RangedObject:
+    """A listed object as a source; read in a thread, while the event loop runs."""
+
+    store: ForeignStore
+    found: ObjectInfo
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def size(self) -> int:
+        return self.found.size
+
+    def read(self, offset: int, length: int) -> bytes:
+        data = bytearray(length)
+        if data:
+            reading = self.store.get_range(self.found, offset, memoryview(data))
+            try:
+                asyncio.run_coroutine_threadsafe(reading, self.loop).result()
+            except ObjectNotFound:
+                raise Changed("it was deleted or replaced meanwhile") from None
+        return bytes(data)
+
+
+def _common(unit: Unit) -> str:
+    """Return the prefix that the names of a unit's objects have, and few others."""
+    if all(path.startswith(f"{unit.path}/") for path in unit.files):
+        return f"{unit.path}/"
+    first, last = unit.files[0], unit.files[-1]  # sorted, so all others begin as these two do
+    return "".join(one for one, _ in takewhile(lambda two: two[0] == two[1], zip(first, last, strict=False)))
+
+
+def entries_of(objects: Mapping[str, ObjectInfo]) -> dict[str, ListedEntry]:
+    """Return the entries of a directory tree with these objects as its files.
+
+    An object whose name cannot be a path, or is also a directory's, becomes a special file, which nothing opens. So the
+    checkpoint in which it lies is not taken without it. An empty object whose name ends in '/' is a directory.
+    """
+    entries: dict[str, ListedEntry] = {}
+    for name, found in objects.items():
+        path = name.removesuffix("/") if found.size == 0 else name
+        if any(step.startswith(OWN) for step in path.split("/")):
+            continue
+        safe = _safe(path)
+        for at, character in enumerate(safe):
+            if character == "/":
+                _add(entries, safe[:at], ListedEntry("directory"))
+        if safe != path:
+            _add(entries, joined(safe, ascii(path[len(safe) :])[:200].replace("/", "|")), ListedEntry("other"))
+            _add(entries, safe, ListedEntry("directory"))
+        else:
+            _add(entries, path, ListedEntry("directory") if path != name else _entry(found))
+    entries.pop("", None)
+    return entries
+
+
+def _add(entries: dict[str, ListedEntry], path: str, entry: ListedEntry) -> None:
+    known = entries.setdefault(path, entry)
+    if known.kind != entry.kind:
+        entries[path] = ListedEntry("other")
+
+
+def _safe(path: str) -> str:
+    """Return the longest beginning of a path, in whole components, that is a safe relative path."""
+    while path:
+        try:
+            check_path(path, "")
+            return path
+        except ManifestError:
+            path = path.rpartition("/")[0]
+    return path
+
+
+def _entry(found: ObjectInfo) -> ListedEntry:
+    return ListedEntry("file", found.size, found.modified_ns, (0, xxhash.xxh3_64_intdigest(found.token.encode())))
+
+
+def _is_marker(path: str, found: ObjectInfo) -> bool:
+    return path.rpartition("/")[2] in MARKERS and found.size <= MAX_MARKER
+
+
+def _pieces(files: Mapping[str, ObjectInfo]) -> Iterator[tuple[str, int, int]]:
+    for path, found in files.items():
+        for offset in range(0, found.size, _PIECE):
+            yield path, offset, min(_PIECE, found.size - offset)
+
+
+def _make(path: Path, size: int) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path, data: bytearray, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)

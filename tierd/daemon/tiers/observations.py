@@ -1,0 +1,171 @@
+"""The last observation of each tier, and how observations are shared.
+
+Invariant: a place that did not answer is unknown, not empty, and of two observations the one that began later counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeAlias
+
+from tierd.core.errors import StoreUnavailable, TierdError
+from tierd.core.ids import PartId
+from tierd.core.planning.copies import ManifestFacts
+from tierd.core.planning.place import Place
+from tierd.daemon.tiers.observe import TierObserver
+
+Change: TypeAlias = Callable[[Place], Place]
+
+_ANSWERS = 120.0  # seconds that an observation waits for the next answer, all retries included
+_TOGETHER = 5.0  # seconds at most that an observation waits for callers to share it
+# An observation that took longer than `_QUICK` seconds is valid for `_PATIENT` times its duration.
+_QUICK, _PATIENT = 1.0, 10.0
+
+
+class Observations:
+    """The last observation of every tier.
+
+    Args:
+        observers: tier -> what observes it.
+
+    Attributes:
+        places: tier -> its inventory as last observed; None if the tier did not answer.
+        mute: tiers that do not answer -> monotonic seconds of the first failure since the last answer. Time in which
+            nothing was asked, because the daemon was at rest or the machine slept, does not count.
+    """
+
+    def __init__(self, observers: Mapping[str, TierObserver]) -> None:
+        self.places: dict[str, Place | None] = dict.fromkeys(observers)
+        self.mute: dict[str, float] = {}
+        self._observers = observers
+        self._clock = itertools.count()
+        self._seen = dict.fromkeys(observers, -1)  # tier -> start of the observation that `places` shows
+        # Changes since then, each with its time.
+        self._done: dict[str, list[tuple[int, Change]]] = {name: [] for name in observers}
+        # The observation that has not begun yet; `_asked` has its runs and ranks.
+        self._next: dict[str, asyncio.Task[None]] = {}
+        self._asked: dict[str, tuple[set[str], dict[str, frozenset[int]]]] = {}
+        self._looking: Counter[str] = Counter()
+        # Runs that the last observation covered.
+        self._shown: dict[str, frozenset[str]] = dict.fromkeys(observers, frozenset())
+        self._took = dict.fromkeys(observers, 0.0)  # seconds that the last observation took
+        self._since = dict.fromkeys(observers, -math.inf)  # when it began, monotonic seconds
+
+    def has(self, part: PartId, tier: str) -> bool:
+        """Whether the latest observation found a usable manifest of `part` on `tier`, which means a verified copy."""
+        place = self.places[tier]
+        return bool(place and place.has(part))
+
+    async def look(self, tier: str, runs: set[str], mine: Mapping[str, Collection[int]]) -> None:
+        """Observe a tier afresh.
+
+        Callers that ask during an observation wait a little and share the next one. That one begins after each of them
+        asked, so it shows all that was there when they asked.
+
+        Args:
+            tier: the tier's name.
+            runs: the runs to observe.
+            mine: run -> the ranks of which the spool has parts.
+
+        Raises:
+            StoreUnavailable, StoreRefused: the tier did not answer; it is unknown now.
+        """
+        waiting = self._next.get(tier)
+        if waiting is None:
+            waiting = self._next[tier] = asyncio.ensure_future(self._look(tier))
+            waiting.add_done_callback(_seen_to)
+            self._asked[tier] = set(), {}
+        asked, ranks = self._asked[tier]
+        asked |= runs
+        for run, own in mine.items():
+            ranks[run] = frozenset(own) | ranks.get(run, frozenset())
+        await asyncio.shield(waiting)
+
+    async def _look(self, tier: str) -> None:
+        if self._looking[tier]:
+            await asyncio.sleep(min(self._took[tier] / 10, _TOGETHER))
+        del self._next[tier]
+        runs, mine = self._asked.pop(tier)
+        begun, at = next(self._clock), time.monotonic()
+        self._looking[tier] += 1
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_ANSWERS) as limit:
+                place = await self._observers[tier].look(
+                    runs, mine, told=lambda: limit.reschedule(loop.time() + _ANSWERS)
+                )
+            if self._saw(tier, begun, place):
+                self._shown[tier] = frozenset(runs)
+                self._took[tier], self._since[tier] = time.monotonic() - at, at
+        except TimeoutError as error:
+            self._saw(tier, begun, None)
+            raise StoreUnavailable(f"{tier}: did not answer within {_ANSWERS:.0f} s") from error
+        except TierdError:
+            self._saw(tier, begun, None)
+            raise
+        finally:
+            self._looking[tier] -= 1
+
+    def good_for(self, tier: str) -> float:
+        """For how many seconds more the last observation suffices to send parts, and for nothing else.
+
+        Zero unless an observation of that tier takes long.
+        """
+        took = self._took[tier]
+        if self.places[tier] is None or took < _QUICK:
+            return 0.0
+        return max(0.0, self._since[tier] + _PATIENT * took - time.monotonic())
+
+    def age_s(self, tier: str) -> float:
+        """How long ago the last observation of a tier began, in seconds; infinite if the tier is unknown."""
+        return math.inf if self.places[tier] is None else time.monotonic() - self._since[tier]
+
+    def knows(self, tier: str, run: str) -> bool:
+        """Whether the last observation of a tier covered a run."""
+        return run in self._shown[tier]
+
+    def put(self, tier: str, part: PartId, facts: ManifestFacts) -> None:
+        """Record that a part was just flushed, which observations that began earlier do not show.
+
+        This does not count as an observation, because one under way is newer for everything else.
+        """
+        self.did(tier, lambda place: place.adding(part, facts))
+
+    def did(self, tier: str, change: Change) -> None:
+        """Record what an operation changed on a tier, which observations that began earlier do not show."""
+        self._done[tier].append((next(self._clock), change))
+        self.update(tier, change)
+
+    def update(self, tier: str, change: Change) -> None:
+        """Change the last observation alone, because every later one shows the change itself."""
+        if place := self.places[tier]:
+            self.places[tier] = change(place)
+
+    def _saw(self, tier: str, begun: int, place: Place | None) -> bool:
+        # A worker and a request may observe at once: the observation that began later is newer, whichever ends first.
+        if begun < self._seen[tier]:
+            return False
+        self._done[tier] = [one for one in self._done[tier] if one[0] > begun]
+        for _, change in self._done[tier]:
+            place = place and change(place)
+        self._seen[tier], self.places[tier] = begun, place
+        if place is None:
+            self.mute.setdefault(tier, time.monotonic())
+        else:
+            self.mute.pop(tier, None)
+        return True
+
+    def doubt(self, tier: str) -> None:
+        """Discard the last observation of a tier, because it proved wrong."""
+        self.places[tier] = None
+
+
+def _seen_to(look: asyncio.Task[None]) -> None:
+    """Retrieve the exception of an observation, because its callers may be gone before it fails."""
+    if not look.cancelled():
+        look.exception()

@@ -1,0 +1,92 @@
+"""The daemon's durations that no user configures, and its clock.
+
+The composition roots ask `given` and pass the result down. So a test shortens a wait, or sets a clock, in one place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+def _wall_ns() -> int:
+    return time.time_ns()
+
+
+@dataclass(frozen=True)
+class DaemonTimings:
+    """How long the daemon waits, and the clock by which it stamps and judges ages.
+
+    Attributes:
+        backoff_s: the longest backoff of a tier worker.
+        stuck_s: until an object that could not be sent, repaired or deleted is tried again.
+        in_hand_s: how long workers have to end their current actions when the configuration changes.
+        grace_s: without a trainer before an idle daemon ends, so that a restarting trainer still finds it.
+        abandoned_s: how long a stage must be unlocked before it counts as left over.
+        taken_up_s: how long an interrupted fetch of a whole part may be continued.
+        full_look_s: between full observations of the spool.
+        prune_again_s: until a local copy that no tier was found to hold is checked again; tiers are observed meanwhile.
+        aged_s: how old the observation may be by which the only copy of a checkpoint is deleted. An older one is made
+            anew, because a daemon that was stopped for hours decides before it has observed anything.
+        room_s: how long freeing disk space may take; flushes under way may verify more copies meanwhile.
+        twin_s: how long a flush waits for another tier's manifest, which only saves work.
+        restore_s: how long a restore waits for a tier's answer if the spool suffices.
+        refused_s: how long a refused deletion counts before the store is asked again.
+        list_again_s: until a tier whose runs could not be listed is tried again.
+        own_stale_ms: until this node's own intents and marks expire; short, because it trusts its own clock.
+        mark_looks: how often a flush lists the marks that it waits for.
+        mark_pause_s: between two of these listings.
+        scrub_look_s: between two checks for a copy that is due to be verified.
+        scrub_later_s: how long a copy that could not be read or repaired is skipped at first; it doubles each time.
+        orphan_s: how long a dead trainer's memory is kept for its successor.
+        tick_s: between two polls of the hand-off socket.
+        watch_s: between two listings of a watched directory.
+        renew_s: between two announcements of the node that takes the units of a watched run.
+        silent_s: until a node whose announcement is not renewed counts as dead for the other watchers.
+        yield_s: how long a watcher leaves a unit to another node that still renews its announcement.
+        wall_ns: the wall clock, nanoseconds since 1970.
+    """
+
+    backoff_s: float = 300.0
+    stuck_s: float = 60.0
+    in_hand_s: float = 10.0
+    grace_s: float = 2.0
+    abandoned_s: float = 5.0
+    taken_up_s: float = 3600.0
+    full_look_s: float = 60.0
+    prune_again_s: float = 1.0
+    aged_s: float = 300.0
+    room_s: float = 5.0
+    twin_s: float = 5.0
+    restore_s: float = 60.0
+    refused_s: float = 600.0
+    list_again_s: float = 60.0
+    own_stale_ms: int = 900_000
+    mark_looks: int = 30
+    mark_pause_s: float = 0.5
+    scrub_look_s: float = 60.0
+    scrub_later_s: float = 3600.0
+    orphan_s: float = 30.0
+    tick_s: float = 0.5
+    watch_s: float = 3.0
+    renew_s: float = 30.0
+    silent_s: float = 180.0
+    yield_s: float = 3600.0
+    wall_ns: Callable[[], int] = _wall_ns
+
+    def now_s(self) -> float:
+        """Return the wall clock in seconds since 1970."""
+        return self.wall_ns() / 1e9
+
+    def now_ms(self) -> int:
+        """Return the wall clock in milliseconds since 1970."""
+        return self.wall_ns() // 1_000_000
+
+
+USUAL = DaemonTimings()
+
+
+def given() -> DaemonTimings:
+    """Return the timings of a daemon that is composed now."""
+    return USUAL

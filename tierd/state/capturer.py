@@ -1,0 +1,104 @@
+"""Capture a state save after save, without repeating work for the parts that did not change.
+
+Invariant: a capture equals the result of `flatten` and `plan_layout` for the same state at the same moment: names,
+bytes and refusals. The structure found by the last full walk (`state/capture_plan.py`) is only a guess, so a capture
+compares every part of it with the state. On any doubt the full walk is repeated. One exception: a capture finds the
+tensors that an optimizer moves again only after parameters were frozen or freed. That is safe because the answer
+decides only the tensors' order in the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+import torch
+from torch.optim import Optimizer
+
+from tierd.state.capture import Capture
+from tierd.state.capture_plan import CapturePlan
+from tierd.state.encode import Answers, Encoder
+from tierd.state.kinds.optimizers import moving, optimizers_in, trained
+from tierd.state.tensor_file import Planner, TensorFileLayout
+from tierd.state.uncollected import uncollected
+
+_MANY = 200_000  # values; a larger structure costs too much memory between saves
+
+
+class Capturer:
+    """Capture the states of one job, one after the other."""
+
+    def __init__(self) -> None:
+        self._plan: CapturePlan | None = None
+        self._planner: Planner | None = None
+        self._layout: TensorFileLayout | None = None
+        self._moving: frozenset[str] = frozenset()
+        self._trained: list[bool] = []
+
+    def capture(self, state: Mapping[str, object]) -> Capture:
+        """Take a state apart, as `flatten` does, and plan the layout of its tensors. Calls every `state_dict()` once.
+
+        Raises:
+            StateRefused: as `flatten` or `plan_layout`, except that only `tree()` checks the size of the tree.
+        """
+        with uncollected():
+            return self._capture(state)
+
+    def _capture(self, state: Mapping[str, object]) -> Capture:
+        answers: Answers = {}
+        capture = None
+        if self._plan is not None:
+            # Any error is suppressed, because the full walk then continues from the answers and reports it.
+            with suppress(Exception):
+                capture = self._plan.follow(state, answers)
+        # Searched after the walk, because the walk leaves the parameters in the CPU cache.
+        optimizers, trains = _optimizers_of(state)
+        if capture is not None and trains == self._trained:
+            return self._grown(capture, optimizers)
+        self._plan = None
+        walk = Encoder(answers)
+        root = walk.begin(state)
+        layout = self._laid_out(walk.tensors, optimizers)
+        plan = CapturePlan(walk, root, layout)
+        self._plan, self._trained = plan if walk.nodes <= _MANY else None, trains
+        return plan.capture(walk.tensors, walk.dtensors, walk.holes)
+
+    def _grown(self, capture: Capture, optimizers: list[Optimizer]) -> Capture:
+        """Return the capture with a layout that includes the tensors added since the previous capture."""
+        assert self._plan is not None
+        added, self._plan.added = self._plan.added, {}
+        if not added:
+            return capture
+        assert self._planner is not None
+        moved = frozenset[str]()
+        with suppress(Exception):  # for the reason given in `_optimizers_of`
+            moved = moving(optimizers, added)
+        self._moving |= moved
+        for name, tensor in added.items():
+            self._planner.add(name, tensor, moved)
+        self._layout = self._planner.layout()
+        self._plan.lay_out(self._layout)
+        return self._plan.capture(capture.tensors, capture.dtensors, capture._holes)
+
+    def _laid_out(self, tensors: Mapping[str, torch.Tensor], optimizers: list[Optimizer]) -> TensorFileLayout:
+        moved: frozenset[str] = frozenset()
+        with suppress(Exception):  # for the reason given in `_optimizers_of`
+            moved = moving(optimizers, tensors)
+        known = self._layout.entries if self._layout else {}
+        same = tensors.keys() == known.keys() and all(
+            (tensor.dtype, tensor.shape) == (known[name].dtype, known[name].shape) for name, tensor in tensors.items()
+        )
+        if self._layout is None or not same or moved != self._moving:
+            self._planner = Planner(tensors, moved)
+            self._layout, self._moving = self._planner.layout(), moved
+        return self._layout
+
+
+def _optimizers_of(state: Mapping[str, object]) -> tuple[list[Optimizer], list[bool]]:
+    """Return the optimizers in a state, and for their parameters whether each is trained."""
+    try:
+        optimizers = optimizers_in(state)
+        return optimizers, trained(optimizers)
+    # Some objects raise when their attributes are read; only the tensors' order depends on this, so the save continues.
+    except Exception:
+        return [], []

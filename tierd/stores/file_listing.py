@@ -1,0 +1,64 @@
+"""List the objects in one directory of `FileStore`, below the root's descriptor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from tierd.stores.base import ObjectInfo, is_key
+from tierd.stores.descriptors import descend
+
+
+def list_directory(root: int, directory: str, prefix: str, after: str) -> list[str]:
+    """List the entries of `directory` (empty, or ending in '/') that a scan may show.
+
+    Returns:
+        Sorted keys; subdirectories end in '/'.
+    """
+    found = []
+    if directory and not is_key(directory[:-1]):
+        return []
+    try:
+        with descend(root, directory.split("/")[:-1]) as fd, os.scandir(fd) as entries:
+            for entry in entries:
+                key = directory + entry.name
+                if not is_key(key):
+                    continue
+                if entry.is_dir(follow_symlinks=False) and _reaches(key + "/", prefix, after):
+                    found.append(key + "/")
+                elif key.startswith(prefix) and key > after and entry.is_file(follow_symlinks=False):
+                    found.append(key)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(found)  # as strings: "a-b" < "a.b" < "a/", which is the order of the keys below
+
+
+def stat_objects(root: int, directory: str, keys: Sequence[str]) -> list[ObjectInfo]:
+    """Describe those of `keys`, which are in `directory`, that still exist."""
+    infos = []
+    try:
+        with descend(root, directory.split("/")[:-1]) as fd:
+            for key in keys:
+                try:
+                    found = os.stat(key.rpartition("/")[2], dir_fd=fd, follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                token = f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}"
+                infos.append(ObjectInfo(key, found.st_size, token))
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # removed meanwhile
+    return infos
+
+
+def parent(key: str) -> str:
+    """Return the directory that holds `key`, with its '/'; a directory (ending in '/') is its own parent."""
+    return key[: key.rfind("/") + 1]
+
+
+def _reaches(directory: str, prefix: str, after: str) -> bool:
+    """Return whether a key in `directory` (ending in '/') may begin with `prefix` and sort after `after`."""
+    if not (directory.startswith(prefix) or prefix.startswith(directory)):
+        return False
+    # Every character of a key sorts before '\x7f'.
+    inside = after.startswith(directory) and after[len(directory) :] < "\x7f"
+    return directory > after or inside

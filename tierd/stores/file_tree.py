@@ -1,0 +1,294 @@
+"""The directory tree of `FileStore`: its root, which each call checks, and its objects and temp files. Synchronous.
+
+Invariant: no call writes to, or reads from, a directory other than the root that was opened first, and none follows a
+symlink inside the root.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import re
+import secrets
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tierd.core.errors import DeleteRefused, StoreRefused, StoreUnavailable
+from tierd.spool.direct_io import PIECE, write_pages
+from tierd.stores.base import ObjectInfo, check_size
+from tierd.stores.descriptors import DIRECTORY, closing, descend, lock, sweep, sync_directory, unlink
+from tierd.stores.file_listing import list_directory, stat_objects
+from tierd.stores.file_reads import DIRECT_PIECE, digest_file
+
+STAT_PAGE = 256
+_TMP = ".tmp"
+_TMP_NAME = re.compile(r"[0-9a-f]{32}")
+_SWEEP = 1000  # leftover temp files that one sweep examines, at most
+_PUT_TRIES = 8  # attempts, because a delete may remove the directory and a sweep the temp file while a put runs
+_SMALL = 1 << 20  # bytes
+_KEPT = (errno.EPERM, errno.EACCES)  # errors for an entry that may not be removed
+
+
+class FileTree:
+    """The objects below the directory `root`, which must exist. Opens nothing until the first call.
+
+    Args:
+        root: the directory.
+        trial: as for `FileStore`.
+    """
+
+    def __init__(self, root: Path, *, trial: bool) -> None:
+        self._path = root
+        self._trial = f"{_TMP}-{secrets.token_hex(8)}" if trial else ""  # its own directory for temp files
+        self._tmp = _TMP
+        self._opening = threading.Lock()
+        self._seen = False  # whether the root has existed
+        self._marked = False  # whether the root has had its mark
+        self._swept = False
+        self._durable: set[str] = set()  # directories whose own entries are known to be durable
+
+    @property
+    def made_trial(self) -> bool:
+        """Whether a put made the trial's own directory for temp files."""
+        return self._tmp == self._trial
+
+    @contextmanager
+    def _root(self) -> Iterator[int]:
+        """Open the root's descriptor, after checking that the path still leads to the same root."""
+        try:
+            root = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            if self._seen:
+                raise StoreUnavailable(f"{self._path} has vanished: is its file system still mounted?") from None
+            raise StoreRefused(f"{self._path} does not exist: mount it, or create it with mkdir") from None
+        with closing(root):
+            # Before the check, because another thread's put may make the mark after it.
+            self._seen, marked = True, self._marked
+            if _exists(_TMP, root):
+                self._marked = True
+            elif marked:
+                raise StoreUnavailable(
+                    f"{self._path} has lost its {_TMP}: is its file system still mounted? "
+                    f"If this is the right place, mkdir {self._path / _TMP}"
+                )
+            yield root
+
+    def open(self, key: str, flags: int) -> int:
+        """Open an object for aiofiles."""
+        *parents, name = key.split("/")
+        try:
+            with self._root() as root, descend(root, parents) as parent:
+                # O_NONBLOCK, because a planted FIFO must be refused below and not block the open
+                fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
+        except (NotADirectoryError, FileNotFoundError) as error:
+            raise FileNotFoundError(errno.ENOENT, "no such object") from error
+        try:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                return fd
+        except OSError:
+            os.close(fd)
+            raise
+        os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, "not a regular file")
+
+    def list(self, directory: str, prefix: str, after: str) -> Sequence[str]:
+        """List the entries of `directory` that a scan may show, as `list_directory` does.
+
+        Each call checks the root, so that a root that vanished never yields a shorter listing.
+        """
+        with self._root() as root:
+            return list_directory(root, directory, prefix, after)
+
+    def list_page(self, directory: str, prefix: str, after: str) -> tuple[Sequence[str], Sequence[ObjectInfo]]:
+        """List a directory, and the objects in it that come first, in one thread call, because most directories are
+        small.
+
+        Returns:
+            The keys that follow these objects, as `list` returns them, and the objects.
+        """
+        keys = self.list(directory, prefix, after)
+        page = list(itertools.takewhile(lambda key: not key.endswith("/"), keys[:STAT_PAGE]))
+        return keys[len(page) :], self.stat(directory, page) if page else []
+
+    def stat(self, directory: str, keys: Sequence[str]) -> Sequence[ObjectInfo]:
+        """Describe those of `keys`, which are in `directory`, that still exist."""
+        with self._root() as root:
+            return stat_objects(root, directory, keys)
+
+    def get_small(self, key: str) -> bytes | None:
+        """Read a small object, as most manifests are, in one thread call instead of three; None if it is not small."""
+        with closing(self.open(key, os.O_RDONLY | os.O_CLOEXEC)) as fd:
+            if (size := os.fstat(fd).st_size) > _SMALL:
+                return None
+            check_size(size, f"{self._path}: get {key}")
+            data = b"".join(iter(lambda: os.read(fd, _SMALL), b""))
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            return data
+
+    def digest(self, key: str) -> tuple[int, str]:
+        with closing(self.open(key, os.O_RDONLY | os.O_CLOEXEC)) as fd:
+            size = os.fstat(fd).st_size
+            check_size(size, f"{self._path}: digest {key}")
+            found = digest_file(fd, size)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            return size, found
+
+    def put(self, key: str, data: memoryview, stop: threading.Event) -> None:
+        with self._root() as root:
+            self._prepare(root)
+            for _ in range(_PUT_TRIES):
+                try:
+                    self._put_once(root, key, data, stop)
+                    return
+                except FileNotFoundError:
+                    continue
+        raise StoreUnavailable(f"{self._path}: put {key}: its directory, or the temp file, keeps vanishing")
+
+    def _put_once(self, root: int, key: str, data: memoryview, stop: threading.Event) -> None:
+        *parents, name = key.split("/")
+        temporary, flags = secrets.token_hex(16), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with (
+            descend(root, [self._tmp]) as tmp,
+            closing(os.open(temporary, flags, _mode(root) & 0o666, dir_fd=tmp)) as fd,
+        ):
+            try:
+                lock(fd)  # held while the descriptor is open, so that a sweep knows that its writer lives
+                for start in range(0, len(data), PIECE):
+                    if not stop.is_set():
+                        write_pages(fd, data[start : start + PIECE], start, spare_bytes=DIRECT_PIECE)
+                if stop.is_set():
+                    return
+                os.fsync(fd)  # never retried, because after an error the kernel marks the lost pages clean
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that a read-back comes from the device
+                with self._make_directory(root, parents) as parent:
+                    if not stop.is_set():  # if it is set after this check, all the data was read before it could change
+                        os.rename(temporary, name, src_dir_fd=tmp, dst_dir_fd=parent)
+                        sync_directory(parent)
+            finally:
+                self._remove_temporary(temporary, tmp)
+
+    def _remove_temporary(self, name: str, tmp: int) -> None:
+        """Remove a put's temp file, unless a rename has moved it already.
+
+        If that fails, the next put sweeps again, because a daemon that runs for months must not collect one temp file
+        per I/O error.
+        """
+        try:
+            unlink(name, tmp)
+        except OSError:
+            self._swept = False
+            raise
+
+    @contextmanager
+    def _make_directory(self, root: int, parts: Sequence[str]) -> Iterator[int]:
+        """Open a directory, creating missing components, with its entries in the parent directories durable."""
+        fd = os.dup(root)
+        try:
+            for depth, part in enumerate(parts, 1):
+                path, made = "/".join(parts[:depth]), False
+                try:
+                    os.mkdir(part, _mode(root), dir_fd=fd)
+                    made = True
+                except FileExistsError:
+                    pass
+                # An existing directory may come from a put that hasn't synced it yet, so sync all but the known ones.
+                if made or path not in self._durable:
+                    sync_directory(fd)
+                    self._durable.add(path)
+                below = os.open(part, DIRECTORY, dir_fd=fd)
+                os.close(fd)
+                fd = below
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _prepare(self, root: int) -> None:
+        """Make the root's mark and sweep temp files, before the first put and after a put that left its temp file.
+
+        A sweep removes unlocked temp files, because their writer has ended. If locks do not reach other nodes, the
+        sweep can remove the file of a live writer; that put then starts again.
+        """
+        with self._opening:
+            if self._swept:
+                return
+            if self._trial and not _exists(_TMP, root):
+                self._tmp = self._trial
+            try:
+                os.mkdir(self._tmp, _mode(root), dir_fd=root)
+                sync_directory(root)
+            except FileExistsError:
+                pass
+            self._marked = self._tmp == _TMP
+            with descend(root, [self._tmp]) as tmp:
+                self._swept = sweep(tmp, _TMP_NAME, _SWEEP)
+
+    def end_trial(self) -> None:
+        with self._root() as root:
+            os.rmdir(self._trial, dir_fd=root)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        with self._root() as root:
+            for parent in {key.rpartition("/")[0] for key in keys}:
+                parts = parent.split("/") if parent else []
+                names = [name for above, _, name in (key.rpartition("/") for key in keys) if above == parent]
+                try:
+                    with descend(root, parts) as fd:
+                        kept = [name for name in names if not _removed(name, fd)]
+                        sync_directory(fd)
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+                if kept:
+                    raise DeleteRefused(
+                        f"{self._path}: delete {'/'.join([*parts, kept[0]])}: Operation not permitted: the directory "
+                        "is append-only (chattr +a) or another user's (sticky), or the server lets nothing be removed; "
+                        "so this tier is append-only, and nothing is pruned there"
+                    )
+                self._remove_empty(root, parts)
+
+    def _remove_empty(self, root: int, parts: Sequence[str]) -> None:
+        """Remove an empty directory and its empty parents. A racing put creates them again."""
+        try:
+            while parts:
+                with descend(root, parts[:-1]) as above:
+                    os.rmdir(parts[-1], dir_fd=above)
+                self._durable.discard("/".join(parts))
+                parts = parts[:-1]
+        except OSError:  # not empty, or already removed
+            pass
+
+
+def _removed(name: str, above: int) -> bool:
+    """Remove a file and return whether that is permitted.
+
+    On a read-only file system the error is raised, because a place that takes no put either is not append-only. EROFS
+    alone says so: while a file system is being remounted read-only, its flags do not show it yet.
+    """
+    try:
+        unlink(name, above)
+    except OSError as error:
+        if error.errno not in _KEPT:
+            raise
+        return False
+    return True
+
+
+def _exists(name: str, directory: int) -> bool:
+    try:
+        os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _mode(root: int) -> int:
+    """Return the mode for new directories and objects below `root`, before the umask applies.
+
+    Objects and directories are private to this user. If the root's set-gid bit says that a group shares it, the group
+    gets the same rights as on the root.
+    """
+    mode = os.fstat(root).st_mode
+    return 0o700 | (mode & 0o070 if mode & stat.S_ISGID else 0)

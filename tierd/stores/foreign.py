@@ -1,0 +1,46 @@
+"""Objects that other programs put: names of any form, objects of any size, read by range.
+
+Invariant: nothing is written. A name is what the server says it is, so a caller that makes a path of it checks it
+first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from tierd.stores.base import ObjectInfo, Store
+from tierd.stores.retry import RetryingStore
+
+
+class ForeignStore(Store, Protocol):
+    """A `Store` that also lists and reads objects whose names are no keys of tierd's."""
+
+    def names(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        """List every object whose name begins with `prefix` and sorts after `after`; otherwise as `Store.scan`."""
+        ...
+
+    async def get_range(self, found: ObjectInfo, offset: int, into: memoryview) -> None:
+        """Fill `into`, which is not empty, with the bytes of a listed object from `offset` on.
+
+        Raises:
+            ObjectNotFound: the listed object is not there any more, or another one has its name.
+        """
+        ...
+
+
+class RetryingForeignStore(RetryingStore):
+    """The deadlines and retries of `RetryingStore` around a `ForeignStore`."""
+
+    def __init__(self, inner: ForeignStore) -> None:
+        super().__init__(inner)
+        self._foreign = inner
+
+    def names(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+        """List as `inner` does."""
+        return self.resumed(self._foreign.names, prefix, after)
+
+    async def get_range(self, found: ObjectInfo, offset: int, into: memoryview) -> None:
+        """Read as `inner` does."""
+        allowed_s = into.nbytes / self._slowest
+        await self.call(f"get {found.key!a}", allowed_s, lambda: self._foreign.get_range(found, offset, into))

@@ -1,0 +1,145 @@
+"""The checks of a listed directory by which a checkpoint of another program counts as incomplete.
+
+Each check returns the reason as a text for people, or None if it finds nothing missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from tierd.watching.listing import ListedEntry, Listing, below, gap, joined
+from tierd.watching.step_in_name import step_in
+
+WEIGHTS = r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)"
+SHARD = re.compile(r"(.+)-\d{5,}-of-\d{5,}\.(safetensors|bin)")
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """A directory that may be a unit."""
+
+    path: str
+    names: Mapping[str, ListedEntry]
+    listing: Listing
+    tree: Mapping[str, Mapping[str, ListedEntry]]
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> str:
+        return self.path.rpartition("/")[0]
+
+    def files(self, pattern: str) -> list[re.Match[str]]:
+        """Match the names of the regular files in this directory against the whole pattern."""
+        compiled = re.compile(pattern)
+        matches = (compiled.fullmatch(name) for name, entry in self.names.items() if entry.kind == "file")
+        return [match for match in matches if match]
+
+    def has(self, *names: str) -> bool:
+        """Return whether any of these names is a regular file in this directory."""
+        return any(name in self.names and self.names[name].kind == "file" for name in names)
+
+    def child(self, name: str) -> Directory | None:
+        path = joined(self.path, name)
+        return Directory(path, self.tree[path], self.listing, self.tree) if path in self.tree else None
+
+
+def is_begun(here: Directory) -> bool:
+    """Whether a directory has nothing but temporary files, or not even those.
+
+    A program that was killed at the first file of its save left it, and resumes from it by its name alone. safetensors
+    writes to `.tmp*` and renames.
+    """
+    return all(entry.kind == "file" and name.startswith(".") for name, entry in here.names.items())
+
+
+def absent_name(here: Directory, *names: str) -> str | None:
+    """Return a message about the first of these files that is missing; None if no file is."""
+    return next((f"{name} is not there" for name in names if not here.has(name)), None)
+
+
+def absent_index(here: Directory) -> str | None:
+    """Return the missing index of a sharded model, if any."""
+    return absent_name(here, *sorted({f"{match[1]}.{match[2]}.index.json" for match in here.files(SHARD.pattern)}))
+
+
+def absent_rank(here: Directory, pattern: str, first: int | None = None) -> str | None:
+    """Return a message about a rank whose file is missing; None if no file is.
+
+    `first` is the lowest rank that must exist. It is None if a marker already proves that this rank saved, because a
+    node's own disk holds only the files of its own ranks.
+    """
+    found = here.files(pattern)
+    missing = gap((int(match[1]) for match in found), first)
+    return None if missing is None else f"the file of rank {missing} is not there, and {found[0][0]} is"
+
+
+def absent_combination(found: Sequence[re.Match[str]]) -> str | None:
+    """Find the missing combination among names with several numbers, and return a message; None if there is none."""
+    seen = {tuple(int(one) for one in match.groups() if one is not None) for match in found}
+    axes = [range(min(one), max(one) + 1) for one in zip(*seen, strict=False)]
+    missing = _first_missing(seen, axes, ()) if found else None
+    if missing is None:
+        return None
+    return f"the file of rank {' '.join(map(str, missing))} is not there, and {found[0][0]} is"
+
+
+def _first_missing(seen: Set[tuple[int, ...]], axes: Sequence[range], head: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the first combination that is not in `seen`.
+
+    The search visits at most one combination more than `seen` has, however large the numbers in names are.
+    """
+    if not axes:
+        return None if head in seen else head
+    inner = (_first_missing(seen, axes[1:], (*head, one)) for one in axes[0])
+    return next((missing for missing in inner if missing is not None), None)
+
+
+def not_tracked(here: Directory, tracker: str) -> str | None:
+    """Check that the tracker file next to a directory names this directory or one that was written later."""
+    path = joined(here.parent, tracker)
+    text = here.listing.texts.get(path)
+    if text is None:
+        return f"{tracker} is not there"
+    name = text.strip()
+    own, named = step_in(here.name), step_in(name)
+    if name == here.name or (own is not None and (name == "release" or (named is not None and named >= own))):
+        return None
+    if own is None or named is None:
+        newest = max((entry.mtime_ns for _, entry in below(here.tree, here.path)), default=0)
+        if newest <= here.listing.entries[path].mtime_ns:
+            return None
+    return f"{tracker} names {name[:100]!a}"
+
+
+def unfinished(siblings: Mapping[str, ListedEntry], name: str) -> str | None:
+    """Check for NeMo's marker next to one of its own or Lightning's checkpoints."""
+    marker = unfinished_marker(name)
+    return f"{marker} is there" if marker in siblings else None
+
+
+def unfinished_marker(name: str) -> str:
+    """Return the name of NeMo's marker beside a checkpoint that is being written."""
+    for ending in (".nemo", ".ckpt", "-EMA"):
+        name = name.removesuffix(ending)
+    return f"{name}-unfinished"
+
+
+_OF = re.compile(r"(?<!\d)(\d+)-of-(\d+)")
+
+
+def absent_of_count(files: Sequence[str]) -> str | None:
+    """Check that all eight files exist if a name says "3 of 8"."""
+    groups: dict[tuple[str, int, str], set[int]] = {}
+    for path in files:
+        if match := _OF.search(path):
+            head, tail = path[: match.start()], path[match.end() :]
+            groups.setdefault((head, int(match[2]), tail), set()).add(int(match[1]))
+    for (head, count, tail), numbers in sorted(groups.items()):
+        if len(numbers) < count:
+            return f"{head.rpartition('/')[2]}*-of-*{tail}: {len(numbers)} of {count} are there"
+    return None
