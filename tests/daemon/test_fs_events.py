@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.doubles import Double
@@ -126,6 +127,23 @@ def test_without_a_supervisor_nothing_is_said(monkeypatch):
     assert sent == [("/nowhere/at/all",)]  # in vain, and nobody notices
 
 
+@pytest.mark.timeout(20)
+def test_a_supervisor_that_does_not_read_does_not_hold_the_daemon(told):
+    for _ in range(2000):  # more than any system's net.unix.max_dgram_qlen
+        notify("WATCHDOG=1")
+    assert 0 < len(told()) < 2000
+
+
+def test_ready_waits_for_a_supervisor_that_is_busy(told):
+    for _ in range(2000):
+        notify("WATCHDOG=1")
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(notify, "READY=1")
+        time.sleep(0.05)
+        wait_until(lambda: told()[-1] == "READY=1")
+        sent.result()
+
+
 def test_an_abstract_socket_is_understood(monkeypatch):
     name = f"tierd-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
@@ -153,8 +171,8 @@ def test_it_says_ready_alive_and_stopping_in_this_order(spool, tmp_path, told, m
         await until(lambda: told().count("WATCHDOG=1") >= 3)
         commit(spool, part(1))
         os.kill(os.getpid(), signal.SIGTERM)
-        async with asyncio.timeout(20):
-            await daemon
+        await until(lambda: told() and daemon.done())  # a supervisor reads, too, or its queue is full
+        await daemon
 
     asyncio.run(work())
     seen = told()

@@ -13,8 +13,15 @@ import socket
 from tierd.core.printable import printable
 
 
+_PATIENCE = 5.0  # seconds; without READY=1 systemd would end the daemon as one that did not start
+
+
 def notify(state: str) -> None:
-    """Send one `sd_notify` state, such as ``READY=1``; unprintable characters and line feeds are escaped."""
+    """Send one `sd_notify` state, such as ``READY=1``; unprintable characters and line feeds are escaped.
+
+    If the supervisor does not read and its queue is full, READY=1 waits 5 s, and all else is dropped at once, because
+    a supervisor that hangs must not hold the daemon.
+    """
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
@@ -22,6 +29,7 @@ def notify(state: str) -> None:
         address = "\0" + address[1:]
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as connection:
+            connection.settimeout(_PATIENCE if state.startswith("READY=1") else 0.0)
             connection.sendto(printable(state).encode(), address)
     except OSError:
         pass  # the daemon continues without its supervisor

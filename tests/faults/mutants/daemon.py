@@ -174,6 +174,20 @@ MUTANTS = (
         "pytest tests/cli/test_status.py -k exits_by_severity",
     ),
     Mutant(
+        "a supervisor that does not read holds the daemon",
+        "tierd/daemon/systemd.py",
+        'connection.settimeout(_PATIENCE if state.startswith("READY=1") else 0.0)',
+        "pass",
+        "pytest tests/daemon/test_fs_events.py -k supervisor_that_does_not_read",
+    ),
+    Mutant(
+        "the word that the daemon is ready is dropped while systemd is busy",
+        "tierd/daemon/systemd.py",
+        '_PATIENCE if state.startswith("READY=1") else 0.0',
+        "0.0",
+        "pytest tests/daemon/test_fs_events.py -k ready_waits",
+    ),
+    Mutant(
         "a line feed in a status is another message to systemd",
         "tierd/daemon/systemd.py",
         "printable(state).encode()",
