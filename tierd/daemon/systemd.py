@@ -12,7 +12,6 @@ import socket
 
 from tierd.core.printable import printable
 
-
 _PATIENCE = 5.0  # seconds; without READY=1 systemd would end the daemon as one that did not start
 
 
