@@ -6,6 +6,7 @@
 # make loaders installs the data loaders and training loops of others, kills loops over each, and compares
 # make gpu     the tests that need a GPU, then what saving costs on it; says so where there is none
 # make lowest  the tests of most libraries' uses, with the oldest versions that pyproject.toml allows; torch's is the newest
+# make reference  writes the tables of docs/ and the manual page, which are made of the code, anew
 # make docs    builds the site of docs/ into build/docs, with warnings as errors, after writing its generated tables anew
 # make system  tests that need root or a real S3 server (.ci/run calls it)
 # make lock    writes the hashes of the versions in constraints*.txt, as the package index states them
@@ -19,7 +20,7 @@ READY := $(VENV)/.ready
 # Hundreds of processes load tierd, and each would compile it anew where no bytecode is written.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test long lint check bench gpu loaders loaders/ready docs lowest system faults gate format lock dist clean
+.PHONY: demo test long lint check bench gpu loaders loaders/ready reference docs lowest system faults gate format lock dist clean
 .DELETE_ON_ERROR:
 
 # pip checks the hashes of all that one call installs, or of nothing, and a checkout has none: so what is locked comes first,
@@ -67,10 +68,12 @@ loaders/ready: $(READY)
 loaders: loaders/ready
 	TIERD_LOADERS=all $(BIN)/python -m pytest -n 2 --dist worksteal -m loaders tests/loaders tests/formats tests/watching
 
-docs: $(READY)
-	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints-docs.txt
+reference: $(READY)
 	$(BIN)/python -m tools.reference
 	$(BIN)/python -m tools.manpage
+
+docs: reference
+	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints-docs.txt
 	$(BIN)/python -m sphinx -W --keep-going -q -j auto -d build/doctrees docs build/docs
 
 # What the oldest versions do not name, such as torch, comes from the environment that the other tests have.

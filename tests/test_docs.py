@@ -26,7 +26,7 @@ PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_the_tables_of_the_reference_are_those_of_the_code() -> None:
-    """`python -m tools.reference`, or `make docs`, writes them anew."""
+    """`make reference` writes them anew."""
     assert [str(path.relative_to(ROOT)) for path in reference.stale()] == []
 
 
@@ -58,6 +58,15 @@ def test_every_member_of_the_configuration_and_of_an_event_has_a_meaning() -> No
         assert [name for name in reference.members(kind) if not reference.attributes(kind).get(name)] == []
     rows = [line for line in reference.types().splitlines() if line.startswith("| `")]
     assert [line for line in rows if line.endswith("|  |")] == []
+
+
+def test_every_retention_rule_is_explained_where_people_look() -> None:
+    """Beside the reference, which is made of the code."""
+    pages = ("docs/howto/choosing.md", "tierd/FORMAT.md", "systemd/tierd.toml", "PARITY.md")
+    named = {page: set(re.findall(r"keep_[a-z_]+", (ROOT / page).read_text())) for page in pages}
+    assert [
+        (page, name) for page in pages for name in RetentionPolicy.__struct_fields__ if name not in named[page]
+    ] == []
 
 
 def test_every_command_s_json_is_in_the_reference() -> None:

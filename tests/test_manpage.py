@@ -13,7 +13,7 @@ from tools import manpage, reference
 
 
 def test_the_page_is_that_of_the_code() -> None:
-    """`python -m tools.manpage`, or `make docs`, writes it anew."""
+    """`make reference` writes it anew."""
     assert manpage.PAGE.read_text() == manpage.page()
 
 

@@ -17,8 +17,8 @@ from tools.reference import ROOT, commands, parameters, usage
 PAGE = ROOT / "docs" / "tierd.1"
 _ABOUT = (
     "The daemon tierd flushes checkpoints from the spool of a training node to tiers, verifies, retains and restores "
-    "them. Commands look at places: a tier's URL (file:///path, s3://bucket/prefix), the node's spool, or all that a "
-    "configuration names. With --json a command prints its answer as JSON."
+    "them. Commands look at places: a tier's URL (file:///path, or a bucket: s3://, gs://, az://), the node's spool, "
+    "or all that a configuration names. With --json a command prints its answer as JSON."
 )
 
 

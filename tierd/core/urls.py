@@ -128,7 +128,7 @@ def parse_url(text: str) -> StoreUrl:
     except ValueError:  # its text may repeat the authority
         _refuse("the part between '//' and the next '/' is not well formed")
     if "@" in split.netloc:
-        _refuse(_CHAIN + _CHAINS.get(scheme, _CHAINS["s3"]))
+        _refuse(_CHAIN + _CHAINS[scheme] if scheme in _CHAINS else f"a {scheme} URL has neither user nor password")
     if split.fragment or text.endswith("#"):
         _refuse("'#' and what follows it mean nothing here; write it as %23 if it is part of a path")
     return _PARSERS[scheme](split)

@@ -65,7 +65,7 @@ class Imported(msgspec.Struct, frozen=True):
 
 def copy(
     source: Annotated[
-        str, typer.Argument(metavar="FROM", help="The tier to read: file:///path or s3://bucket/prefix.")
+        str, typer.Argument(metavar="FROM", help="The tier to read: file:///path, or a bucket: s3://, gs:// or az://.")
     ],
     target: Annotated[str, typer.Argument(metavar="TO", help="The tier to write.")],
     name: Annotated[str, typer.Option("--run", metavar="RUN", help="The run.")],
