@@ -185,7 +185,7 @@ def test_verify_names_a_corrupt_base_and_a_restore_does_not_return_its_bytes(spo
 
 
 @pytest.mark.parametrize("source", ["spool", "other"])
-@pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1)])
+@pytest.mark.parametrize("order", [(1, 2, 3), (3,)])
 @pytest.mark.parametrize("bad", [(0,), (1,), (2,), (0, 2)], ids=str)
 def test_a_scrub_repairs_a_corrupt_base_or_patch_where_it_lies(spool, bad, order, source):
     """Whichever copy is read first, nothing is stored again, and no object is reported twice."""
@@ -239,7 +239,7 @@ def test_a_tier_that_cannot_be_asked_may_have_the_base(spool):
 
     async def work():
         await sent(spool, near, 1, 2)
-        await sent(spool, far, 1, 2)
+        await sent(spool, far, 1)
         for base in of_table(await on_tier(near, 1)):
             await flip(near, f"run/{base.stored.key}")
         far.before = _refuse
