@@ -25,7 +25,8 @@ from typing import TypeAlias
 
 from tierd.core.config import Config, TierConfig
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
-from tierd.core.manifest import VERSION, Manifest, decode
+from tierd.core.manifest import VERSION, Manifest
+from tierd.core.manifest_codec import decode
 from tierd.core.planning.place import SPOOL
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
 from tierd.core.retention.policy import RetentionPolicy

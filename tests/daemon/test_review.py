@@ -13,7 +13,7 @@ from support.world import commit, config, listing, part, reconciler, running, se
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.restorer import Restorer
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, StoreUnavailable
-from tierd.core.manifest import decode, seal
+from tierd.core.manifest_codec import decode
 from tierd.core.planning.actions import Prune
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.inventory import Inventory
@@ -21,6 +21,7 @@ from tierd.core.planning.place import SPOOL, Place
 from tierd.core.planning.plan import plan
 from tierd.core.planning.tier_verdicts import judge_tier
 from tierd.core.retention.policy import RetentionPolicy
+from tierd.core.seal import seal
 from tierd.core.timeline.run_view import run_view_of
 from tierd.daemon.tiers.manifests import Manifests
 from tierd.daemon.transfer import chunk_source as source_module

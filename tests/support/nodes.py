@@ -22,7 +22,8 @@ from support.world import CHUNK, RUN, commit, config, part
 
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Manifest, decode
+from tierd.core.manifest import Manifest
+from tierd.core.manifest_codec import decode
 from tierd.core.planning.actions import Action, Prune
 from tierd.core.planning.place import SPOOL
 from tierd.core.planning.plan import plan

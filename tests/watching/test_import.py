@@ -16,7 +16,7 @@ from support.watched_run import RUN, files
 from support.world import commit, part, steps_on
 
 from tierd.cli import run
-from tierd.core.manifest import decode
+from tierd.core.manifest_codec import decode
 from tierd.daemon.intake import importing
 from tierd.daemon.intake.importing import ImportedRun, import_units
 from tierd.daemon.intake.origin import directory_origin

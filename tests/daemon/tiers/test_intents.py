@@ -20,7 +20,8 @@ from support.world import CHUNK, RUN, commit, config, converge, part, reconciler
 
 from tierd.core.errors import StoreUnavailable, TierdError
 from tierd.core.ids import PartId
-from tierd.core.manifest import VERSION, Chunk, File, Manifest, Stored, decode, encode
+from tierd.core.manifest import VERSION, Chunk, File, Manifest, Stored
+from tierd.core.manifest_codec import decode, encode
 from tierd.core.planning.actions import Flush, Prune
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place

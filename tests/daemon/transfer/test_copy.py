@@ -16,7 +16,7 @@ from support.world import RUN, attempt, commit, content, converge, part, steps_o
 
 from tierd.core.errors import CheckpointNotFound, ConfigError, StoreRefused
 from tierd.core.ids import CheckpointId, PartId, pin_key, retention_key
-from tierd.core.manifest import decode
+from tierd.core.manifest_codec import decode
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.retention.stored import StoredRetention, encode
 from tierd.core.timeline.head import together

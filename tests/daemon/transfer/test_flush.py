@@ -14,7 +14,8 @@ from support.world import CHUNK, commit, content, part, read
 
 from tierd.core.errors import CorruptChunk, ManifestError, StoreRefused, StoreUnavailable
 from tierd.core.ids import pruning_prefix
-from tierd.core.manifest import Manifest, decode
+from tierd.core.manifest import Manifest
+from tierd.core.manifest_codec import decode
 from tierd.daemon.tiers.prune import quarantine
 from tierd.daemon.timings import USUAL
 from tierd.daemon.transfer.chunk_source import Twin

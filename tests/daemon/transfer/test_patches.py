@@ -13,7 +13,8 @@ from support.world import CHUNK, commit, converge, part, read, steps_on
 
 from tierd.codec.patch import BLOCK
 from tierd.core.errors import CorruptChunk, StoreUnavailable
-from tierd.core.manifest import PATCHED, Chunk, Manifest, decode
+from tierd.core.manifest import PATCHED, Chunk, Manifest
+from tierd.core.manifest_codec import decode
 from tierd.core.planning import sharing
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
 from tierd.daemon.tiers.prune import prune, verify

@@ -11,7 +11,7 @@ from support.doubles import Double, contents, damage, is_chunk, is_manifest
 from support.world import CHUNK, commit, part
 
 from tierd.core.errors import CorruptChunk, StoreUnavailable, TierdError
-from tierd.core.manifest import decode
+from tierd.core.manifest_codec import decode
 from tierd.daemon.transfer import buffers
 from tierd.daemon.transfer.flush import Route, flush
 from tierd.daemon.transfer.memory_budget import Budget

@@ -26,7 +26,8 @@ import tierd.daemon.transfer.concurrency
 import tierd.stores.file
 from tierd.core.errors import StepRefused
 from tierd.core.ids import CheckpointId, PartId, pins_prefix
-from tierd.core.manifest import VERSION, Manifest, decode
+from tierd.core.manifest import VERSION, Manifest
+from tierd.core.manifest_codec import decode
 from tierd.core.planning.plan import plan
 from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.reconcile import Reconciler

@@ -18,7 +18,7 @@ from tierd.codec.codec import RAW, Encoded, check_stored, encode, encode_patch, 
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import PartId, chunk_key, chunk_owner
 from tierd.core.manifest import Chunk, Manifest, Stored
-from tierd.core.manifest import encode as encode_manifest
+from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.pause import Turn, at_once
 from tierd.daemon.tiers.intents import naming

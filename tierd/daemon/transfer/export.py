@@ -18,7 +18,7 @@ from pathlib import Path
 from tierd.core.errors import ConfigError, CorruptChunk, SpoolFull, StoreUnavailable
 from tierd.core.ids import PartId
 from tierd.core.manifest import MANIFEST_NAME, Manifest
-from tierd.core.manifest import encode as encode_manifest
+from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.save_policy import Goal
 from tierd.core.timeline.candidates import UNTOLD, Candidate, RestoreOrder, not_found, restore_candidates
 from tierd.daemon.tiers.observe import look_around

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, SpoolFull
 from tierd.core.ids import PartId
 from tierd.core.manifest import DRAFT_NAME, MANIFEST_NAME, Manifest
-from tierd.core.manifest import encode as encode_manifest
+from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress, Wanted, download, missing, wanted_size

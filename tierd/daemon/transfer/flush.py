@@ -33,7 +33,7 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import README_KEY, CheckpointId, PartId, chunk_owner
 from tierd.core.manifest import Chunk, File, Manifest, Stored, is_patch
-from tierd.core.manifest import encode as encode_manifest
+from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.sharing import patchable, shareable
 from tierd.daemon.pause import Turn, at_once

@@ -25,7 +25,7 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId, chunks_prefix, manifests_prefix
 from tierd.core.manifest import Chunk, Manifest, Stored, is_patch
-from tierd.core.manifest import decode as decode_manifest
+from tierd.core.manifest_codec import decode as decode_manifest
 from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.daemon.transfer.buffers import Buffers
 from tierd.daemon.transfer.concurrency import to_the_end, together
