@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -31,6 +31,8 @@ MAX_FILES = 100_000
 MAX_METRICS = 1_000
 MAX_COPIES = 16  # the most runs that a manifest remembers as those from which its checkpoint was copied
 
+Where: TypeAlias = tuple[int, int]  # a chunk's place in a manifest: the file's number, the chunk's index in the file
+Content: TypeAlias = tuple[str, int]  # digest and size in bytes of a chunk's raw bytes
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Attempt = Annotated[str, Meta(pattern=r"^[0-9a-f]{12}-[0-9a-f]{8}\Z")]
 Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
@@ -65,6 +67,11 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     size: Annotated[int, Meta(ge=1, le=MAX_CHUNK_SIZE)]
     xxh3_128: Digest
     stored: Stored | None = None
+
+    @property
+    def content(self) -> Content:
+        """The identity of the raw bytes, independently of the part and of how they are stored."""
+        return self.xxh3_128, self.size
 
     def chain(self) -> Iterator[Chunk]:
         """Yield the chunk, and the bases below it if it is stored as a patch."""
@@ -199,6 +206,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         for file in self.files:
             yield from file.chunks
 
+    def chunk(self, where: Where) -> Chunk:
+        number, index = where
+        return self.files[number].chunks[index]
+
+    def places(self) -> Iterator[tuple[Where, Chunk]]:
+        """Yield every chunk with its place."""
+        for number, file in enumerate(self.files):
+            for index, chunk in enumerate(file.chunks):
+                yield (number, index), chunk
+
     def objects(self) -> Iterator[Stored]:
         """Yield every object on a tier that the manifest names, also those of bases; one that it names twice, twice."""
         for chunk in self.chunks():
@@ -208,6 +225,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The same part with other entries for its chunks, of the version that these need."""
         patched = any(chunk.stored and chunk.stored.base for file in files for chunk in file.chunks)
         return msgspec.structs.replace(self, files=files, version=PATCHED if patched else VERSION)
+
+    def with_chunks(self, chunks: Mapping[Where, Chunk]) -> Manifest:
+        """The same part with other entries for these chunks."""
+        files = (
+            msgspec.structs.replace(
+                file, chunks=tuple(chunks.get((number, index), chunk) for index, chunk in enumerate(file.chunks))
+            )
+            for number, file in enumerate(self.files)
+        )
+        return self.with_files(tuple(files))
 
     def under(self, run: str) -> Manifest:
         """The same part under another run's name, which remembers this one's."""
@@ -219,8 +246,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def same_content(self, other: Manifest) -> bool:
         """Whether both describe the same raw bytes at the same paths, however they are stored."""
 
-        def raw(manifest: Manifest) -> list[tuple[str, list[tuple[int, str]]]]:
-            return [(file.path, [(chunk.size, chunk.xxh3_128) for chunk in file.chunks]) for file in manifest.files]
+        def raw(manifest: Manifest) -> list[tuple[str, list[Content]]]:
+            return [(file.path, [chunk.content for chunk in file.chunks]) for file in manifest.files]
 
         return self.part == other.part and self.resumed_from == other.resumed_from and raw(self) == raw(other)
 

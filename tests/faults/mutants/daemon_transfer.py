@@ -185,7 +185,7 @@ MUTANTS = (
     Mutant(
         "two tiers get a chunk in two forms",
         _SHARED_ENCODING,
-        "        if content(chunk) not in shared.packed:\n",
+        "        if chunk.content not in shared.packed:\n",
         "        if True:\n",
         f"{_TEST_SHARED_ENCODING} -k decided_once",
     ),

@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         "a reader steps back where a tier did not answer",
         "tierd/reading/tiers.py",
-        "copies.give_up(",
+        "raise copies.lost(",
         "raise ObjectNotFound(",
         f"{_TEST_READER} -k never_a_reason",
         "vanished",

@@ -86,7 +86,7 @@ MUTANTS = (
     ),
     Mutant(
         "a manifest that was put is not read back",
-        "tierd/daemon/transfer/replicas.py",
+        "tierd/daemon/tiers/objects.py",
         "    if await store.put(key, data) and not reread:\n",
         "    if await store.put(key, data) or not reread:\n",
         "pytest tests/daemon/transfer/test_flush.py -k spoiled_on_its_way",

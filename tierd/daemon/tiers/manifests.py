@@ -22,9 +22,9 @@ import xxhash
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
 from tierd.core.planning.copies import CheckpointCopy, ManifestFacts, is_complete
+from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.tiers.shared_chunks import SharedChunks, SharedChunkTable, named_by
 from tierd.daemon.transfer.concurrency import each
-from tierd.daemon.transfer.replicas import read_manifest
 from tierd.stores.base import ObjectInfo, Store
 
 READERS = 8  # manifests read at once

@@ -35,6 +35,7 @@ from tierd.daemon.tiers.deletions import Confirm
 from tierd.daemon.tiers.heads import rolled_back, unwritten, write
 from tierd.daemon.tiers.holders import lacking
 from tierd.daemon.tiers.intents import sweep
+from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.tiers.observations import Observations
 from tierd.daemon.tiers.observe import TierObserver, base_of
 from tierd.daemon.tiers.prune import prune
@@ -46,7 +47,6 @@ from tierd.daemon.transfer.flush import Flushed, Moved, Route, flush
 from tierd.daemon.transfer.flush_pacing import Spread
 from tierd.daemon.transfer.memory_budget import FLUSHES, Budget
 from tierd.daemon.transfer.relay import relay
-from tierd.daemon.transfer.replicas import read_manifest
 from tierd.daemon.transfer.shared_encoding import Encoding
 from tierd.daemon.transfer.throughput import Throughput
 from tierd.spool.spool import Spool

@@ -21,11 +21,12 @@ from tierd.core.manifest import MANIFEST_NAME, Manifest
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.save_policy import Goal
 from tierd.core.timeline.candidates import UNTOLD, Candidate, RestoreOrder, not_found, restore_candidates
+from tierd.daemon.tiers.objects import is_there
 from tierd.daemon.tiers.observe import look_around
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress, download, missing
 from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.replicas import Replicas, is_there
+from tierd.daemon.transfer.replicas import Replicas
 from tierd.spool.file_io import remove, sync_directory, write_file
 from tierd.spool.stage import try_lock
 from tierd.stores.base import Store
@@ -297,7 +298,6 @@ async def _ask(stores: Mapping[str, Store], part: PartId) -> tuple[Replicas, Man
     await copies.ask()
     manifest = next(iter(copies.contents()), None)
     if manifest is None:
-        copies.give_up("its manifest", copies.unavailable)
-        raise AssertionError
+        raise copies.lost("its manifest", copies.unavailable)
     copies.agree(manifest)
     return copies, manifest

@@ -84,8 +84,7 @@ async def fetch(
             copies.unavailable[SPOOL] = f"local: {defect}"
         if not (defect or copies.unavailable or copies.defects):  # nothing is wrong: the part was pruned, for example
             raise ObjectNotFound(f"{part}: neither the spool nor any tier has a copy")
-        copies.give_up(str(defect or "the spool has no copy"), copies.unavailable)
-        raise AssertionError
+        raise copies.lost(str(defect or "the spool has no copy"), copies.unavailable)
     budget, home = budget or Budget(), spool.path(part)
     for reference in contents:
         copies.agree(reference)

@@ -32,20 +32,20 @@ from tierd.core.errors import (
     StoreUnavailable,
 )
 from tierd.core.ids import README_KEY, CheckpointId, PartId, chunk_owner
-from tierd.core.manifest import Chunk, File, Manifest, Stored, is_patch
+from tierd.core.manifest import Chunk, Content, File, Manifest, Stored, Where, is_patch
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.sharing import patchable, shareable
 from tierd.daemon.pause import Turn, at_once
 from tierd.daemon.tiers.intents import left_over, naming
+from tierd.daemon.tiers.objects import get_object, put_manifest
 from tierd.daemon.tiers.observe import chunks_there, missing_chunks
 from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.daemon.transfer.chunk_source import ChunkSource, PatchBase, Spooled, Twin
 from tierd.daemon.transfer.concurrency import to_the_end, together
 from tierd.daemon.transfer.flush_pacing import Spread
 from tierd.daemon.transfer.memory_budget import FLUSHES, Budget, Hold
-from tierd.daemon.transfer.replicas import Where, get_object, put_manifest
-from tierd.daemon.transfer.shared_encoding import Content, Encoding, content
+from tierd.daemon.transfer.shared_encoding import Encoding
 from tierd.daemon.transfer.throughput import Throughput
 from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
@@ -174,10 +174,9 @@ async def send(
         if not is_patch(codec):  # the base of a left one is not known
             there.setdefault(name, []).append(key)
     work: dict[Content, _Chunk] = {}  # a chunk that the part holds twice is one object
-    for number, file in enumerate(manifest.files):
-        for index, chunk in enumerate(file.chunks):
-            if content(chunk) not in work:
-                work[content(chunk)] = _Chunk(source, way, part, there, (number, index), file)
+    for where, chunk in manifest.places():
+        if chunk.content not in work:
+            work[chunk.content] = _Chunk(source, way, part, there, where, manifest.files[where[0]])
     lent = await _lent(way.store, part, lender, worn_out, way.timings)
     for held in work.keys() & lent.keys():
         work[held].encoded = lent[held]
@@ -233,7 +232,7 @@ class _Chunk:
     @property
     def weight(self) -> int:
         """The most bytes that the chunk takes in memory, without those that its source accounts for."""
-        copies = max(self._source.copies(content(self.encoded)), 2 if self.encoded.xxh3_128 in self._there else 1)
+        copies = max(self._source.copies(self.encoded.content), 2 if self.encoded.xxh3_128 in self._there else 1)
         return max(copies * self.encoded.size, weight(self._way.store, self.encoded.size))
 
     async def send(self, hold: Hold) -> int:
@@ -285,7 +284,7 @@ class _Chunk:
 
 def _with_stored(manifest: Manifest, chunks: Mapping[Content, Chunk]) -> Manifest:
     files = tuple(
-        File(path=file.path, size=file.size, chunks=tuple(chunks[content(chunk)] for chunk in file.chunks))
+        File(path=file.path, size=file.size, chunks=tuple(chunks[chunk.content] for chunk in file.chunks))
         for file in manifest.files
     )
     return manifest.with_files(files)
@@ -300,9 +299,9 @@ def _bases(
     for file in manifest.files:
         older = files.get(file.path)
         for index, (chunk, old) in enumerate(zip(file.chunks, older.chunks if older else (), strict=False)):
-            base = lent.get(content(old)) if old.size == chunk.size and content(chunk) in todo else None
+            base = lent.get(old.content) if old.size == chunk.size and chunk.content in todo else None
             if older and base and patchable(base):
-                found.setdefault(content(chunk), PatchBase(file, index, lender.part, older, base))
+                found.setdefault(chunk.content, PatchBase(file, index, lender.part, older, base))
     return found
 
 
@@ -319,7 +318,7 @@ async def _lent(
     owners -= await left_over(store, lender.run, timings)
     there = await chunks_there(store, part.rank, [owner for owner in owners if owner])
     return {
-        content(chunk): chunk
+        chunk.content: chunk
         for chunk in offered
         if all(there.get(f"{lender.run}/{stored.key}") == stored.size for stored in chunk.objects())
     }
