@@ -62,8 +62,8 @@ MUTANTS = (
     ),
     Mutant(
         "a reader ignores ignore_prefixes",
-        "tierd/reading/reader.py",
-        "            tree = with_names_of(into, tree) if ignore_prefixes else tree\n",
+        "tierd/reading/restoring.py",
+        "        tree = with_names_of(into, tree) if ignore_prefixes else tree\n",
         "",
         "pytest tests/state/kinds/test_wrapped_names.py -k names_the_argument",
     ),
