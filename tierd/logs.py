@@ -20,7 +20,7 @@ LOGGERS = (
     "tierd.daemon",
     "tierd.daemon.http.requests",
     "tierd.stores.retry",
-    "tierd.stores.s3.checksum_probe",
+    "tierd.stores.s3.s3_store",
 )  # each of them, because a logger's filter does not see the lines of its child loggers
 LogFormat = Literal["text", "json"]
 

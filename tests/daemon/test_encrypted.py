@@ -16,7 +16,8 @@ from tierd.daemon.tiers.prune import prune, quarantine, verify
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import export
 from tierd.daemon.transfer.fetch import fetch
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.keys import Key

@@ -17,8 +17,9 @@ from tierd.daemon.tiers.prune import prune
 from tierd.daemon.tiers.tiers import Tiers
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.fetch import fetch
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 
 C = 4  # chunks of a part, none of them like another

@@ -25,7 +25,8 @@ from tierd.core.seal import seal
 from tierd.core.timeline.run_view import run_view_of
 from tierd.daemon.tiers.manifests import Manifests
 from tierd.daemon.transfer import chunk_source as source_module
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 
 

@@ -26,7 +26,8 @@ from tierd.core.errors import ManifestError, ObjectNotFound, StoreUnavailable, T
 from tierd.core.ids import PartId, pin_key
 from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.tiers.prune import prune
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.reading import Reader
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store

@@ -32,7 +32,8 @@ from tierd.daemon.tiers import announcements, intents, stamps
 from tierd.daemon.tiers.observe import SpoolEye, TierObserver
 from tierd.daemon.tiers.prune import prune
 from tierd.daemon.timings import USUAL, DaemonTimings
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 from tierd.stores.base import Buffer, ObjectInfo
 from tierd.stores.memory import MemoryStore

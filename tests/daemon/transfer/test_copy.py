@@ -24,8 +24,9 @@ from tierd.daemon.tiers.observe import TierObserver
 from tierd.daemon.tiers.prune import verify
 from tierd.daemon.transfer.copy import CopiedRun, copy_run
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.replicas import Replicas
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.stores.memory import MemoryStore

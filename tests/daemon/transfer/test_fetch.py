@@ -20,7 +20,8 @@ from tierd.core.seal import seal
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import export
 from tierd.daemon.transfer.fetch import fetch
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
 from tierd.stores.memory import MemoryStore

@@ -20,8 +20,9 @@ from tierd.daemon.tiers.prune import quarantine
 from tierd.daemon.timings import USUAL
 from tierd.daemon.transfer.chunk_source import Twin
 from tierd.daemon.transfer.fetch import fetch
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 

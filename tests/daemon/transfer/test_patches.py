@@ -22,8 +22,9 @@ from tierd.daemon.transfer.chunk_source import Twin
 from tierd.daemon.transfer.copy import copy_run
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.fetch import fetch
-from tierd.daemon.transfer.flush import Flushed, Route, flush
+from tierd.daemon.transfer.flush import Flushed, flush
 from tierd.daemon.transfer.relay import relay
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 
 ROWS = 4 * (CHUNK // BLOCK)

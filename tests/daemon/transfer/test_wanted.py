@@ -12,7 +12,8 @@ from tierd.core.errors import ConfigError, CorruptChunk
 from tierd.core.manifest import DRAFT_NAME
 from tierd.core.manifest_codec import decode
 from tierd.daemon.transfer.fetch import fetch
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Fetch
 from tierd.spool.spool import Spool

@@ -33,7 +33,8 @@ from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.tiers.observe import look_around
 from tierd.daemon.tiers.stamps import node
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.commit import CHUNK_SIZE, Source, write_part
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore

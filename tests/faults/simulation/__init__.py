@@ -79,7 +79,7 @@ MUTANTS = (
     ),
     Mutant(
         "what was put is not read back",
-        "tierd/daemon/transfer/flush.py",
+        "tierd/daemon/transfer/chunk_upload.py",
         "            await self._read_back(key, stored)\n",
         "            pass\n",
         "pytest tests/daemon/transfer/test_flush.py -k read_back_as_it_was_put",

@@ -43,10 +43,11 @@ from tierd.daemon.tiers.run_policies import record, unrecorded
 from tierd.daemon.tiers.stamps import node
 from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.daemon.transfer.chunk_source import Twin
-from tierd.daemon.transfer.flush import Flushed, Moved, Route, flush
+from tierd.daemon.transfer.flush import Flushed, flush
 from tierd.daemon.transfer.flush_pacing import Spread
 from tierd.daemon.transfer.memory_budget import FLUSHES, Budget
 from tierd.daemon.transfer.relay import relay
+from tierd.daemon.transfer.route import Moved, Route
 from tierd.daemon.transfer.shared_encoding import Encoding
 from tierd.daemon.transfer.throughput import Throughput
 from tierd.spool.spool import Spool

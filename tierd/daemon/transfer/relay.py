@@ -19,8 +19,9 @@ from tierd.core.manifest import Content, File, Manifest, Where
 from tierd.daemon.tiers.objects import get_stored
 from tierd.daemon.transfer.chunk_source import PatchBase, stored_as
 from tierd.daemon.transfer.concurrency import to_the_end
-from tierd.daemon.transfer.flush import Flushed, Route, send
+from tierd.daemon.transfer.flush import Flushed, send
 from tierd.daemon.transfer.replicas import Replicas
+from tierd.daemon.transfer.route import Route
 from tierd.stores.base import Store
 
 

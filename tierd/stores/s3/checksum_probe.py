@@ -20,7 +20,8 @@ PROBE = ".tierd-probe"  # under the store's prefix; not a valid key, so that no 
 _AGAIN_S = 60.0  # after a probe without a usable response
 _UNKNOWN_CHECKSUM = {"InvalidArgument", "InvalidRequest", "NotImplemented"}
 
-_log = logging.getLogger(__name__)
+# The store's logger, because collectors of JSON logs see its name.
+_log = logging.getLogger("tierd.stores.s3.s3_store")
 
 
 class ChecksumProbe:
