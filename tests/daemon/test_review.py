@@ -146,7 +146,7 @@ def test_a_part_that_is_committed_while_the_tiers_are_asked_stays(spool):
                 commit(spool, late)
 
         store.before = commit_late
-        await daemon._act(prune)
+        await daemon._loop.act(prune)
         assert spool.parts() == [late, part(2, world=2)] and spool.manifest(late).part == late
         assert daemon.journal.counters["pruned"] == 1
 
@@ -244,7 +244,7 @@ def test_a_newer_tierds_manifest_in_what_is_pruned_is_learnt_and_nothing_goes(sp
         await daemon.look("tier")
         prune = next(action for action in plan(daemon.inventory(), daemon.config, {}, 0.0) if action.tier == "tier")
         assert isinstance(prune, Prune) and prune.checkpoint == odd.checkpoint
-        await daemon._act(prune)
+        await daemon._loop.act(prune)
         await daemon.look("tier")
         assert [type(why) for _, why in daemon.tiers.observed.places["tier"].defects()] == [FormatTooNew]
         assert not [one for one in plan(daemon.inventory(), daemon.config, {}, 0.0) if one.tier == "tier"]

@@ -293,7 +293,7 @@ class Node:
         action = next(action for action in actions if action.tier == lane)
         if isinstance(action, Prune) and action.tier == TIER:
             self._may_prune()
-        await self.daemon._act(action)
+        await self.daemon._loop.act(action)
         return action
 
     def _may_prune(self) -> None:

@@ -29,8 +29,8 @@ MUTANTS = (
         "a deletion that fails has its turn again before a flush",
         "tierd/daemon/reconciling/worker_loop.py",
         "                    worker.sent = isinstance(action, Flush)  # first, so a failing prune blocks no flush\n"
-        "                    await self._act(action)\n",
-        "                    await self._act(action)\n                    worker.sent = isinstance(action, Flush)\n",
+        "                    await self.act(action)\n",
+        "                    await self.act(action)\n                    worker.sent = isinstance(action, Flush)\n",
         "pytest tests/daemon/transfer/test_slow_tier.py -k holds_up_no_flush",
     ),
     Mutant(

@@ -157,7 +157,7 @@ async def _settle(ground: Ground, keep: int, keep_local: int) -> None:
             actions = plan(daemon.inventory(), daemon.config, {}, 0.0)
             if not actions:
                 break
-            await daemon._act(actions[0])
+            await daemon._loop.act(actions[0])
         else:
             raise Lost(f"the daemon does not come to rest: {actions[0]}")
     await store.aclose()

@@ -63,7 +63,7 @@ class WorkerLoop:
                 if action is not None:
                     worker.doing = describe(action)
                     worker.sent = isinstance(action, Flush)  # first, so a failing prune blocks no flush
-                    await self._act(action)
+                    await self.act(action)
                     self._setup.wake()
                     worker.has_flushed = worker.sent
                 elif self._setup.backfill.runs:
@@ -107,7 +107,8 @@ class WorkerLoop:
         elif not self._setup.pause.paused and not self._setup.phase.draining and worker.off_for == math.inf:
             self._setup.journal.worked(thing)  # no failed action is left to retry
 
-    async def _act(self, action: Action) -> None:
+    async def act(self, action: Action) -> None:
+        """Carry out one action."""
         match action:
             case Flush(part, tier, relayed):
                 await self._flusher.flush(part, tier, relayed=relayed)
