@@ -26,7 +26,7 @@ from tierd.core.errors import (
     StoreUnavailable,
 )
 from tierd.core.ids import README_KEY, CheckpointId, PartId, chunk_owner
-from tierd.core.manifest import Chunk, Content, File, Manifest, is_patch
+from tierd.core.manifest import Chunk, Content, Manifest, is_patch
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.sharing import patchable, shareable
@@ -145,7 +145,7 @@ async def send(
             sent = await together(_CHUNKS, hands)
         finally:
             way.moving.pop(part, None)
-    tiered = _with_stored(manifest, {held: chunk.encoded for held, chunk in work.items()})
+    tiered = manifest.with_chunks({where: work[chunk.content].encoded for where, chunk in manifest.places()})
     await _show(way, part, tiered)
     await clear(way.store, [part.quarantine_key])
     shared = sum(size for _, size in work.keys() & lent.keys())
@@ -170,14 +170,6 @@ async def _send_each(
                 sent += await todo.pop(held).send(hold)
                 moved.done += held[1]
     return sent
-
-
-def _with_stored(manifest: Manifest, chunks: Mapping[Content, Chunk]) -> Manifest:
-    files = tuple(
-        File(path=file.path, size=file.size, chunks=tuple(chunks[chunk.content] for chunk in file.chunks))
-        for file in manifest.files
-    )
-    return manifest.with_files(files)
 
 
 def _bases(
