@@ -25,7 +25,8 @@ import zstandard
 
 from tierd.core.config import Config, TierConfig
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import CHUNK_SIZE, TENSORS, VERSION, Chunk, File, Manifest, Origin, Stored, encode
+from tierd.core.manifest import CHUNK_SIZE, TENSORS, VERSION, Chunk, File, Manifest, Origin, Stored
+from tierd.core.manifest_codec import encode
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place

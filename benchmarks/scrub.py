@@ -25,12 +25,14 @@ from typing import TypeAlias
 
 from tierd.core.config import Config, TierConfig
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
-from tierd.core.manifest import VERSION, Manifest, decode
+from tierd.core.manifest import VERSION, Manifest
+from tierd.core.manifest_codec import decode
 from tierd.core.planning.place import SPOOL
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.transfer.flush import Route, Twin, flush
+from tierd.daemon.transfer.flush import Twin, flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.file_io import write_file
 from tierd.spool.spool import Spool
 from tierd.stores.base import Buffer

@@ -20,8 +20,10 @@ from tierd.codec import codec
 from tierd.core import manifest as manifest_module
 from tierd.core import seal as seal_module
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Chunk, File, Manifest, Origin, Stored, Wrapped, chunk_sizes, decode, encode, seal
+from tierd.core.manifest import Chunk, File, Manifest, Origin, Stored, chunk_sizes
+from tierd.core.manifest_codec import Wrapped, decode, encode
 from tierd.core.planning.copies import ManifestFacts
+from tierd.core.seal import seal
 from tierd.core.timeline.head import Known, successor
 from tierd.core.timeline.head import encode as encode_head
 from tierd.daemon.transfer.fetch import fetch

@@ -35,9 +35,10 @@ import tierd
 from tierd.client.ranks import ranks
 from tierd.core.errors import CheckpointNotFound, ManifestError, StoreFull, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, flushing_prefix, head_key, pin_key, pruning_prefix, retention_key
-from tierd.core.manifest import decode, seal
+from tierd.core.manifest_codec import decode
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.retention.stored import StoredRetention, encode
+from tierd.core.seal import seal
 from tierd.core.urls import parse_url
 from tierd.daemon.tiers.prune import verify
 from tierd.daemon.timings import USUAL

@@ -17,7 +17,8 @@ from support.doubles import damage
 from support.world import RUN, commit, content, part
 
 from tierd.cli import run
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 

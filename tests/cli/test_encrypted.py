@@ -21,7 +21,8 @@ from tierd.core.errors import ConfigError
 from tierd.core.manifest import MANIFEST_NAME
 from tierd.core.urls import parse_url
 from tierd.daemon.service import open_tiers
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 from tierd.stores.keys import Key
 from tierd.stores.open import open_store

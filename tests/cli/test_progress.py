@@ -21,7 +21,8 @@ import tierd
 from tierd.cli import progress as progress_module
 from tierd.cli import run
 from tierd.cli.progress import Meter, progress
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Backlog, Wait
 from tierd.spool.spool import Spool

@@ -17,7 +17,9 @@ from support.world import RUN, commit, content, part
 from tierd.cli import run
 from tierd.core.manifest import MANIFEST_NAME
 from tierd.daemon.transfer import export as export_module
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.gathering import held
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
@@ -160,7 +162,7 @@ def test_what_came_to_harm_in_between_is_not_believed(tmp_path, tier, harm):
 
 def test_two_at_once_to_one_place_the_second_is_refused(tmp_path, tier, capsys):
     aside = tmp_path / ".out.partial"
-    with export_module._held(aside):
+    with held(aside):
         assert run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")]) == 3
         assert "another restore" in capsys.readouterr().err
     assert not aside.exists()
@@ -287,7 +289,7 @@ def test_a_mount_point_is_refused_before_anything_comes(tmp_path, tier, got, cap
 
 def test_where_all_was_there_no_source_is_named(tmp_path, tier, capsys, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(export_module, "_publish", lambda *_: 1 / 0)
+        patched.setattr(export_module, "publish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")])
     assert run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")]) == 0

@@ -20,8 +20,9 @@ from tierd.core.event_kinds import KINDS
 from tierd.core.timeline.launches import Rival
 from tierd.daemon.reconciling.wording import subject, verb
 from tierd.daemon.reports import last_status
+from tierd.daemon.reports.problems import problems
 from tierd.daemon.scrub.scrub_status import ScrubStatus
-from tierd.daemon.status import Status, problems, status
+from tierd.daemon.status import Status, status
 from tierd.events.journal import AlertStatus
 from tierd.spool.spool import Spool
 

@@ -20,7 +20,8 @@ from tierd.cli import run
 from tierd.core.config import from_urls
 from tierd.core.errors import StoreUnavailable
 from tierd.daemon.service import open_tiers
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 
 RUN = "a-run-with-a-name-of-some-length"

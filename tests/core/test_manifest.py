@@ -30,11 +30,10 @@ from tierd.core.manifest import (
     Stored,
     check_path,
     chunk_sizes,
-    decode,
-    encode,
     is_metric_name,
     metrics_to_json,
 )
+from tierd.core.manifest_codec import decode, encode
 from tierd.core.seal import MAX_MANIFEST_SIZE
 
 ATTEMPT, EARLIER = "0123456789ab-01234567", "0123456789aa-01234567"
@@ -388,7 +387,8 @@ def test_a_damaged_newer_format_is_corrupt():
 
 FIRST = """
 import os, sys, threading
-from tierd.core.manifest import VERSION, Manifest, encode
+from tierd.core.manifest import VERSION, Manifest
+from tierd.core.manifest_codec import encode
 one = Manifest(version=VERSION, run="r", step=1, attempt="0123456789ab-01234567", resumed_from=None, rank=0,
                world_size=1, created="2026-01-01T00:00:00+00:00", writer="t", metrics={}, files=())
 sys.setswitchinterval(1e-6)

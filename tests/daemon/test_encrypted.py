@@ -10,12 +10,14 @@ from support.doubles import Double, contents, flip, is_chunk, is_manifest
 from support.world import commit, content, converge, corrupt, part, read, reconciler, running, steps_in, until
 
 from tierd.core.errors import FormatTooNew, ManifestError, StoreRefused, StoreUnavailable, WrongKey
-from tierd.core.manifest import decode, seal
+from tierd.core.manifest_codec import decode
+from tierd.core.seal import seal
 from tierd.daemon.tiers.prune import prune, quarantine, verify
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import export
 from tierd.daemon.transfer.fetch import fetch
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.keys import Key

@@ -16,7 +16,8 @@ from tierd.core.ids import pin_key
 from tierd.core.planning.demand import Demand
 from tierd.core.planning.eviction import superseded
 from tierd.daemon.presence import Presence
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Attach, Candidates, Pin
 from tierd.spool.spool import Spool

@@ -16,7 +16,8 @@ from tierd.daemon.scrub.scrubber import Scrubber
 from tierd.daemon.tier_worker import TierWorker
 from tierd.daemon.tiers import observe
 from tierd.daemon.timings import USUAL
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 
 RUNS, HOURS = 20, 24
 

@@ -139,7 +139,7 @@ def test_a_flush_in_the_middle_of_a_prune_names_nothing_that_goes(home):
             await nodes["C"].daemon.look(TIER)
             await nodes["A"].turn(), await nodes["B"].turn()
             assert [type(one) for one in await nodes["A"].planned()][:1] == [Prune]
-            late = partial(nodes["C"].daemon.tiers.flush, part(22, 2, 0, 2), TIER)
+            late = partial(nodes["C"].daemon.tiers.flushes.flush, part(22, 2, 0, 2), TIER)
             if not await met(nodes, moment, nodes["A"].line, late, "A"):
                 break
         assert 10 < moment < 59
@@ -165,7 +165,7 @@ def test_a_flush_that_read_before_a_prune_names_nothing_after_it(home):
                     await go_on.wait()
 
             nodes["C"].line.meanwhile = stop
-            late = asyncio.ensure_future(nodes["C"].daemon.tiers.flush(part(22, 2, 0, 2), TIER))
+            late = asyncio.ensure_future(nodes["C"].daemon.tiers.flushes.flush(part(22, 2, 0, 2), TIER))
             waiting = asyncio.ensure_future(stopped.wait())
             await asyncio.wait([late, waiting], return_when=asyncio.FIRST_COMPLETED)
             if late.done():

@@ -28,7 +28,8 @@ from support.world import (
 )
 
 from tierd.core.errors import ManifestError, StoreRefused, StoreUnavailable
-from tierd.core.manifest import MANIFEST_NAME, encode
+from tierd.core.manifest import MANIFEST_NAME
+from tierd.core.manifest_codec import encode
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.handoff import HandoffServer
 from tierd.daemon.tiers.prune import quarantine

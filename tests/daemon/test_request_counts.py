@@ -17,8 +17,9 @@ from tierd.daemon.tiers.prune import prune
 from tierd.daemon.tiers.tiers import Tiers
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.fetch import fetch
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 
 C = 4  # chunks of a part, none of them like another
@@ -63,7 +64,7 @@ def test_a_flush(spool, page):
         await tiers.observed.look("tier", {RUN}, {RUN: {0}})
         store.taken()
         commit(spool, part(2, rank=0, world=2))
-        await tiers.flush(part(2, rank=0, world=2), "tier")
+        await tiers.flushes.flush(part(2, rank=0, world=2), "tier")
         assert store.taken() == {"PUT": C + 2, "GET": C + 2, "LIST": 5 + 2 * store.pages(C), "DELETE": 2}
         await flush(spool, part(2, rank=0, world=2), Route(store))  # again: what lies there is compared
         assert store.taken() == {"PUT": 2, "GET": C + 1, "LIST": 3 + 2 * store.pages(C), "DELETE": 2}

@@ -13,7 +13,7 @@ from support.world import commit, config, listing, part, reconciler, running, se
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.restorer import Restorer
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, StoreUnavailable
-from tierd.core.manifest import decode, seal
+from tierd.core.manifest_codec import decode
 from tierd.core.planning.actions import Prune
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.inventory import Inventory
@@ -21,10 +21,12 @@ from tierd.core.planning.place import SPOOL, Place
 from tierd.core.planning.plan import plan
 from tierd.core.planning.tier_verdicts import judge_tier
 from tierd.core.retention.policy import RetentionPolicy
+from tierd.core.seal import seal
 from tierd.core.timeline.run_view import run_view_of
 from tierd.daemon.tiers.manifests import Manifests
 from tierd.daemon.transfer import chunk_source as source_module
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 
 
@@ -144,7 +146,7 @@ def test_a_part_that_is_committed_while_the_tiers_are_asked_stays(spool):
                 commit(spool, late)
 
         store.before = commit_late
-        await daemon._act(prune)
+        await daemon._loop.act(prune)
         assert spool.parts() == [late, part(2, world=2)] and spool.manifest(late).part == late
         assert daemon.journal.counters["pruned"] == 1
 
@@ -242,7 +244,7 @@ def test_a_newer_tierds_manifest_in_what_is_pruned_is_learnt_and_nothing_goes(sp
         await daemon.look("tier")
         prune = next(action for action in plan(daemon.inventory(), daemon.config, {}, 0.0) if action.tier == "tier")
         assert isinstance(prune, Prune) and prune.checkpoint == odd.checkpoint
-        await daemon._act(prune)
+        await daemon._loop.act(prune)
         await daemon.look("tier")
         assert [type(why) for _, why in daemon.tiers.observed.places["tier"].defects()] == [FormatTooNew]
         assert not [one for one in plan(daemon.inventory(), daemon.config, {}, 0.0) if one.tier == "tier"]

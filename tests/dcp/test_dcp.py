@@ -192,7 +192,7 @@ def test_a_state_that_dcp_cannot_plan_is_a_mismatch_and_an_interrupt_is_one(loca
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tierd.dcp.reader.OpenReader.read_data", interrupted)
+    monkeypatch.setattr("tierd.dcp.open_reader.OpenReader.read_data", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tierd.dcp.load(empty(), local)
     assert local.attempt == before

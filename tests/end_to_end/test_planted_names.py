@@ -28,7 +28,8 @@ from tierd import logs
 from tierd.cli import app, run
 from tierd.core.config import from_urls
 from tierd.core.errors import StoreUnavailable
-from tierd.core.manifest import decode, seal
+from tierd.core.manifest_codec import decode
+from tierd.core.seal import seal
 from tierd.daemon.opening import open_tiers
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.systemd import notify

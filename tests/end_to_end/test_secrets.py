@@ -164,7 +164,7 @@ def test_a_secret_in_a_url_is_refused_and_not_repeated(tmp_path: Path, url: str,
     said = capsys.readouterr()
     search("what is said", (said.out + said.err).encode())
     # Nor does it get into the arguments of a daemon, which everybody on the node may read.
-    monkeypatch.setattr("tierd.ipc.client.subprocess.Popen", lambda *_, **__: pytest.fail("a daemon was started"))
+    monkeypatch.setattr("tierd.ipc.daemon_start.subprocess.Popen", lambda *_, **__: pytest.fail("a daemon was started"))
     with pytest.raises(ConfigError) as caught:
         tierd.Checkpointer(tmp_path / "spool", "run", to=[url])
     search("the error", str(caught.value).encode())

@@ -24,7 +24,8 @@ import torch
 
 from tierd.codec import codec
 from tierd.core.ids import CheckpointId, PartId, chunk_key, pin_key
-from tierd.core.manifest import Chunk, File, Manifest, Origin, Stored, encode, metrics_to_json
+from tierd.core.manifest import Chunk, File, Manifest, Origin, Stored, metrics_to_json
+from tierd.core.manifest_codec import encode
 from tierd.spool import file_io
 from tierd.state.flatten import flatten
 from tierd.state.tensor_file import copy_into, plan_layout

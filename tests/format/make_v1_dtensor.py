@@ -22,7 +22,8 @@ from typing import Any
 
 from tierd.codec import codec
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Chunk, File, Manifest, encode
+from tierd.core.manifest import Chunk, File, Manifest
+from tierd.core.manifest_codec import encode
 from tierd.spool import file_io
 
 CHECKPOINT = CheckpointId("demo", "01941f297c00-0a0b0c0d", 100)

@@ -17,7 +17,8 @@ import numpy as np
 
 from tierd.codec import codec
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Chunk, File, Manifest, encode
+from tierd.core.manifest import Chunk, File, Manifest
+from tierd.core.manifest_codec import encode
 from tierd.spool.file_io import digest
 
 PART = PartId(CheckpointId("demo", "01941f297c00-0a0b0c0d", 100), 0, 1)

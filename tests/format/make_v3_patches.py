@@ -17,7 +17,8 @@ from pathlib import Path
 
 from tierd.codec import codec
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Chunk, File, Manifest, encode
+from tierd.core.manifest import Chunk, File, Manifest
+from tierd.core.manifest_codec import encode
 from tierd.spool.file_io import digest
 
 PARTS = tuple(PartId(CheckpointId("demo", "01941f297c00-0a0b0c0d", step), 0, 1) for step in (100, 200, 300))

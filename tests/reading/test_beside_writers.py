@@ -24,9 +24,10 @@ from support.world import attempt, commit, part, steps_on
 
 from tierd.core.errors import ManifestError, ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import PartId, pin_key
+from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.tiers.prune import prune
-from tierd.daemon.transfer.flush import Route, flush
-from tierd.daemon.transfer.replicas import read_manifest
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.reading import Reader
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store

@@ -25,7 +25,8 @@ from tierd.client.restoring.ranged_reader import PartRanges
 from tierd.core.errors import CheckpointNotFound, ConfigError, StateMismatch, StateRefused
 from tierd.core.manifest import TREE, Chunk, File
 from tierd.core.shard_placement import Placement
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.exporting import chunk_reader, tensors, writers
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore

@@ -16,7 +16,8 @@ from support.saved import files_of
 from support.world import commit, part
 
 from tierd.core.errors import ConfigError, CorruptChunk
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 

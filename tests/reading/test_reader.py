@@ -27,7 +27,8 @@ from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.retention.stored import StoredRetention, encode
 from tierd.core.urls import parse_url
 from tierd.daemon.tiers.prune import prune
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.reading import Reader
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore

@@ -18,8 +18,9 @@ from tierd.core.retention.stored import StoredRetention, decode, encode
 from tierd.daemon.tiers.observe import SpoolEye
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.fetch import fetch
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.transfer.route import Route
 from tierd.spool.records import (
     committed,
     forget_committed,

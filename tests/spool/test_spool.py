@@ -26,7 +26,9 @@ from tierd.core.errors import (
     StepRefused,
 )
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Manifest, encode, seal
+from tierd.core.manifest import Manifest
+from tierd.core.manifest_codec import encode
+from tierd.core.seal import seal
 from tierd.spool import stage as stage_module
 from tierd.spool import trash
 from tierd.spool.conditions import translated

@@ -22,8 +22,8 @@ from tierd.core.errors import (
     StoreRefused,
     WrongKey,
 )
-from tierd.core.manifest import decode, seal, unwrap, wrap
-from tierd.core.seal import MAX_MANIFEST_SIZE
+from tierd.core.manifest_codec import decode, unwrap, wrap
+from tierd.core.seal import MAX_MANIFEST_SIZE, seal
 from tierd.core.urls import parse_url
 from tierd.stores.base import weight
 from tierd.stores.deletions import DeletionGuard

@@ -12,7 +12,8 @@ from support.world import commit, part
 
 import tierd
 from tierd.core.ids import CheckpointId
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.reading.commands import CommandFollower
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore

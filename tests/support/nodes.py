@@ -22,7 +22,8 @@ from support.world import CHUNK, RUN, commit, config, part
 
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Manifest, decode
+from tierd.core.manifest import Manifest
+from tierd.core.manifest_codec import decode
 from tierd.core.planning.actions import Action, Prune
 from tierd.core.planning.place import SPOOL
 from tierd.core.planning.plan import plan
@@ -292,7 +293,7 @@ class Node:
         action = next(action for action in actions if action.tier == lane)
         if isinstance(action, Prune) and action.tier == TIER:
             self._may_prune()
-        await self.daemon._act(action)
+        await self.daemon._loop.act(action)
         return action
 
     def _may_prune(self) -> None:

@@ -9,7 +9,8 @@ from support.world import commit
 
 from tierd.core.ids import PartId
 from tierd.core.manifest import TENSORS, TREE
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 from tierd.state.flatten import flatten
 from tierd.state.tensor_file import copy_into, plan_layout

@@ -16,7 +16,7 @@ from support.timed import give_client
 from support.training import same, tensors
 
 import tierd
-from tierd.ipc import client
+from tierd.ipc import daemon_start
 
 
 def note(log: str, line: str) -> None:
@@ -39,7 +39,7 @@ _DAEMON = (
     "import sys; from tierd.daemon import timings; short = timings.DaemonTimings(orphan_s=2.0); "
     "timings.given = lambda: short; from tierd.cli import run; sys.exit(run())"
 )
-_start = client._start
+_start = daemon_start._start
 
 
 def starting(command: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -51,7 +51,7 @@ def starting(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 def main(spool: str, log: str, steps: int, to: Sequence[str] | None = None, every: int = 2) -> None:
     """Resume and save `steps` more, each as fast as it goes; every `every`-th is waited for."""
     give_client(start_s=0.5)
-    client._start = starting
+    daemon_start._start = starting
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         checkpointer = tierd.Checkpointer(spool, "run", to=to)

@@ -22,7 +22,7 @@ from examples.demo import compare, damage
 from examples.demo.processes import started, wait_until
 from tierd.core.errors import DaemonUnavailable
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import decode
+from tierd.core.manifest_codec import decode
 from tierd.core.urls import parse_url
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Report, Status, Wait

@@ -25,7 +25,7 @@ from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.urls import StoreUrl, parse_url
 from tierd.stores.base import Store
 from tierd.stores.open import open_store
-from tierd.stores.s3 import s3_store
+from tierd.stores.s3 import checksum_probe, s3_store
 from tierd.stores.s3.checksums import CHECKSUMS, MD5, Checksum
 from tierd.stores.s3.line import Body
 from tierd.stores.s3.s3_store import S3Store
@@ -146,7 +146,7 @@ def test_a_chunk_of_64_mib_comes_back_whole(url: StoreUrl) -> None:
 def test_the_server_is_found_to_refuse_every_wrong_checksum(
     url: StoreUrl, checksum: Checksum, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_store, "CHECKSUMS", [checksum])
+    monkeypatch.setattr(checksum_probe, "CHECKSUMS", [checksum])
 
     async def use(store: S3Store) -> None:
         assert await store.put("k", b"data") == checksum.name
@@ -160,7 +160,7 @@ def test_the_server_is_found_to_refuse_every_wrong_checksum(
 @pytest.mark.parametrize("checksum", [*CHECKSUMS, MD5], ids=lambda checksum: checksum.name)
 def test_the_server_refuses_damaged_uploads(url: StoreUrl, checksum: Checksum, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checksum is of the bytes that the caller gave: what changes on the way is not stored."""
-    monkeypatch.setattr(s3_store, "CHECKSUMS", [] if checksum is MD5 else [checksum])
+    monkeypatch.setattr(checksum_probe, "CHECKSUMS", [] if checksum is MD5 else [checksum])
 
     async def use(store: S3Store) -> None:
         for data in (b"bytes", random.Random(7).randbytes(3 << 20)):

@@ -16,12 +16,13 @@ from support.watched_run import RUN, files
 from support.world import commit, part, steps_on
 
 from tierd.cli import run
-from tierd.core.manifest import decode
+from tierd.core.manifest_codec import decode
 from tierd.daemon.intake import importing
 from tierd.daemon.intake.importing import ImportedRun, import_units
 from tierd.daemon.intake.origin import directory_origin
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.stores.file import FileStore

@@ -17,7 +17,7 @@ from support.watched_run import RUN, Home, files, flush, take
 from support.world import commit, part
 
 from tierd.cli import run
-from tierd.core.manifest import decode
+from tierd.core.manifest_codec import decode
 from tierd.core.seal import seal
 from tierd.formats.byte_source import PIECE
 from tierd.spool.spool import Spool

@@ -198,7 +198,7 @@ def test_a_fetch_that_was_cut_off_is_no_checkpoint(node: Node, capsys, monkeypat
         raise OSError(5, "cut off")
 
     with monkeypatch.context() as patch:
-        patch.setattr("tierd.daemon.transfer.export._publish", cut)
+        patch.setattr("tierd.daemon.transfer.export.publish", cut)
         assert run(["prepare", str(node.root), "--run", RUN, "--to", str(node.tier)]) == 1
     left = [path.name for path in node.root.iterdir()]
     assert left and all(name.startswith(OWN) for name in left)
@@ -250,7 +250,7 @@ def test_a_directory_that_may_not_be_written_to_is_named(node: Node, number: int
         raise OSError(number, os.strerror(number), ".tierd-restored.partial")
 
     monkeypatch.setattr(Path, "rename", refused)
-    monkeypatch.setattr("tierd.daemon.transfer.export._held", refused)
+    monkeypatch.setattr("tierd.daemon.transfer.export.held", refused)
     assert run(["prepare", str(node.root), "--run", RUN, "--to", str(node.tier)]) == 3
     assert f"{node.root}: this account may not write there" in capsys.readouterr().err
     assert node.restore() == 3

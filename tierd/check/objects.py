@@ -24,7 +24,7 @@ _DEEPEST = 30  # frames and containers
 
 def is_data(value: object) -> bool:
     """Return whether `value` is a loader, a sampler, a dataset or the like. Requires torch."""
-    from tierd.state.kinds.loader_fingerprint import gives_samples
+    from tierd.state.kinds.loader_arguments import gives_samples
 
     return not isinstance(value, dict | list | tuple | set | deque | str | bytes) and gives_samples(value)
 

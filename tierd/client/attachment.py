@@ -24,7 +24,8 @@ from tierd.core.ids import PartId
 from tierd.core.planning.unflushed import Unflushed, backlog_of
 from tierd.core.timeline.run_view import RunView
 from tierd.core.urls import parse_url
-from tierd.ipc.client import Link, start_daemon
+from tierd.ipc.client import Link
+from tierd.ipc.daemon_start import start_daemon
 from tierd.ipc.messages import Attach, Candidates, MakeRoom, Request
 from tierd.ipc.messages import Backlog as AskBacklog
 from tierd.ipc.replies import read_member

@@ -1,7 +1,7 @@
 """`Checkpointer`: save and restore the checkpoints of one run from inside the training process.
 
-Its methods' docstrings are the public reference, and most of this file. Each method checks that the `Checkpointer` is
-open, and calls the part of `client/composition.py` that does the work.
+Each method checks that the `Checkpointer` is open, and calls the part of `client/composition.py` that does the work.
+The module is longer than 300 lines because its docstrings are the public reference; they are most of it.
 
 Invariant: training never waits for the daemon and never fails because of it. A failure after `save` has returned is
 recorded in the `Save`, in the log and in `Stats`. Only a caller's mistake raises an exception.

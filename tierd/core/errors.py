@@ -143,3 +143,19 @@ def is_exhausted(error: BaseException) -> bool:
         return any(map(is_exhausted, error.exceptions))
     threads = isinstance(error, RuntimeError) and "start new thread" in str(error)
     return threads or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+
+
+def as_both(kind: type[Exception]) -> type[StateMismatch]:
+    """Return a class of `StateMismatch` that is also a subclass of the library's own exception.
+
+    The reason is that the library's documentation names its own class for this error.
+    """
+    if kind.__module__ == "builtins" or issubclass(StateMismatch, kind):
+        return StateMismatch
+    if issubclass(kind, StateMismatch):
+        return kind
+    plain = {"__init__": Exception.__init__, "__str__": Exception.__str__, "__module__": StateMismatch.__module__}
+    try:
+        return type(StateMismatch.__name__, (StateMismatch, kind), plain)
+    except TypeError:  # their memory layouts cannot be combined in one class
+        return StateMismatch

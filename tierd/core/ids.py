@@ -1,6 +1,7 @@
 """Names of runs, attempts, checkpoints and parts, and their conversion into paths and keys and back.
 
-Invariant: a name from outside (an argument, a listing, a manifest) becomes a path or a key only in this module.
+Invariant: a name from outside (an argument, a listing, a manifest) becomes a path or a key only in this module. That is
+why it is longer than 300 lines.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ import msgspec
 
 from tierd.core.errors import DaemonUnavailable, ObjectNotFound, StepRefused, TierdError
 from tierd.core.ids import PartId
-from tierd.core.manifest import TENSORS, TREE, decode
+from tierd.core.manifest import TENSORS, TREE
+from tierd.core.manifest_codec import decode
 from tierd.daemon import handoff_lines
 from tierd.daemon.handoff_lines import HandedOverSnapshot, TrainerConnection
 from tierd.daemon.peers import THIS, Peers, unknown

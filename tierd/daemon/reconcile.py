@@ -9,21 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from tierd.core.config import Config
-from tierd.core.errors import (
-    StoreFull,
-    StoreRefused,
-    TierdError,
-    is_exhausted,
-)
 from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
-from tierd.core.planning.actions import Action, Discard, Flush, Prune, RepairCopy
 from tierd.core.planning.eviction import evictable
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL
@@ -43,7 +36,7 @@ from tierd.daemon.reconciling.records import RunRecords
 from tierd.daemon.reconciling.repairs import Repairs
 from tierd.daemon.reconciling.requests import ClientRequests
 from tierd.daemon.reconciling.setup import Setup
-from tierd.daemon.reconciling.wording import describe, subject, verb
+from tierd.daemon.reconciling.worker_loop import WORKER, WorkerLoop
 from tierd.daemon.scrub.repairer import Repairer
 from tierd.daemon.scrub.scrubber import Scrubber
 from tierd.daemon.spool_space import SpoolSpace
@@ -57,9 +50,6 @@ from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 
 log = logging.getLogger("tierd.daemon")
-
-
-_WORKER = "worker"  # names a tier worker as the subject of alerts
 
 
 class Reconciler:
@@ -82,9 +72,8 @@ class Reconciler:
         timings: the durations that nobody configures.
 
     Args:
-        config: the desired policies, tiers and limits.
-        spool: the local tier, already locked for this daemon.
-        stores: tier name -> open store, in order of preference.
+        config, stores: as the attributes.
+        spool: already locked for this daemon.
         told: callback that gets every event as it happens.
         timings: the durations that nobody configures; those `given` if None.
         jitter: the source of random delays.
@@ -126,8 +115,7 @@ class Reconciler:
 
     def _configure(self, config: Config, stores: Mapping[str, Store]) -> None:
         """Switch to a configuration; no worker runs meanwhile. Restores under way continue with the old stores."""
-        self.config = config
-        self.stores = stores
+        self.config, self.stores = config, stores
         self._repairer.use(stores)
         self.tiers = Tiers(config, self.spool, stores, self.pause, self.timings)
         self._backfill = Backfill(config, stores, self.tiers.observed, self.timings.list_again_s)
@@ -170,7 +158,9 @@ class Reconciler:
         records = RunRecords(setup)
         self._flusher = Flusher(setup, self.backlog, records, self.repairs)
         self._pruner = Pruner(setup)
-        self._agenda = Agenda(setup, self.backlog, records, self._pruner, self.look)
+        agenda = Agenda(setup, self.backlog, records, self._pruner, self.look)
+        acts = self._flusher, self._pruner, self.repairs
+        self._loop = WorkerLoop(setup, agenda, self.backlog, acts, self._moved, self._random)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -178,7 +168,7 @@ class Reconciler:
         """Reconcile until cancelled."""
         while True:
             async with asyncio.TaskGroup() as group:
-                workers = [group.create_task(self._run_worker(worker)) for worker in self.workers.values()]
+                workers = [group.create_task(self._loop.run(worker)) for worker in self.workers.values()]
                 scrubbing = group.create_task(self.scrubber.run())
                 await self._phase.halted.wait()
                 scrubbing.cancel()
@@ -188,7 +178,7 @@ class Reconciler:
             assert self._next_config is not None
             config, stores, done = self._next_config
             for name in self.workers.keys() - {SPOOL, *stores}:
-                self.journal.worked((_WORKER, name))  # end the alert of a tier that was removed
+                self.journal.worked((WORKER, name))  # end the alert of a tier that was removed
             self._configure(config, stores)
             self._phase.halted.clear()
             done.set()
@@ -246,15 +236,12 @@ class Reconciler:
         self._phase.draining = self.scrubber.resting = True
         await self._live.look()
         self.retry_now()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self.until(lambda: self.pause.paused or not self.backlog.parts())
-        except TimeoutError:
-            pass
         left = self.backlog.remaining()
         if left:
-            why = "paused" if self.pause.paused else "drain time is up"
-            log.warning("%s: %s", why, self.backlog.describe())
+            log.warning("%s: %s", "paused" if self.pause.paused else "drain time is up", self.backlog.describe())
         return left
 
     def taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
@@ -275,56 +262,6 @@ class Reconciler:
         """Wait until a condition holds. It is checked after every observation and every action."""
         async with self._moved:
             await self._moved.wait_for(condition)
-
-    async def _run_worker(self, worker: TierWorker) -> None:
-        while not self._phase.halted.is_set():
-            worker.wake.clear()
-            action = None
-            before = self.tiers.requests(worker.name)
-            try:
-                action = await self._agenda.next_action(worker)
-                if action is not None:
-                    worker.doing = describe(action)
-                    worker.sent = isinstance(action, Flush)  # first, so a failing prune blocks no flush
-                    await self._act(action)
-                    self.wake()
-                    worker.has_flushed = worker.sent
-                elif self._backfill.runs:
-                    self._backfill.settle({part.checkpoint.run for part, _ in self.backlog.flushes(self.inventory())})
-                worker.succeeded()
-                self._worked(worker, action)
-            except Exception as error:  # a worker never ends: it logs unknown errors with a traceback, and retries
-                self._failed(worker, action, error)
-            finally:
-                worker.doing = None
-                self.save_events.append_only(worker.name, self.tiers.refusal(worker.name))
-            async with self._moved:
-                self._moved.notify_all()
-            if not self._phase.halted.is_set() and (action is None or worker.last_error):
-                cost = self.tiers.requests(worker.name) - before
-                await worker.rest(min(self._agenda.rescan_s(worker, cost), worker.off_for, self.pause.left or math.inf))
-                if worker.name == SPOOL and not self._phase.draining:
-                    await asyncio.sleep(worker.pause_s)  # plan once for related events such as a save and its flush
-
-    def _failed(self, worker: TierWorker, action: Action | None, error: Exception) -> None:
-        self.journal.counters["errors"] += 1
-        if worker.name in self.stores:
-            self.tiers.failed(worker.name)
-        if isinstance(error, StoreFull):
-            self._live.full.add(worker.name)
-        delay = worker.failed(error, self._random, long=isinstance(error, StoreRefused))
-        doing = describe(action) if action else "observing"
-        known = isinstance(error, TierdError | OSError) or is_exhausted(error)
-        log.warning("%s: %s failed; next try in %.0f s: %s", worker.name, doing, delay, error, exc_info=not known)
-        self.journal.failed((_WORKER, worker.name), verb(action), worker.name, subject(action), str(error))
-
-    def _worked(self, worker: TierWorker, action: Action | None) -> None:
-        thing = (_WORKER, worker.name)
-        self.journal.worked(thing, subject(None), others=False)
-        if action is not None:
-            self.journal.worked(thing, subject(action))
-        elif not self.pause.paused and not self._phase.draining and worker.off_for == math.inf:
-            self.journal.worked(thing)  # no failed action is left to retry
 
     # -- observing --------------------------------------------------------------------------------------------------
 
@@ -361,17 +298,3 @@ class Reconciler:
         if changed:
             self._flusher.give_way()
             self.wake()
-
-    # -- acting -----------------------------------------------------------------------------------------------------
-
-    async def _act(self, action: Action) -> None:
-        match action:
-            case Flush(part, tier, relayed):
-                await self._flusher.flush(part, tier, relayed=relayed)
-            case Prune():
-                await self._pruner.prune(action)
-            case RepairCopy(part, tier):
-                await self.repairs.repair(part, tier)
-            case Discard(name):
-                await asyncio.to_thread(self.spool.discard, name)
-                log.info("local: discarded %s", name)

@@ -141,7 +141,7 @@ class RequestHandler:
             return {"done": at.done, "total": at.total, "tiers": at.tiers}
         if isinstance(request, messages.Wait):
             asked = (request.tier, request.part)
-            moving = (it for tier, part, it in self._reconciler.tiers.moving() if (tier, part) == asked)
+            moving = (it for tier, part, it in self._reconciler.tiers.flushes.moving() if (tier, part) == asked)
             return next(({"done": it.done, "total": it.total} for it in moving), {})
         return {}
 

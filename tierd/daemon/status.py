@@ -7,17 +7,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from tierd.core.event_kinds import Event
 from tierd.core.ids import retention_key
 from tierd.core.planning.inventory import Inventory
-from tierd.core.planning.place import SPOOL
 from tierd.core.retention.policies import disagreeing
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.launches import Lease, Rival, beside, leases
 from tierd.core.urls import parse_url
 from tierd.daemon.peers import THIS
+from tierd.daemon.reports.problems import Problem, all_problems
 from tierd.daemon.scrub.scrub_status import ScrubStatus
 from tierd.events.journal import AlertStatus, now
 from tierd.events.notifier import NotifyStatus
@@ -169,76 +169,7 @@ def status(
         alerts=reconciler.journal.alerts(),
         notify=notify,
     )
-    journal = reconciler.journal
-    stayed = [_stayed(event, count) for event, count in journal.stayed.values()]
-    lasting = [Problem("warning", SPOOL, why) for why in journal.warnings.values()]
-    lasting += [_quarantined(*one) for one in sorted(journal.quarantined.items())]
-    return replace(found, problems=(*stayed, *problems(found), *lasting))
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something that is wrong now.
-
-    Attributes:
-        severity: `alert`: somebody has to act, or checkpoints may be lost; `warning`: look at it in working hours.
-        place: `local`, a tier, or a receiver of events.
-        why: for people.
-    """
-
-    severity: Literal["alert", "warning"]
-    place: str
-    why: str
-
-
-_SCARCE, _LOW = 0.02, 0.05  # free shares of the spool's disk: saves fail soon; local copies are deleted early
-
-
-def problems(found: Status) -> tuple[Problem, ...]:
-    """Return what is wrong by a status, alerts first."""
-    alerts = [
-        Problem("alert", one.place, f"{_failing(one)} failed {one.tries} times in a row: {one.why}")
-        for one in found.alerts
-    ]
-    runs = sorted({one.run for one in found.launches})
-    alerts += [Problem("alert", SPOOL, f"several launches of run {run} save at the same time") for run in runs]
-    free = f"{found.spool_free:.0%} of the spool's disk is free"
-    if found.spool_free < _SCARCE:
-        alerts.append(Problem("alert", SPOOL, f"{free}: saves fail soon"))
-    warnings = [Problem("warning", SPOOL, free)] if _SCARCE <= found.spool_free < _LOW else []
-    alerted = {one.place for one in alerts}
-    for tier in found.tiers:
-        if tier.name not in alerted and (tier.failures or not tier.reached):
-            why = tier.last_error or "it has not answered a listing yet"
-            warnings.append(Problem("warning", tier.name, why))
-    warnings += [
-        Problem("warning", one.tier, f"the policies of run {one.run} disagree, or one cannot be read: {one.key}")
-        for one in found.policies
-        if one.disagrees
-    ]
-    if found.paused:
-        warnings.append(Problem("warning", SPOOL, f"paused: {found.paused}"))
-    if found.scrub.due:
-        overdue = "1 copy is" if found.scrub.due == 1 else f"{found.scrub.due} copies are"
-        warnings.append(Problem("warning", SPOOL, f"{overdue} overdue to be verified again"))
-    warnings += [Problem("warning", one.name, one.last_error) for one in found.notify if one.last_error]
-    return (*alerts, *warnings)
-
-
-def _stayed(event: Event, count: int) -> Problem:
-    times = "" if count == 1 else f" ({count} times since the daemon's start, this is the last)"
-    return Problem(
-        "alert", event.place, f"{event.what}{times}: {event.subject}: {event.why}; shown until the daemon starts again"
-    )
-
-
-def _quarantined(place: str, copies: int) -> Problem:
-    what = "1 copy was" if copies == 1 else f"{copies} copies were"
-    return Problem("warning", place, f"{what} quarantined since the daemon's start")
-
-
-def _failing(one: AlertStatus) -> str:
-    return "observing" if one.doing == "look" else f"{one.doing} {one.subject}"
+    return replace(found, problems=all_problems(found, reconciler.journal))
 
 
 def _policies(inventory: Inventory) -> Iterator[PolicyStatus]:
@@ -270,7 +201,7 @@ def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
         name=name,
         url=str(parse_url(url)),
         doing=worker.doing,
-        compression=reconciler.tiers.throughput.compression(name).why,
+        compression=reconciler.tiers.flushes.throughput.compression(name).why,
         reached=reconciler.inventory().tiers[name] is not None,
         pending_parts=len(backlog),
         pending_bytes=sum(backlog.values()),

@@ -9,8 +9,8 @@ from tierd.core.ids import PartId, manifests_prefix
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.remove import held_in_spool, held_on_tier
 from tierd.daemon.tiers.manifests import READERS
+from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.transfer.concurrency import each
-from tierd.daemon.transfer.replicas import read_manifest
 from tierd.spool.spool import Spool
 from tierd.stores.base import ObjectInfo, Store
 

@@ -19,8 +19,8 @@ from tierd.client.checkpointer import Checkpointer, made_of
 from tierd.client.restoring.restorer import Restored
 from tierd.core.errors import StateMismatch, StoreUnavailable
 from tierd.dcp.load_planner import CheckedLoadPlanner
+from tierd.dcp.open_reader import UNFIT, OpenReader
 from tierd.dcp.optimizers import filled, stand_ins
-from tierd.dcp.reader import UNFIT, OpenReader
 
 
 def load(

@@ -110,9 +110,9 @@ def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bo
     names = chosen_names(paths, only, str(manifest.part.checkpoint))
     tensors, others = {}, {}
     for name, exported in names.items():
-        rank, value = saved.own(name)
+        rank, value = saved.claims.own(name)
         is_tensor = isinstance(value, NativeLeaf)
-        if (is_tensor or values) and (reason := saved.contradiction(name)):
+        if (is_tensor or values) and (reason := saved.claims.contradiction(name)):
             way = "export less (only=…, --only)" if only is None else "`tierd restore` copies the files"
             raise StateMismatch(f"{manifest.part.checkpoint}: {printable(name)!r}: {reason}; {way}")
         if is_tensor:

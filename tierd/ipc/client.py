@@ -10,11 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import subprocess
-import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,10 @@ import msgspec
 
 from tierd import __version__
 from tierd.core.errors import DaemonAbsent, DaemonSilent, DaemonUnavailable, TierdError, VersionMismatch
-from tierd.ipc.messages import DAEMON_LOG, EXIT_HELD, HEARTBEAT, MAX_REPLY, Hello, Request, Status, encode_line
+from tierd.ipc.messages import HEARTBEAT, MAX_REPLY, Hello, Request, Status, encode_line
 from tierd.ipc.protocol import BEATS, PROTOCOL, Peer, explain
 from tierd.ipc.replies import greeted, raise_error
 from tierd.ipc.starting import ways_to_start
-from tierd.spool.file_io import private
 from tierd.spool.permissions import peer_pid, stranger
 from tierd.spool.spool import Spool
 
@@ -35,16 +32,9 @@ HELLO = Hello(protocol=str(PROTOCOL), version=__version__)
 
 _SILENCE = 6 * HEARTBEAT  # seconds without a byte after which a daemon counts as hung
 _GREETING = 5.0  # the same for the greeting, which a daemon sends at once even if it is busy
-_START = 60.0  # seconds that a daemon may take to answer after its start, because imports from a network disk are slow
 _QUEUE = 5.0  # seconds to wait for a place in the daemon's queue of callers
 _PROBE = 5.0  # seconds in which a daemon that closed the connection at the greeting may answer `Status`
-_AGAIN = 1.0  # seconds between attempts to take a spool that another daemon holds
 _ABSENT = (errno.ENOENT, errno.ECONNREFUSED)
-_started: list[
-    subprocess.Popen[bytes]
-] = []  # kept, because Popen's destructor warns of a running child, and a daemon is meant to outlive this process
-
-
 _open: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
@@ -90,7 +80,7 @@ class Link:
         except OSError as error:
             self._socket.close()
             if isinstance(error, BlockingIOError):
-                raise DaemonSilent(f"spool {spool.root}: {_hung(_holder(spool), 'takes no more callers')}") from error
+                raise DaemonSilent(f"spool {spool.root}: {hung(holder(spool), 'takes no more callers')}") from error
             absent = error.errno in _ABSENT
             raise (DaemonAbsent if absent else DaemonUnavailable)(
                 f"spool {spool.root}: no daemon answers ({'none is running' if absent else error.strerror or error}); "
@@ -205,7 +195,7 @@ class Link:
             pid = peer_pid(self._socket)
         except OSError:
             pid = 0
-        return DaemonSilent(_hung(pid, f"{did} for {silence_s:g} s"))
+        return DaemonSilent(hung(pid, f"{did} for {silence_s:g} s"))
 
     def about_peer(self, asked: Callable[[socket.socket], bool]) -> bool:
         """Return the result of `asked`, a check of the process at the other end of the socket."""
@@ -247,26 +237,19 @@ class Link:
         self.close()
 
 
-def _hung(pid: int, does: str) -> str:
+def hung(pid: int, does: str) -> str:
+    """Describe a daemon that does not go on, and the ways out; `pid` is 0 if it is not known."""
     who, name = (f"the daemon, pid {pid},", str(pid)) if pid else ("the daemon", "PID")
     return f"{who} {does}; it may be stopped: let it go on (kill -CONT {name}), or end it (kill -KILL {name})"
 
 
-def _holder(spool: Spool) -> int:
+def holder(spool: Spool) -> int:
     """Read the id of the process that holds the spool from its lock file; 0 if the file does not name one."""
     try:
         text = (spool.control / "lock").read_text().strip()
     except (OSError, UnicodeDecodeError):
         return 0
     return int(text) if text.isascii() and text.isdecimal() else 0
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger has stopped a process; False if it has ended, or is in another PID namespace."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except (OSError, IndexError):
-        return False
 
 
 def _over() -> TimeoutError:
@@ -310,53 +293,3 @@ def connect(connection: socket.socket, path: Path, patience_s: float = _QUEUE) -
             raise PermissionError(errno.EPERM, f"what listens there is another user's, uid {uid}")
     finally:
         os.close(directory)
-
-
-def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    with open(log, "ab", opener=private) as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/"
-        )
-    _started.append(process)
-    return process
-
-
-def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
-    """Start a daemon for `spool` that outlives this process until everything is flushed; wait until it answers.
-
-    Several ranks may call this at the same time: one daemon gets the spool, and serves all ranks. The other daemons end
-    with `EXIT_HELD`. They are started again for as long as no daemon answers, because the daemon that holds the spool
-    may be about to end.
-
-    Args:
-        spool: the spool to serve.
-        urls: the tiers' URLs.
-
-    Raises:
-        DaemonSilent: a daemon exists, and accepts no callers or was stopped before it listened.
-        DaemonUnavailable: the daemon ended or did not answer; the message holds the end of its log.
-    """
-    log = spool.control / DAEMON_LOG
-    command = [sys.executable, "-m", "tierd", "run", "--spool", str(spool.root), "--until-idle", "--await-trainer"]
-    for url in urls:
-        command += ["--to", url]
-    process = _start(command, log)
-    end = time.monotonic() + _START
-    while time.monotonic() < end:
-        ended = process.poll()
-        try:
-            Link(spool).close()
-            return
-        except DaemonSilent:  # it holds the spool, so another daemon cannot start
-            raise
-        except DaemonUnavailable:
-            if ended == EXIT_HELD:
-                if _is_stopped(holder := _holder(spool)):
-                    raise DaemonSilent(f"spool {spool.root}: {_hung(holder, 'holds it and does not listen')}") from None
-                time.sleep(_AGAIN)
-                process = _start(command, log)
-            elif ended is not None:
-                break
-        time.sleep(0.05)
-    tail = log.read_text(errors="replace")[-2000:].strip()
-    raise DaemonUnavailable(f"the daemon for spool {spool.root} did not start; {log} ends with:\n{tail}")

@@ -14,6 +14,8 @@ Both sockets exchange protocol numbers first (`ipc/protocol`). On the control so
 the daemon answers with its own number. On the hand-off socket the daemon's greeting has its number, and the client's
 first packet is `Hello`, without an answer. A client that sends no `Hello` is older than protocol numbers; the daemon
 still answers it.
+
+The module is longer than 300 lines because each request's docstring is the reference of that request.
 """
 
 from __future__ import annotations

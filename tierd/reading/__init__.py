@@ -6,6 +6,7 @@ Invariant: this package never puts or deletes an object. Every byte that it load
 from __future__ import annotations
 
 from tierd.reading.listing import Listed
-from tierd.reading.reader import Loaded, Reader, open
+from tierd.reading.reader import Reader, open
+from tierd.reading.restoring import Loaded
 
 __all__ = ["Listed", "Loaded", "Reader", "open"]

@@ -83,7 +83,7 @@ def check_manifests(tiers: RunOnTiers, listed: Listed) -> None:
         copies = Replicas(PartId(name_of(tiers.run, listed), rank, listed.world_size), tiers.stores)
         await copies.ask()
         if not copies.manifests:
-            copies.give_up("its manifest", copies.unavailable)
+            raise copies.lost("its manifest", copies.unavailable)
 
     async def all_of_them() -> None:
         await together(_HANDS, [ask(rank) for rank in range(listed.world_size)])

@@ -6,38 +6,27 @@ Invariant: outside of this process, a reader changes only the directory that `do
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from tierd.client.ranks.ranks import Ranks
-from tierd.client.restoring.search import Search, Skipped
 from tierd.core.config import from_urls
 from tierd.core.errors import (
     CheckpointNotFound,
     ConfigError,
-    CorruptChunk,
-    ManifestError,
-    StateMismatch,
 )
 from tierd.core.ids import check_attempt, check_run, check_step
-from tierd.core.manifest import TENSORS, TREE, Manifest
 from tierd.core.save_policy import Goal, check_goal
-from tierd.core.timeline.candidates import Candidate
 from tierd.core.urls import parse_url
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.export import Exported, export, usable
+from tierd.daemon.transfer.export import Exported, export
+from tierd.daemon.transfer.gathering import usable
 from tierd.reading.delivered import Delivered
 from tierd.reading.follow import follow
-from tierd.reading.gone import corrupt_or_gone, none_there
+from tierd.reading.gone import none_there
 from tierd.reading.listing import Listed, list_checkpoints
-from tierd.reading.tiers import RunOnTiers, TierFiles, TierView
-from tierd.reading.whole import read_part
-from tierd.state.fit import Fitting, check_fit, chosen
-from tierd.state.flatten import unflatten
-from tierd.state.kinds.wrapped_names import with_names_of
-from tierd.state.load import load
+from tierd.reading.restoring import Loaded, restore
+from tierd.reading.tiers import RunOnTiers
 from tierd.stores.base import Store
 from tierd.stores.keys import read_key
 from tierd.stores.open import open_store
@@ -48,27 +37,6 @@ if TYPE_CHECKING:
     from tierd.reading.exports import StateExport
 
 PathLike: TypeAlias = str | os.PathLike[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The result of `Reader.restore`. Its members have the same meanings as those of `Restored`.
-
-    Attributes:
-        run: the run, so that `Checkpointer.start_from` can record it.
-        rank: the rank whose part was loaded; 0 if the call named no rank, because all ranks have the same entries then.
-        world_size: how many ranks saved the checkpoint.
-    """
-
-    run: str
-    step: int
-    attempt: str
-    rank: int
-    world_size: int
-    tier: str
-    metrics: dict[str, float]
-    skipped: tuple[Skipped, ...]
-    unreached: tuple[str, ...]
 
 
 def open(url_or_urls: PathLike | Sequence[PathLike], run: str, key_file: PathLike | None = None) -> Reader:
@@ -170,59 +138,8 @@ class Reader:
         names = (only,) if isinstance(only, str) else only if only is None else tuple(only)
         if not isinstance(state, Mapping):
             raise ConfigError("restore(state): a mapping of names to what is loaded into; download(DIR) copies files")
-        chosen(state, names)
-        search = Search(self.run, Ranks(0, 1), TierView(self.tiers, (best,) if isinstance(best, str) else ()))
-        for candidate in search.whole(step, attempt, None if best is None else Goal(best, mode), at_least):
-            files = TierFiles(self.tiers, candidate.checkpoint, candidate.world)
-            found, error = self._try(search, candidate, files, chosen(state, names), names, rank, ignore_prefixes)
-            unfit = isinstance(error, StateMismatch | ConfigError)
-            if search.settle(candidate, error, unfit=unfit).load:
-                assert found is not None
-                manifest, tree, tensors, fitting = found
-                into = chosen(state, names)
-                load(into, tree, lent=False, file=tensors, fitting=fitting)
-                if into is not state and isinstance(state, MutableMapping):
-                    state.update(into)
-                return Loaded(
-                    run=self.run,
-                    step=manifest.step,
-                    attempt=manifest.attempt,
-                    rank=manifest.rank,
-                    world_size=manifest.world_size,
-                    tier=files.used[0],
-                    metrics=manifest.numbers,
-                    skipped=search.skipped(candidate.checkpoint),
-                    unreached=search.resume.unreached,
-                )
-            del found, error  # frees the memory before the next candidate is read
-        incomplete = [str(one) for one in search.skipped()]
-        raise CheckpointNotFound("\n  ".join([none_there(self.tiers), *incomplete]))
-
-    def _try(
-        self,
-        search: Search,
-        candidate: Candidate,
-        files: TierFiles,
-        into: Mapping[str, Any],
-        names: Collection[str] | None,
-        rank: int | None,
-        ignore_prefixes: bool,
-    ) -> tuple[tuple[Manifest, dict[str, Any], memoryview, Fitting] | None, Exception | None]:
-        """Read and verify `candidate`, and check that it fits `into`.
-
-        Returns:
-            The manifest, the tree, the tensors and the result of `check_fit`, or None and the error.
-        """
-        try:
-            manifest, found = read_part(files, names, rank)
-            search.check_origin(manifest)
-            tree = unflatten(found[TREE], found[TENSORS])
-            tree = with_names_of(into, tree) if ignore_prefixes else tree
-            return (manifest, tree, found[TENSORS], check_fit(into, tree)), None
-        except (CorruptChunk, ManifestError) as error:
-            return None, corrupt_or_gone(self.tiers, candidate, error)
-        except Exception as error:
-            return None, error
+        goal = None if best is None else Goal(best, mode)
+        return restore(self.tiers, state, step, attempt, goal, names, rank, at_least, ignore_prefixes=ignore_prefixes)
 
     # -- following --------------------------------------------------------------------------------------------------
 

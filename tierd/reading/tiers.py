@@ -19,11 +19,12 @@ from tierd.core.manifest import Manifest
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
 from tierd.core.timeline.run_view import RunView, run_view_of
+from tierd.daemon.tiers.objects import is_there
 from tierd.daemon.tiers.observe import TierObserver
 from tierd.daemon.transfer.buffers import Buffers
 from tierd.daemon.transfer.concurrency import to_the_end, together
 from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.replicas import Replicas, is_there
+from tierd.daemon.transfer.replicas import Replicas
 from tierd.reading.loop import LoopThread
 from tierd.stores.base import Store
 
@@ -147,7 +148,7 @@ class TierFiles(PartRanges):
             if not contents:
                 if not copies.defects and not copies.unavailable:
                     raise ObjectNotFound(f"{part}: no tier has a copy")
-                copies.give_up("its manifest", copies.unavailable)
+                raise copies.lost("its manifest", copies.unavailable)
             copies.agree(contents[0])
             self._copies[part], self._contents[part] = copies, contents
         return self._contents[part][0]

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, SpoolUnusable, TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import MANIFEST_NAME, File, Manifest, decode
+from tierd.core.manifest import MANIFEST_NAME, File, Manifest
+from tierd.core.manifest_codec import decode
 from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.spool.directories import directories_in, links_in, names_in, parts_below, parts_of_run
 from tierd.spool.file_io import open_plain

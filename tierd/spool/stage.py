@@ -18,7 +18,8 @@ from types import TracebackType
 
 from tierd.core.errors import CorruptChunk, ManifestError, StepRefused
 from tierd.core.ids import PartId
-from tierd.core.manifest import MANIFEST_NAME, File, Manifest, check_path, encode
+from tierd.core.manifest import MANIFEST_NAME, File, Manifest, check_path
+from tierd.core.manifest_codec import encode
 from tierd.spool.file_io import sync_directory, write_file
 from tierd.spool.verified_reads import describe_file
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tierd.core.errors import ConfigError, StateMismatch
+from tierd.core.errors import ConfigError, StateMismatch, as_both
 from tierd.state.aliasing import Aliased, expanded
 from tierd.state.classify import IMMUTABLE, PLAIN, Kind, Stateful, kind_of
 from tierd.state.containers import SEQUENCES, Path, instances
@@ -175,8 +175,7 @@ def _tensor_misfits(target: torch.Tensor, saved: Any) -> Iterator[str]:
         if reason := shard_misfit(target, saved):
             yield reason
         return
-    reason = why_refused(target)
-    if reason is not None:
+    if (reason := why_refused(target)) is not None:
         yield reason
     elif isinstance(saved, SavedDTensor):
         yield f"{saved} in the checkpoint, {_form(target)}, no DTensor, here"
@@ -207,9 +206,8 @@ _FILLED: dict[Kind, Callable[[Any, Any], Iterator[str]]] = {
 
 def _stateful_misfits(target: Stateful, saved: Any, path: Path, shared: Aliased) -> Iterator[str]:
     if isinstance(target, RngState):
-        misfit = target.misfit(saved)
-        if misfit is not None:
-            yield misfit
+        if (reason := target.misfit(saved)) is not None:
+            yield reason
     elif isinstance(target, nn.Module):
         yield from _module_misfits(target, saved, path, shared)
     elif isinstance(target, torch.optim.Optimizer):
@@ -287,22 +285,6 @@ def is_simple(value: object) -> bool:
 
 def saved_local(saved: Any) -> Any:
     return saved.local if isinstance(saved, SavedDTensor) else saved
-
-
-def as_both(kind: type[Exception]) -> type[StateMismatch]:
-    """Return a class of `StateMismatch` that is also a subclass of the library's own exception.
-
-    The reason is that the library's documentation names its own class for this error.
-    """
-    if kind.__module__ == "builtins" or issubclass(StateMismatch, kind):
-        return StateMismatch
-    if issubclass(kind, StateMismatch):
-        return kind
-    plain = {"__init__": Exception.__init__, "__str__": Exception.__str__, "__module__": StateMismatch.__module__}
-    try:
-        return type(StateMismatch.__name__, (StateMismatch, kind), plain)
-    except TypeError:  # their memory layouts cannot be combined in one class
-        return StateMismatch
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierd.core.errors import as_both
 from tierd.spool.direct_io import PAGE
 from tierd.state.classify import IMMUTABLE, Kind, Stateful, kind_of
 from tierd.state.containers import paired, walk
-from tierd.state.fit import Fitting, as_both, check_fit, few, is_sequence_of, is_simple, saved_local, stays
-from tierd.state.kinds import loader_fingerprint
+from tierd.state.fit import Fitting, check_fit, few, is_sequence_of, is_simple, saved_local, stays
+from tierd.state.kinds import loader_arguments, loader_fingerprint
 from tierd.state.kinds.device_meshes import meshes_of, put_beside
 from tierd.state.kinds.dtensors import local_of, tensors_in
 from tierd.state.kinds.modules import load_module
@@ -123,7 +124,7 @@ def _copied(saved: Any, memo: dict[int, object]) -> Any:
 
 
 def _turn(target: Stateful) -> int:
-    return 2 if isinstance(target, RngState) else 0 if loader_fingerprint.gives_samples(target) else 1
+    return 2 if isinstance(target, RngState) else 0 if loader_arguments.gives_samples(target) else 1
 
 
 def _spare(saved: object, memo: dict[int, object]) -> None:

@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.ciphers import (
 
 from tierd.core.errors import CorruptChunk, ManifestError, StoreRefused, WrongKey
 from tierd.core.ids import parse_retention
-from tierd.core.manifest import unwrap, wrap
+from tierd.core.manifest_codec import unwrap, wrap
 from tierd.core.retention.stored import is_plain
 from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.priority import POLITE, is_hasty

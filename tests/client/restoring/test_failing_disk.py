@@ -13,6 +13,7 @@ import tierd
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.restorer import Restorer
 from tierd.client.restoring.source import NodeSource
+from tierd.client.restoring.spool_view import look
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.inventory import Inventory
@@ -30,7 +31,7 @@ class Healer:
 
     def ask(self, request, timeout_s=None, told=None):
         if isinstance(request, Candidates):
-            seen = run_view_of(Inventory(self._restorer.source._look()[0], {}), "r")
+            seen = run_view_of(Inventory(look(self._restorer.source._spool, "r", deep=False)[0], {}), "r")
             return {"sight": msgspec.json.decode(msgspec.json.encode(seen))}
         assert isinstance(request, Fetch)
         self.fetched.append(request.part.checkpoint.step)

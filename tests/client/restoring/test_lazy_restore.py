@@ -10,7 +10,7 @@ import pytest
 from support.world import RUN, attempt, commit, corrupt, part
 
 from tierd.client.ranks.ranks import Ranks
-from tierd.client.restoring import source
+from tierd.client.restoring import source, spool_view
 from tierd.client.restoring.restorer import Restorer
 from tierd.core.errors import TierdError
 from tierd.core.ids import CheckpointId
@@ -117,7 +117,7 @@ def test_it_finds_what_reading_every_manifest_finds(tmp_path: Path, seed, monkey
     history(spool, random.Random(seed))
     shutil.copytree(tmp_path / "spool", tmp_path / "copy", symlinks=True)
     lazily = restored(spool)
-    monkeypatch.setattr(source, "_NEWEST", 10**6)
+    monkeypatch.setattr(spool_view, "_NEWEST", 10**6)
     assert str(lazily).replace(str(spool.root), "") == str(restored(Spool(tmp_path / "copy"))).replace(
         str(tmp_path / "copy"), ""
     )

@@ -25,7 +25,7 @@ from tierd.client.checkpointer import made_of
 from tierd.client.ranks import ranks
 from tierd.client.restoring import source
 from tierd.core.errors import DaemonSilent, DaemonUnavailable, StoreUnavailable, TierdError
-from tierd.ipc import client
+from tierd.ipc import daemon_start
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Status
 
@@ -139,7 +139,7 @@ def test_one_that_is_stopped_between_two_questions_is_done_without(spool, stoppe
 
 def test_one_that_takes_no_more_callers_is_not_started_a_second_time(spool, tmp_path, stopped, monkeypatch, caplog):
     """A client of a stopped daemon waits in a queue, which is full after a hundred."""
-    monkeypatch.setattr(client, "_start", lambda *_: pytest.fail("its spool is held"))
+    monkeypatch.setattr(daemon_start, "_start", lambda *_: pytest.fail("its spool is held"))
     callers = []
     with pytest.raises(BlockingIOError):
         for _ in range(10_000):

@@ -19,7 +19,8 @@ from tierd.core.errors import CorruptChunk
 from tierd.core.manifest import DRAFT_NAME
 from tierd.daemon.transfer import download
 from tierd.daemon.transfer.fetch import fetch
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.direct_io import LARGE
 from tierd.spool.spool import Spool
 

@@ -134,6 +134,6 @@ except ConfigError as error:
 
 def test_the_status_of_a_daemon_is_json() -> None:
     """`/status` has the form of `tierd status --json`: both are made of one class."""
-    from tierd.daemon.status import Problem
+    from tierd.daemon.reports.problems import Problem
 
     assert msgspec.json.encode(Problem("alert", "s3", "why")) == b'{"severity":"alert","place":"s3","why":"why"}'

@@ -22,7 +22,8 @@ from support.world import (
 )
 
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
-from tierd.core.manifest import MANIFEST_NAME, decode
+from tierd.core.manifest import MANIFEST_NAME
+from tierd.core.manifest_codec import decode
 from tierd.spool.spool import Spool
 from tierd.stores.memory import MemoryStore
 

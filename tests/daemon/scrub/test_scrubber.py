@@ -19,7 +19,8 @@ from support.world import commit, content, converge, corrupt, part, read, reconc
 from benchmarks.scrub import run
 from tierd.codec import codec
 from tierd.core.errors import StoreRefused, StoreUnavailable
-from tierd.core.manifest import MANIFEST_NAME, decode, encode
+from tierd.core.manifest import MANIFEST_NAME
+from tierd.core.manifest_codec import decode, encode
 from tierd.core.planning.place import SPOOL
 from tierd.core.planning.scrub_schedule import ScrubbedCopy, agenda
 from tierd.daemon.status import status

@@ -219,7 +219,7 @@ def test_what_a_refusal_left_is_known_though_the_next_deletion_succeeded(spool: 
         async with running(reconciler(spool, {"tier": store}, keep=100)) as daemon:
             await settle(daemon)
             commit(spool, part(1))
-            await daemon.tiers.flush(part(1), "tier")
+            await daemon.tiers.flushes.flush(part(1), "tier")
             left = [key for key in await contents(store.inner) if "/flushing/" in key]
             assert left
             store.words = ("never",)

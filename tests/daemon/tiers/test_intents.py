@@ -20,7 +20,8 @@ from support.world import CHUNK, RUN, commit, config, converge, part, reconciler
 
 from tierd.core.errors import StoreUnavailable, TierdError
 from tierd.core.ids import PartId
-from tierd.core.manifest import VERSION, Chunk, File, Manifest, Stored, decode, encode
+from tierd.core.manifest import VERSION, Chunk, File, Manifest, Stored
+from tierd.core.manifest_codec import decode, encode
 from tierd.core.planning.actions import Flush, Prune
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
@@ -31,7 +32,8 @@ from tierd.daemon.tiers import announcements, intents, stamps
 from tierd.daemon.tiers.observe import SpoolEye, TierObserver
 from tierd.daemon.tiers.prune import prune
 from tierd.daemon.timings import USUAL, DaemonTimings
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 from tierd.stores.base import Buffer, ObjectInfo
 from tierd.stores.memory import MemoryStore

@@ -11,10 +11,10 @@ from support.s3stub import Bucket, serving
 from support.world import commit, converge, part, read, reconciler
 
 from tierd.core.errors import CorruptChunk, ManifestError
-from tierd.core.manifest import decode
+from tierd.core.manifest_codec import decode
 from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.core.urls import parse_url
-from tierd.daemon.transfer.replicas import read_manifest
+from tierd.daemon.tiers.objects import read_manifest
 from tierd.spool.spool import Spool
 from tierd.stores.base import LARGEST
 from tierd.stores.file import FileStore

@@ -15,7 +15,8 @@ from support.world import attempt, commit, part
 
 from tierd.cli import run as tierd
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Chunk, File, Manifest, Stored, encode
+from tierd.core.manifest import Chunk, File, Manifest, Stored
+from tierd.core.manifest_codec import encode
 from tierd.daemon.tiers.overview import RunOverview, observe, overview
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store, directories, listed_names

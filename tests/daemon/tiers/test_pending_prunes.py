@@ -12,7 +12,8 @@ from tierd.core.planning.pruning import PruneBacklog
 from tierd.daemon.status import status
 from tierd.daemon.tiers.observe import TierObserver
 from tierd.daemon.tiers.prune import prune
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.events.journal import Journal
 
 

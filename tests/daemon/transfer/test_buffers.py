@@ -15,7 +15,8 @@ from tierd.daemon.transfer import buffers as buffers_module
 from tierd.daemon.transfer import download
 from tierd.daemon.transfer.buffers import KEPT, Buffers
 from tierd.daemon.transfer.fetch import fetch
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.direct_io import LARGE
 from tierd.spool.spool import Spool
 

@@ -16,7 +16,7 @@ from support.world import RUN, attempt, commit, content, converge, part, steps_o
 
 from tierd.core.errors import CheckpointNotFound, ConfigError, StoreRefused
 from tierd.core.ids import CheckpointId, PartId, pin_key, retention_key
-from tierd.core.manifest import decode
+from tierd.core.manifest_codec import decode
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.retention.stored import StoredRetention, encode
 from tierd.core.timeline.head import together
@@ -24,8 +24,9 @@ from tierd.daemon.tiers.observe import TierObserver
 from tierd.daemon.tiers.prune import verify
 from tierd.daemon.transfer.copy import CopiedRun, copy_run
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.replicas import Replicas
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.stores.memory import MemoryStore

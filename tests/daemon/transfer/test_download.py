@@ -25,8 +25,9 @@ from tierd.daemon.transfer import fetch as fetch_module
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.fetch import fetch
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.transfer.route import Route
 from tierd.daemon.transfer.shared_encoding import Encoding
 from tierd.daemon.transfer.throughput import Throughput
 from tierd.spool.direct_io import LARGE, PAGE

@@ -14,11 +14,14 @@ from support.doubles import Double, contents, damage, flip, flipped, is_chunk
 from support.world import CHUNK, RUN, commit, content, listing, part, read, reconciler
 
 from tierd.core.errors import CorruptChunk, StoreUnavailable
-from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Stored, decode, encode, seal
+from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Stored
+from tierd.core.manifest_codec import decode, encode
+from tierd.core.seal import seal
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import export
 from tierd.daemon.transfer.fetch import fetch
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
 from tierd.stores.memory import MemoryStore

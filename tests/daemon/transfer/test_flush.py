@@ -14,13 +14,15 @@ from support.world import CHUNK, commit, content, part, read
 
 from tierd.core.errors import CorruptChunk, ManifestError, StoreRefused, StoreUnavailable
 from tierd.core.ids import pruning_prefix
-from tierd.core.manifest import Manifest, decode
+from tierd.core.manifest import Manifest
+from tierd.core.manifest_codec import decode
 from tierd.daemon.tiers.prune import quarantine
 from tierd.daemon.timings import USUAL
 from tierd.daemon.transfer.chunk_source import Twin
 from tierd.daemon.transfer.fetch import fetch
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 

@@ -9,8 +9,9 @@ from support.doubles import Double, is_chunk
 from support.world import CHUNK, commit, content, part, reconciler, running, settle, until
 
 from tierd.daemon.transfer import flush_pacing
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.flush_pacing import Cadence, Spread
+from tierd.daemon.transfer.route import Route
 
 
 class Time:

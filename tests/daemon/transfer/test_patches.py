@@ -13,7 +13,8 @@ from support.world import CHUNK, commit, converge, part, read, steps_on
 
 from tierd.codec.patch import BLOCK
 from tierd.core.errors import CorruptChunk, StoreUnavailable
-from tierd.core.manifest import PATCHED, Chunk, Manifest, decode
+from tierd.core.manifest import PATCHED, Chunk, Manifest
+from tierd.core.manifest_codec import decode
 from tierd.core.planning import sharing
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
 from tierd.daemon.tiers.prune import prune, verify
@@ -21,8 +22,9 @@ from tierd.daemon.transfer.chunk_source import Twin
 from tierd.daemon.transfer.copy import copy_run
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.fetch import fetch
-from tierd.daemon.transfer.flush import Flushed, Route, flush
+from tierd.daemon.transfer.flush import Flushed, flush
 from tierd.daemon.transfer.relay import relay
+from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 
 ROWS = 4 * (CHUNK // BLOCK)

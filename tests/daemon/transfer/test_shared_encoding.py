@@ -11,10 +11,11 @@ from support.doubles import Double, contents, damage, is_chunk, is_manifest
 from support.world import CHUNK, commit, part
 
 from tierd.core.errors import CorruptChunk, StoreUnavailable, TierdError
-from tierd.core.manifest import decode
+from tierd.core.manifest_codec import decode
 from tierd.daemon.transfer import buffers
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.transfer.route import Route
 from tierd.daemon.transfer.shared_encoding import Encoding
 from tierd.daemon.transfer.throughput import Throughput
 from tierd.spool.spool import Spool

@@ -11,7 +11,7 @@ from support.doubles import Double, contents, is_chunk, is_manifest
 from support.world import CHUNK, commit, converge, part, read
 
 from tierd.core.errors import CorruptChunk
-from tierd.core.manifest import decode
+from tierd.core.manifest_codec import decode
 from tierd.core.planning import sharing
 from tierd.daemon.transfer.fetch import fetch
 from tierd.daemon.transfer.memory_budget import Budget

@@ -9,9 +9,11 @@ from support.doubles import Double, flip, flipped, is_chunk
 from support.world import CHUNK, RUN, Daemon, commit, content, part, read, wait_until
 
 from tierd.core.errors import ConfigError, CorruptChunk
-from tierd.core.manifest import DRAFT_NAME, decode
+from tierd.core.manifest import DRAFT_NAME
+from tierd.core.manifest_codec import decode
 from tierd.daemon.transfer.fetch import fetch
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Fetch
 from tierd.spool.spool import Spool

@@ -83,7 +83,7 @@ MUTANTS = (
     ),
     Mutant(
         "a manifest is taken for whatever part it is found at",
-        "tierd/core/manifest.py",
+        "tierd/core/manifest_codec.py",
         "    if expected is not None and manifest.part != expected:\n",
         "    if False:\n",
         "corruption --only 7",
@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         "a chunk's key may be another one's",
-        "tierd/core/manifest.py",
+        "tierd/core/manifest_codec.py",
         "    if (match[2], match[3]) != (chunk.xxh3_128, chunk.stored.codec):",
         "    if False:",
         "corruption --only 19",

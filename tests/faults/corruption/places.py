@@ -21,8 +21,10 @@ from faults.corruption.cipher import UNREADABLE, Cipher
 from support.world import attempt
 
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import VERSION, Manifest, Origin, decode
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.core.manifest import VERSION, Manifest, Origin
+from tierd.core.manifest_codec import decode
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.daemon.transfer.shared_encoding import Encoding
 from tierd.daemon.transfer.throughput import Throughput
 from tierd.spool.file_io import write_file

@@ -34,8 +34,9 @@ from tierd.daemon.tiers.observe import look_around
 from tierd.daemon.tiers.prune import verify
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import export
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.memory_budget import Budget
+from tierd.daemon.transfer.route import Route
 from tierd.events.journal import Journal
 from tierd.priority import hasten
 from tierd.spool.verified_reads import bad_chunks

@@ -41,8 +41,8 @@ from tierd.core.errors import (
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning import sharing
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
-from tierd.daemon import reconcile, tier_worker
-from tierd.daemon.reconciling import agenda
+from tierd.daemon import tier_worker
+from tierd.daemon.reconciling import agenda, worker_loop
 from tierd.daemon.transfer import fetch
 from tierd.stores.file import FileStore
 
@@ -68,7 +68,7 @@ def _watch_workers() -> None:
     failed: weakref.WeakKeyDictionary[tier_worker.TierWorker, float] = (
         weakref.WeakKeyDictionary()
     )  # when, monotonic seconds
-    look, fail = agenda.Agenda.next_action, reconcile.Reconciler._failed
+    look, fail = agenda.Agenda.next_action, worker_loop.WorkerLoop._failed
 
     async def looked(own: Any, one: Any) -> Any:
         rested = time.monotonic() - failed.pop(one, -math.inf)
@@ -76,12 +76,12 @@ def _watch_workers() -> None:
             _hasty.append(f"{one.name} tried again after {rested:.3f} s")
         return await look(own, one)
 
-    def noted(daemon: Any, one: Any, action: Any, error: Exception) -> None:
+    def noted(loop: Any, one: Any, action: Any, error: Exception) -> None:
         failed[one] = time.monotonic()  # before: afterwards, a busy machine may have let some of the rest pass
-        fail(daemon, one, action, error)
+        fail(loop, one, action, error)
 
     agenda.Agenda.next_action = looked  # type: ignore[method-assign]
-    reconcile.Reconciler._failed = noted  # type: ignore[method-assign]
+    worker_loop.WorkerLoop._failed = noted  # type: ignore[method-assign]
 
 
 # -- what is saved, and what is found ---------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         "a chunk may name another one's key",
-        "tierd/core/manifest.py",
+        "tierd/core/manifest_codec.py",
         "    if (match[2], match[3]) != (chunk.xxh3_128, chunk.stored.codec):",
         "    if False:",
         "hostile --only 14",

@@ -21,7 +21,7 @@ from faults.rounds import Lost
 from support.world import Daemon, commit, part
 
 from tierd.core.errors import FormatTooNew, ManifestError, StateMismatch, TierdError
-from tierd.core.manifest import decode
+from tierd.core.manifest_codec import decode
 from tierd.daemon.pause import TierPause
 from tierd.daemon.scrub.history import Scrubbed
 from tierd.daemon.tiers.observe import look_around

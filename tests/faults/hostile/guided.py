@@ -19,6 +19,7 @@ _RUNS = 2500  # inputs of a process: starting one takes longer
 _STARTED = 10_000  # inputs of a round for each process that is started
 _MODULES = [
     "tierd.core.manifest",
+    "tierd.core.manifest_codec",
     "tierd.core.config",
     "tierd.state.tensor_file",
     "tierd.state.json_tree",
@@ -55,7 +56,7 @@ def main() -> None:
     with atheris.instrument_imports(include=_MODULES, enable_loader_override=False):
         from tierd.codec import byte_planes
         from tierd.core.config import from_toml
-        from tierd.core.manifest import decode
+        from tierd.core.manifest_codec import decode
         from tierd.ipc import decoding, messages
         from tierd.state.tensor_file import parse_layout
         from tierd.state.tree_parser import parse_tree

@@ -41,7 +41,8 @@ from tierd.core.errors import (
     StepRefused,
     TierdError,
 )
-from tierd.core.manifest import Chunk, Stored, decode
+from tierd.core.manifest import Chunk, Stored
+from tierd.core.manifest_codec import decode
 from tierd.core.rate import rate
 from tierd.core.retention.policy import seconds
 from tierd.core.retention.stored import decode as decode_retention

@@ -170,9 +170,9 @@ MUTANTS = (
     ),
     Mutant(
         "without a daemon heads are not read",
-        _SOURCE,
-        "            remembered = heads(self._spool.control)\n",
-        "            remembered = {}\n",
+        "tierd/client/restoring/spool_view.py",
+        "        remembered = heads(spool.control)\n",
+        "        remembered = {}\n",
         f"{_TEST_HEADS} -k without_a_daemon",
     ),
     Mutant(

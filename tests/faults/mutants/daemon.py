@@ -27,10 +27,10 @@ MUTANTS = (
     ),
     Mutant(
         "a deletion that fails has its turn again before a flush",
-        _RECONCILE,
+        "tierd/daemon/reconciling/worker_loop.py",
         "                    worker.sent = isinstance(action, Flush)  # first, so a failing prune blocks no flush\n"
-        "                    await self._act(action)\n",
-        "                    await self._act(action)\n                    worker.sent = isinstance(action, Flush)\n",
+        "                    await self.act(action)\n",
+        "                    await self.act(action)\n                    worker.sent = isinstance(action, Flush)\n",
         "pytest tests/daemon/transfer/test_slow_tier.py -k holds_up_no_flush",
     ),
     Mutant(
@@ -161,14 +161,14 @@ MUTANTS = (
     ),
     Mutant(
         "what is not taken does not show in the status",
-        "tierd/daemon/status.py",
-        "problems=(*stayed, *problems(found), *lasting)",
-        "problems=problems(found)",
+        "tierd/daemon/reports/problems.py",
+        "return (*stayed, *problems(found), *lasting)",
+        "return problems(found)",
         "pytest tests/watching/test_watch_ends.py -k status",
     ),
     Mutant(
         "status: a quarantined copy is said to be in the spool, wherever it was",
-        "tierd/daemon/status.py",
+        "tierd/daemon/reports/problems.py",
         'Problem("warning", place, f"{what} quarantined',
         'Problem("warning", SPOOL, f"{what} quarantined',
         "pytest tests/cli/test_status.py -k exits_by_severity",

@@ -27,7 +27,7 @@ MUTANTS = (
     Mutant(
         "a node does not ask what others send",
         _AGENDA,
-        "            await self._setup.tiers.hear(worker.name, action.part.checkpoint.run)\n",
+        "            await self._setup.tiers.flushes.hear(worker.name, action.part.checkpoint.run)\n",
         "",
         "pytest tests/daemon/test_nodes.py -k another_one_is_sending",
     ),
@@ -55,8 +55,8 @@ MUTANTS = (
     Mutant(
         "a node does not say which checkpoint it sends",
         _FLUSHER,
-        "tiers.flush_aloud if aloud else",
-        "tiers.flush_aloud if False else",
+        "flushes.flush_aloud if aloud else",
+        "flushes.flush_aloud if False else",
         "pytest tests/daemon/test_nodes.py -k another_one_is_sending",
     ),
     Mutant(

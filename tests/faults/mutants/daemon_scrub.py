@@ -35,7 +35,7 @@ MUTANTS = (
     ),
     Mutant(
         "a relay puts what it read without a look",
-        "tierd/daemon/scrub/tier_repair.py",
+        "tierd/daemon/tiers/objects.py",
         "    await to_the_end(check_stored, stored, data, run)",
         "    pass",
         "pytest tests/daemon/transfer/test_relay.py -k takes_what_is_wrong",

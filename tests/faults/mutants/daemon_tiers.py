@@ -140,7 +140,7 @@ MUTANTS = (
     ),
     Mutant(
         "another key's manifests hold nothing up",
-        _TIERS,
+        "tierd/daemon/tiers/flushes.py",
         "            if alien or (isinstance(why, FormatTooNew) and other == part):\n",
         "            if False:\n",
         "pytest tests/test_writers_of_tiers.py -k no_key_foreign",

@@ -7,6 +7,7 @@ from faults.rounds import Mutant
 _CHUNK_SOURCE = "tierd/daemon/transfer/chunk_source.py"
 _COPY = "tierd/daemon/transfer/copy.py"
 _EXPORT = "tierd/daemon/transfer/export.py"
+_GATHERING = "tierd/daemon/transfer/gathering.py"
 _SHARED_ENCODING = "tierd/daemon/transfer/shared_encoding.py"
 _TEST_COPY = "pytest tests/daemon/transfer/test_copy.py"
 _TEST_PATCHES = "pytest tests/daemon/transfer/test_patches.py"
@@ -85,14 +86,14 @@ MUTANTS = (
     ),
     Mutant(
         "a restore goes by name",
-        _EXPORT,
+        _GATHERING,
         'home = Path(f"/proc/self/fd/{lock}")',
-        "home = aside",
+        "home = gathered",
         "pytest tests/cli/test_restore.py -k another_put",
     ),
     Mutant(
         "nobody asks what was published",
-        _EXPORT,
+        _GATHERING,
         "if not os.path.samestat(home.stat(), target.lstat()):",
         "if False:",
         "pytest tests/cli/test_restore.py -k another_put",
@@ -107,9 +108,9 @@ MUTANTS = (
     ),
     Mutant(
         "a fetch that was cut off looks like a checkpoint",
-        _EXPORT,
-        "f\".{self.target.name.removeprefix('.')}.partial\"",
-        'f".{self.target.name}.partial"',
+        _GATHERING,
+        "f\".{target.name.removeprefix('.')}.partial\"",
+        'f".{target.name}.partial"',
         "pytest tests/watching/test_prepare_leaves.py -k cut_off",
     ),
     Mutant(
@@ -121,7 +122,7 @@ MUTANTS = (
     ),
     Mutant(
         "what a directory holds of a chunk is not compared with what was put",
-        "tierd/daemon/transfer/flush.py",
+        "tierd/daemon/transfer/chunk_upload.py",
         "                check_digest(stored, *await digesting(self._way.store).digest(key), key)\n",
         "                await digesting(self._way.store).digest(key)\n",
         "pytest tests/daemon/transfer/test_flush.py -k directory_holds",
@@ -185,7 +186,7 @@ MUTANTS = (
     Mutant(
         "two tiers get a chunk in two forms",
         _SHARED_ENCODING,
-        "        if content(chunk) not in shared.packed:\n",
+        "        if chunk.content not in shared.packed:\n",
         "        if True:\n",
         f"{_TEST_SHARED_ENCODING} -k decided_once",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from faults.rounds import Mutant
 
 _NATIVE_CHECKPOINT = "tierd/dcp/native_checkpoint.py"
+_RANK_CLAIMS = "tierd/dcp/rank_claims.py"
 _TEST_DTENSORS = "pytest tests/state/kinds/test_dtensors.py"
 _TEST_STAGING = "pytest tests/dcp/test_staging.py"
 
@@ -33,21 +34,21 @@ MUTANTS = (
     ),
     Mutant(
         "stages that have one coordinate are mixed up",
-        _NATIVE_CHECKPOINT,
+        _RANK_CLAIMS,
         "or self._collision(claims)",
         "",
         f"{_TEST_DTENSORS} -k mixed_up",
     ),
     Mutant(
         "what differs between ranks is taken from any",
-        _NATIVE_CHECKPOINT,
+        _RANK_CLAIMS,
         "return None if all(self._is_same(claims[0], claim) for claim in mine) else self._differs()",
         "return None",
         f"{_TEST_DTENSORS} -k not_resharded",
     ),
     Mutant(
         "a value that differs between ranks is taken from any",
-        _NATIVE_CHECKPOINT,
+        _RANK_CLAIMS,
         "if not isinstance(own, NativeLeaf) and any(not alike(own, value) for _, value in others):",
         "if False:",
         f"{_TEST_DTENSORS} -k not_resharded",

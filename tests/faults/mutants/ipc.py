@@ -47,9 +47,9 @@ MUTANTS = (
     ),
     Mutant(
         "a daemon that was stopped before it listened is waited for",
-        _CLIENT,
-        "                if _is_stopped(holder := _holder(spool)):",
-        "                if False and (holder := 0):",
+        "tierd/ipc/daemon_start.py",
+        "                if _is_stopped(pid := holder(spool)):",
+        "                if False and (pid := 0):",
         f"{_TEST_SILENT_DAEMON} -k before_it_listened",
     ),
     Mutant(

@@ -62,8 +62,8 @@ MUTANTS = (
     ),
     Mutant(
         "a reader ignores ignore_prefixes",
-        "tierd/reading/reader.py",
-        "            tree = with_names_of(into, tree) if ignore_prefixes else tree\n",
+        "tierd/reading/restoring.py",
+        "        tree = with_names_of(into, tree) if ignore_prefixes else tree\n",
         "",
         "pytest tests/state/kinds/test_wrapped_names.py -k names_the_argument",
     ),
@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         "a reader steps back where a tier did not answer",
         "tierd/reading/tiers.py",
-        "copies.give_up(",
+        "raise copies.lost(",
         "raise ObjectNotFound(",
         f"{_TEST_READER} -k never_a_reason",
         "vanished",

@@ -201,7 +201,7 @@ MUTANTS = (
     ),
     Mutant(
         "a library's own error is not caught as what its documents say",
-        _FIT,
+        "tierd/core/errors.py",
         'if kind.__module__ == "builtins" or issubclass(StateMismatch, kind):',
         "if True:",
         f"{_TEST_LOAD} -k own_error",
@@ -209,7 +209,7 @@ MUTANTS = (
     Mutant(
         "a model is loaded before a dataset refuses its state",
         _LOAD,
-        "0 if loader_fingerprint.gives_samples(target) else 1",
+        "0 if loader_arguments.gives_samples(target) else 1",
         "1",
         "pytest tests/state/kinds/test_shard_datasets.py -k refused_before_a_model",
     ),

@@ -56,7 +56,7 @@ MUTANTS = (
     ),
     Mutant(
         "a seed that a dataset's state names and does not restore need not fit",
-        "tierd/state/kinds/loader_fingerprint.py",
+        "tierd/state/kinds/loader_arguments.py",
         "return found | {where: found.get(where, {}) | facts for where, facts in kept.items()}",
         "return found",
         "pytest tests/state/kinds/test_shard_datasets.py -k is_named_before",

@@ -26,13 +26,15 @@ import tierd.daemon.transfer.concurrency
 import tierd.stores.file
 from tierd.core.errors import StepRefused
 from tierd.core.ids import CheckpointId, PartId, pins_prefix
-from tierd.core.manifest import VERSION, Manifest, decode
+from tierd.core.manifest import VERSION, Manifest
+from tierd.core.manifest_codec import decode
 from tierd.core.planning.plan import plan
 from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.tiers.observe import look_around
 from tierd.daemon.tiers.stamps import node
-from tierd.daemon.transfer.flush import Route, flush
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.spool.commit import CHUNK_SIZE, Source, write_part
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
@@ -155,7 +157,7 @@ async def _settle(ground: Ground, keep: int, keep_local: int) -> None:
             actions = plan(daemon.inventory(), daemon.config, {}, 0.0)
             if not actions:
                 break
-            await daemon._act(actions[0])
+            await daemon._loop.act(actions[0])
         else:
             raise Lost(f"the daemon does not come to rest: {actions[0]}")
     await store.aclose()

@@ -109,7 +109,7 @@ MUTANTS = (
     ),
     Mutant(
         "what reads wrong once is corrupt",
-        "tierd/daemon/transfer/replicas.py",
+        "tierd/daemon/tiers/objects.py",
         'log.warning("read once more: %s", error)',
         "raise",
         "s3 --only 43",

@@ -61,7 +61,8 @@ async def trial(slot: Slot, seed: int, rng: random.Random) -> None:
 
 def _forget_probe(slot: Slot) -> None:
     """As a new store: the server has proven nothing yet, and is asked at the next put."""
-    slot.s3._probe_at, slot.s3._proven, slot.s3._checksum = 0.0, "", MD5
+    probe = slot.s3.probe
+    probe.next_at, probe.proven, probe.checksum = 0.0, "", MD5
 
 
 class _Call:
@@ -80,13 +81,13 @@ class _Call:
         self.first = 0
         if operation == "ListObjectsV2" and len(self.many) > 3:  # so that there is a second page
             self.first = rng.choice((0, 1))
-        if operation == "PutObject" and slot.s3._probe_at is not None:
+        if operation == "PutObject" and slot.s3.probe.next_at is not None:
             self.first = rng.choice((0, 1))  # on the probe, or behind it
         self.limit = min(self.count, ATTEMPTS) * (DEADLINE_S + 1 + size / 5e3) + _GRACE_S  # below 5 kB/s it is given up
 
     async def whole(self) -> None:
         await self._prepare()
-        probing = self.operation == "PutObject" and self.slot.s3._probe_at is not None
+        probing = self.operation == "PutObject" and self.slot.s3.probe.next_at is not None
         row = self.slot.judge = _Row(self.operation, self.fault, self.first, self.count, self.rng)
         call = getattr(self, f"_{self.operation}")
         result, error = await self._outcome(call)

@@ -91,7 +91,7 @@ async def trial(slot: Slot, seed: int, rng: random.Random, certificates: Certifi
         store = S3Store(
             parse_url(f"s3://{slot.bucket}/{PREFIX[:-1]}?endpoint={place}&addressing=path&region=us-east-1")
         )
-        store._probe_at = None
+        store.probe.next_at = None
         try:
             await _Row(slot, seed, rng, front, certificates, store, watched.sockets[place]).whole()
         finally:

@@ -79,14 +79,14 @@ MUTANTS = (
     ),
     Mutant(
         "what was put is not read back",
-        "tierd/daemon/transfer/flush.py",
+        "tierd/daemon/transfer/chunk_upload.py",
         "            await self._read_back(key, stored)\n",
         "            pass\n",
         "pytest tests/daemon/transfer/test_flush.py -k read_back_as_it_was_put",
     ),
     Mutant(
         "a manifest that was put is not read back",
-        "tierd/daemon/transfer/replicas.py",
+        "tierd/daemon/tiers/objects.py",
         "    if await store.put(key, data) and not reread:\n",
         "    if await store.put(key, data) or not reread:\n",
         "pytest tests/daemon/transfer/test_flush.py -k spoiled_on_its_way",

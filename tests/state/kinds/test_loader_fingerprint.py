@@ -34,7 +34,7 @@ from tierd.core.errors import StateMismatch, StateRefused
 from tierd.state.capturer import Capturer
 from tierd.state.fit import check_fit
 from tierd.state.flatten import flatten, unflatten
-from tierd.state.kinds import loader_fingerprint
+from tierd.state.kinds import loader_arguments
 from tierd.state.kinds.loader_fingerprint import ask
 from tierd.state.load import load
 
@@ -732,10 +732,10 @@ def test_the_length_of_a_dataset_is_taken_once():
     check_fit({"data": Ramp(other, 1)}, saved)
     check_fit({"data": Ramp(other, 1)}, saved)
     assert other.asked == 1
-    known = len(loader_fingerprint._lengths)
+    known = len(loader_arguments._lengths)
     del dataset, other
     gc.collect()
-    assert len(loader_fingerprint._lengths) <= known - 2
+    assert len(loader_arguments._lengths) <= known - 2
     listed = through({"data": Ramp([1, 2, 3], 1)})
     with pytest.raises(StateMismatch, match=r"\.dataset: length=3 in the checkpoint, length=2 here"):
         check_fit({"data": Ramp([1, 2], 1)}, listed)

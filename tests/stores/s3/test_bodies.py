@@ -233,7 +233,7 @@ def test_a_large_body_on_a_slow_link_is_not_cut_off_while_it_flows(monkeypatch: 
 
     async def whole() -> None:
         store = S3Store(parse_url(f"s3://bucket/p?endpoint={server.url}&addressing=path"))
-        store._probe_at = None
+        store.probe.next_at = None
         began = time.monotonic()
         try:
             await store.put("k", bytes(2_000_000))

@@ -13,9 +13,9 @@ from stores.s3.test_s3_store import Answer, Headers, against, credentials, error
 
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.stores.base import is_key
-from tierd.stores.s3 import checksums, s3_store
+from tierd.stores.s3 import checksum_probe, checksums
+from tierd.stores.s3.checksum_probe import PROBE
 from tierd.stores.s3.checksums import CHECKSUMS, MD5
-from tierd.stores.s3.s3_store import _PROBE as PROBE
 from tierd.stores.s3.s3_store import S3Store
 
 __all__ = ["credentials"]  # the fixture
@@ -129,7 +129,7 @@ def test_a_probe_without_an_answer_says_nothing_and_is_repeated(monkeypatch: pyt
     server = Server(down=1)
     puts(server, "", "")  # not again at once
     assert server.log == [f"PUT {PROBE} crc64nvme", "PUT a md5", "PUT b md5"]
-    monkeypatch.setattr(s3_store, "_PROBE_AGAIN_S", 0)
+    monkeypatch.setattr(checksum_probe, "_AGAIN_S", 0)
     server = Server(down=2)
     puts(server, "", "", "crc64nvme")
 
@@ -173,7 +173,7 @@ def test_without_awscrt_it_is_a_crc32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums, "_crt", None)
     known = checksums._known()
     assert [checksum.name for checksum in known] == ["crc32"]
-    monkeypatch.setattr(s3_store, "CHECKSUMS", known)
+    monkeypatch.setattr(checksum_probe, "CHECKSUMS", known)
     puts(Server(), "crc32")
 
 

@@ -155,7 +155,7 @@ class Shared:
         self.server, self.loop = Server(), asyncio.new_event_loop()
         self.server.start()
         self.store = S3Store(parse_url(f"s3://bucket/p?endpoint=http://127.0.0.1:{self.server.port}&addressing=path"))
-        self.store._probe_at = None
+        self.store.probe.next_at = None
         self.loop.run_until_complete(self.store.connected())
 
     def close(self) -> None:

@@ -14,8 +14,8 @@ from stores.conformance import keys
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.urls import parse_url
 from tierd.stores.base import children
+from tierd.stores.s3.checksum_probe import PROBE
 from tierd.stores.s3.checksums import CHECKSUMS
-from tierd.stores.s3.s3_store import _PROBE as PROBE
 from tierd.stores.s3.s3_store import S3Store
 
 Headers = dict[str, str]

@@ -48,7 +48,7 @@ def trusted(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
 def use(port: int, call: Callable[[S3Store], Awaitable[None]], scheme: str = "https", host: str = "127.0.0.1") -> None:
     async def whole() -> None:
         store = S3Store(parse_url(f"s3://bucket/p?endpoint={scheme}://{host}:{port}&addressing=path&region=us-east-1"))
-        store._probe_at = None  # no puts but the test's
+        store.probe.next_at = None  # no puts but the test's
         try:
             await call(store)
         finally:

@@ -15,7 +15,7 @@ from stores.s3.test_s3_store import credentials
 
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.core.urls import parse_url
-from tierd.stores.s3 import line, s3_store, transport
+from tierd.stores.s3 import line, proxied, s3_store
 from tierd.stores.s3.line import Body
 from tierd.stores.s3.s3_store import S3Store
 from tierd.stores.s3.transport import DirectSession, http_session
@@ -55,7 +55,7 @@ class Server:
             port = server.sockets[0].getsockname()[1]
             scheme = "https" if tls else "http"
             store = S3Store(parse_url(f"s3://bucket/p?endpoint={scheme}://{host}:{port}&addressing=path"))
-            store._probe_at = None  # no puts but the test's
+            store.probe.next_at = None  # no puts but the test's
             try:
                 await use(store)
             finally:
@@ -334,11 +334,11 @@ def test_a_success_that_is_no_s3_servers_is_none(body: bytes) -> None:
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
 
     async def use(store: S3Store) -> None:
-        store._probe_at = 0.0
+        store.probe.next_at = 0.0
         for call in (store.put("k", b"data"), store.get("k"), anext(store.scan(""))):
             with pytest.raises(StoreUnavailable):
                 await call
-        assert store._probe_at > 0  # it is asked again: nothing is known of the server
+        assert store.probe.next_at > 0  # it is asked again: nothing is known of the server
 
     Server(serve).use(use)
 
@@ -430,8 +430,8 @@ def test_through_a_proxy_a_listing_is_bounded_in_bytes_and_time(
     monkeypatch: pytest.MonkeyPatch, pieces: Callable[[], Iterable[bytes]], says: str
 ) -> None:
     """aiohttp reads whatever comes, into memory, for as long as it comes."""
-    monkeypatch.setattr(transport, "_STALL_S", 0.5)
-    monkeypatch.setattr(transport, "LONGEST_REPLY", 1 << 20)
+    monkeypatch.setattr(proxied, "_STALL_S", 0.5)
+    monkeypatch.setattr(proxied, "LONGEST_REPLY", 1 << 20)
     sent = 0
 
     async def proxy(_: int, reader: Reader, writer: Writer) -> None:

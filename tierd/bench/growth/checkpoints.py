@@ -17,7 +17,8 @@ import tierd
 from tierd.bench.growth.measured import Clock, Figures, Rows, Samples, timed
 from tierd.core.config import Config, TierConfig
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import MANIFEST_NAME, VERSION, Chunk, File, Manifest, Stored, encode
+from tierd.core.manifest import MANIFEST_NAME, VERSION, Chunk, File, Manifest, Stored
+from tierd.core.manifest_codec import encode
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.status import status

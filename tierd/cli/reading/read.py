@@ -44,9 +44,9 @@ from tierd.core.planning.place import SPOOL
 from tierd.core.report import Report, report
 from tierd.core.timeline.candidates import not_found, restore_candidates
 from tierd.daemon.opening import open_tiers
+from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.tiers.observe import look_around
 from tierd.daemon.tiers.prune import verify as verify_on_tier
-from tierd.daemon.transfer.replicas import read_manifest
 from tierd.ipc import messages, replies
 from tierd.ipc.client import Link
 from tierd.priority import hasten

@@ -26,7 +26,8 @@ from tierd.core.errors import (
     StoreUnavailable,
 )
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import DRAFT_NAME, File, Manifest, decode
+from tierd.core.manifest import DRAFT_NAME, File, Manifest
+from tierd.core.manifest_codec import decode
 from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.ipc.client import Link
 from tierd.ipc.messages import MAX_REQUEST, Fetch

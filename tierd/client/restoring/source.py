@@ -10,12 +10,12 @@ import logging
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 
 import msgspec
 
 from tierd.client.restoring.device_uploads import Uploads
 from tierd.client.restoring.progress import Fetching
+from tierd.client.restoring.spool_view import look
 from tierd.client.restoring.streaming import StreamedPart
 from tierd.client.saving.handoff import HandoffClient
 from tierd.client.timings import USUAL, ClientTimings
@@ -33,16 +33,14 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
-from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.inventory import Inventory
-from tierd.core.planning.place import SPOOL, Place
+from tierd.core.planning.place import SPOOL
 from tierd.core.timeline.run_view import RunView, cut, run_view_of
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Candidates, Fetch, Status, Wait
 from tierd.ipc.replies import read_member
 from tierd.spool.arena import Arena
-from tierd.spool.conditions import condition, translated
-from tierd.spool.records import committed, heads
+from tierd.spool.conditions import translated
 from tierd.spool.spool import Spool
 from tierd.spool.verified_reads import bad_chunks, check_bytes
 
@@ -51,7 +49,6 @@ log = logging.getLogger("tierd")
 MEMORY = "memory"  # stands in place of a tier's name
 _TURN = 2.0  # seconds to wait for one part and one tier at a time
 _REST = 0.2  # seconds between two rounds
-_NEWEST = 4  # checkpoints in the first listing of the spool alone; nearly every restore takes one of them
 
 LoadedPart = tuple[Manifest, Mapping[str, memoryview], str]
 
@@ -114,7 +111,7 @@ class NodeSource:
                 self.alone = str(error)
                 self.close()
                 self.link = None
-        place, oldest = self._look()
+        place, oldest = look(self._spool, self._run, deep=self.deep)
         seen = run_view_of(Inventory(place, {}), self._run, self._metrics)
         seen = seen if oldest is None else cut(seen, self._run, oldest)
         return msgspec.structs.replace(seen, alone=f"node {socket.gethostname()}: {self.alone}" if self.alone else "")
@@ -149,35 +146,6 @@ class NodeSource:
                     self.alone = str(error)
                     return None
             time.sleep(0.1)
-
-    def _look(self) -> tuple[Place, CheckpointId | None]:
-        """List the run in the spool. Also return the oldest checkpoint that was listed, if older ones exist.
-
-        Raises:
-            SpoolUnusable: the spool cannot be listed, so it must not count as empty; or `check_home` finds a link.
-        """
-        parts: dict[PartId, ManifestFacts | None] = {}
-        defects: dict[PartId, TierdError] = {}
-        with translated(f"spool {self._spool.root}"):
-            before = committed(self._spool.control)
-            spool, run = self._spool, self._run
-            newest = [] if self.deep else spool.newest(run, _NEWEST + 1)
-            few = newest[:_NEWEST] if len(newest) > _NEWEST else None
-            spool.check_home(run, few)
-            for part in spool.parts(run) if few is None else [one for some in few for one in spool.parts_of(some)]:
-                try:
-                    parts[part] = ManifestFacts.of(spool.manifest(part))
-                except ObjectNotFound:
-                    continue
-                except (TierdError, OSError) as error:  # the error is found again, and reported, when the part is read
-                    bad = condition(error, f"manifest of {part}") if isinstance(error, OSError) else error
-                    parts[part], defects[part] = None, bad
-            aside = {
-                part: ManifestFacts.of(found) if found else None for part, found in self._spool.quarantined().items()
-            }
-            remembered = heads(self._spool.control)
-        place = replace(Place.of(parts, defects, quarantined=aside), committed=before, heads=remembered)
-        return place, few[-1] if few else None
 
     def flush(self, checkpoint: CheckpointId) -> None:
         """Get this spool's parts of `checkpoint` to a tier, where other nodes find them. Best effort: the next listing

@@ -16,7 +16,8 @@ from threading import Event, Thread
 
 from tierd.core.errors import CorruptChunk, ManifestError, TierdError
 from tierd.core.ids import PartId
-from tierd.core.manifest import DRAFT_NAME, Chunk, File, Manifest, decode
+from tierd.core.manifest import DRAFT_NAME, Chunk, File, Manifest
+from tierd.core.manifest_codec import decode
 from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.spool.direct_io import LARGE, PAGE, memory_for, populate, read_into, set_direct, settle
 from tierd.spool.file_io import digest, open_plain

@@ -18,7 +18,8 @@ from tierd.client.saving.save import Save
 from tierd.client.timings import USUAL, ClientTimings
 from tierd.core.errors import DaemonUnavailable, ObjectNotFound, TierdError, VersionMismatch
 from tierd.core.ids import PartId
-from tierd.core.manifest import TENSORS, TREE, Manifest, encode
+from tierd.core.manifest import TENSORS, TREE, Manifest
+from tierd.core.manifest_codec import encode
 from tierd.ipc.client import HELLO, THIS, connect
 from tierd.ipc.handoff_messages import Leave, Lend, Persist, Recall
 from tierd.ipc.messages import HEARTBEAT

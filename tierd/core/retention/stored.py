@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from tierd.core.errors import FormatTooNew, ManifestError, WrongKey
 from tierd.core.ids import retention_key
-from tierd.core.manifest import encrypted_with
+from tierd.core.manifest_codec import encrypted_with
 from tierd.core.retention.policy import RetentionPolicy
 
 FORMAT = 1

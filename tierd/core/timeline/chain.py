@@ -68,7 +68,7 @@ def way(attempt: str, origins: Mapping[str, CheckpointId | None]) -> dict[str, i
         may be one that `origins` does not contain.
     """
     found: dict[str, int | None] = {attempt: None}
-    # The loop ends because every manifest's origin is an earlier attempt (core/manifest.py).
+    # The loop ends because every manifest's origin is an earlier attempt (core/manifest_codec.py).
     while origin := origins.get(attempt):
         attempt = origin.attempt
         found[attempt] = origin.step

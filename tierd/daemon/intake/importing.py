@@ -26,11 +26,12 @@ from tierd.core.planning.place import Place
 from tierd.core.timeline.alternatives import steps_there
 from tierd.daemon.intake.origin import Entries, Origin
 from tierd.daemon.intake.taking import Busy, about, stage_unit
+from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.tiers.observe import TierObserver, base_of
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.flush import Route, flush
-from tierd.daemon.transfer.replicas import read_manifest
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.formats.byte_source import ByteSource
 from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool

@@ -8,8 +8,8 @@ from contextlib import suppress
 from tierd.core.errors import ManifestError, ObjectNotFound, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest
+from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.transfer.concurrency import to_the_end
-from tierd.daemon.transfer.replicas import read_manifest
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 

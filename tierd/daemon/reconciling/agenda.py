@@ -49,7 +49,7 @@ class Agenda:
         """
         action = await self._look_and_plan(worker)
         if isinstance(action, Flush) and is_contended(self._setup.live.inventory(), worker.name, action.part):
-            await self._setup.tiers.hear(worker.name, action.part.checkpoint.run)
+            await self._setup.tiers.flushes.hear(worker.name, action.part.checkpoint.run)
             return self._next(worker)
         return action
 

@@ -51,7 +51,7 @@ class Backlog:
             why, refused = (str(error), isinstance(error, StoreRefused)) if error else (None, False)
             tiers[name] = TierTrouble(reached=place is not None, error=why, refused=refused)
         moved = Counter[str]()
-        for name, _, at in self._setup.tiers.moving():
+        for name, _, at in self._setup.tiers.flushes.moving():
             moved[name] += at.done
         until = self._setup.pause.until
         return Unflushed(left=self.remaining(), tiers=tiers, paused=until, moved_bytes=dict(moved))

@@ -50,7 +50,8 @@ class Flusher:
         live.busy[part] += 1
         begun, place = time.monotonic(), tiers.observed.places[tier]
         aloud = is_contended(live.inventory(), tier, part)
-        send = tiers.relay if relayed else tiers.flush_aloud if aloud else tiers.flush
+        flushes = tiers.flushes
+        send = flushes.relay if relayed else flushes.flush_aloud if aloud else flushes.flush
         # Before the flush, because newer checkpoints appear while the part is sent.
         leading = place is None or leads(part.checkpoint, live.place, place)
         if relayed:

@@ -89,7 +89,7 @@ def sent_bytes(events: Iterable[Event], tiers: Iterable[str], at: str) -> dict[s
 
 
 def _in_flight(reconciler: Reconciler) -> Iterator[InFlight]:
-    moving = list(reconciler.tiers.moving())
+    moving = list(reconciler.tiers.flushes.moving())
     sent = {part for _, part, _ in moving}
     for part in sorted(reconciler.inventory().busy - sent):
         yield _one(part, "flush")

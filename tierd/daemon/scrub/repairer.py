@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from tierd.core.errors import CorruptChunk, DeleteRefused, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import PartId
-from tierd.core.manifest import Manifest
+from tierd.core.manifest import Manifest, Where
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.pause import Turn, at_once
 from tierd.daemon.scrub.tier_repair import TierRepairer
@@ -21,7 +21,6 @@ from tierd.daemon.tiers.prune import quarantine
 from tierd.daemon.transfer.download import Progress, Wanted
 from tierd.daemon.transfer.fetch import Fetched, Partial, fetch
 from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.replicas import Where
 from tierd.events.journal import Journal
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store

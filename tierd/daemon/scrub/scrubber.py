@@ -3,6 +3,9 @@
 Invariant: no request waits for scrubbing. The scrub reads one chunk at a time in each place, at a configured rate. It
 runs concurrently with the tier workers and never while the daemon is paused or drains. A copy that could not be read or
 repaired is skipped for hours, so that it does not delay other copies.
+
+The module is longer than 300 lines because the schedule and the reading change each other: what a read finds makes
+copies due, puts them off, or shows that others are right.
 """
 
 from __future__ import annotations

@@ -9,44 +9,29 @@ was asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import msgspec
 
-from tierd.codec.codec import RAW, Encoded, check_stored, encode, encode_patch, recognize
+from tierd.codec.codec import RAW, Encoded, encode, encode_patch, recognize
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import PartId, chunk_key, chunk_owner
-from tierd.core.manifest import Chunk, Manifest, Stored
-from tierd.core.manifest import encode as encode_manifest
+from tierd.core.manifest import Chunk, Manifest, Stored, Where
+from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.pause import Turn, at_once
 from tierd.daemon.tiers.intents import naming
+from tierd.daemon.tiers.objects import get_stored, put_manifest, surely
 from tierd.daemon.tiers.observe import missing_chunks
 from tierd.daemon.tiers.stamps import node
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.replicas import Replicas, Where, get_object, put_manifest, surely
-from tierd.daemon.transfer.shared_encoding import content
+from tierd.daemon.transfer.replicas import Replicas
 from tierd.spool.direct_io import memory_for
 from tierd.spool.spool import Spool
 from tierd.spool.verified_reads import read_chunk
 from tierd.stores.base import Buffer, Store
-
-
-async def get_stored(store: Store, run: str, chunk: Chunk) -> Buffer:
-    """Read a chunk's object and compare it with its entry in the manifest.
-
-    Raises:
-        CorruptChunk: the object is missing, or differs from its entry in the manifest.
-        StoreUnavailable, StoreRefused: the object could not be read; this says nothing about the bytes.
-    """
-    stored = chunk.stored
-    if stored is None:
-        raise CorruptChunk(f"the manifest does not say where chunk {chunk.xxh3_128} is")
-    data = await get_object(store, f"{run}/{stored.key}", stored)
-    await to_the_end(check_stored, stored, data, run)
-    return data
 
 
 class TierRepairer:
@@ -71,7 +56,7 @@ class TierRepairer:
         self, spool: Spool, stores: Mapping[str, Store], tier: str, part: PartId, budget: Budget, turn: Turn = at_once
     ) -> None:
         self._spool, self._store, self._part, self._budget, self._turn = spool, stores[tier], part, budget, turn
-        self._tier = tier
+        self._tier, self._run = tier, part.checkpoint.run
         self._others = {name: store for name, store in stores.items() if name != tier}
         # Includes the repaired tier, because an equal chunk may exist there under another checkpoint's name.
         self._copies = Replicas(part, stores)
@@ -103,7 +88,7 @@ class TierRepairer:
         moved: dict[Chunk, Chunk] = {}
         asked = list(bad)
         for where in asked:
-            chunk = _chunk(manifest, where)
+            chunk = manifest.chunk(where)
             if chunk in moved:  # equal chunks of one part are one object
                 continue
             await self._turn()
@@ -116,11 +101,11 @@ class TierRepairer:
                     continue
             if now is not chunk:
                 moved[chunk] = now
-        self.left |= {where for where in asked if _chunk(manifest, where) in moved}
+        self.left |= {where for where in asked if manifest.chunk(where) in moved}
         if not moved or self.lost:
             return manifest
         self.mended += len(moved)
-        return _with(manifest, {where: moved[_chunk(manifest, where)] for where in self.left})
+        return manifest.with_chunks({where: moved[manifest.chunk(where)] for where in self.left})
 
     async def rebuild(self) -> None:
         """Replace the tier's manifest, which is proven bad, from another tier's manifest and the tier's own objects.
@@ -133,11 +118,10 @@ class TierRepairer:
         await copies.ask()
         manifest = next(iter(copies.contents()), None)
         if manifest is None:
-            copies.give_up("its manifest", copies.unavailable)
-            raise AssertionError
+            raise copies.lost("its manifest", copies.unavailable)
         bad: list[Where] = []
         kept: dict[Where, Chunk] = {}
-        for where, chunk in places(manifest):
+        for where, chunk in manifest.places():
             await self._turn()
             async with self._budget.take(3 * _weight(chunk)):  # the tier's object may be twice as long as the raw bytes
                 found = await self._as_it_lies(chunk)
@@ -147,13 +131,13 @@ class TierRepairer:
                     kept[where] = self._plain(chunk)
             elif found is not chunk:
                 kept[where] = found
-        manifest = await self._put_right(_with(manifest, kept), bad)
+        manifest = await self._put_right(manifest.with_chunks(kept), bad)
         if not self.lost:
             await self._show(manifest)
 
     async def _mend(self, manifest: Manifest, where: Where) -> Chunk:
         """Repair one chunk, unless another process has done so, and return its entry for the manifest."""
-        chunk = _chunk(manifest, where)
+        chunk = manifest.chunk(where)
         bad = [one for one in chunk.chain() if not await self._is_right(one)]
         if not bad:
             return chunk
@@ -166,7 +150,7 @@ class TierRepairer:
 
     async def _is_right(self, link: Chunk) -> bool:
         try:
-            await get_stored(self._store, self._part.checkpoint.run, link)
+            await get_stored(self._store, self._run, link)
         except CorruptChunk:
             return False
         return True
@@ -177,7 +161,7 @@ class TierRepairer:
         Raises:
             CorruptChunk: no place has the bytes of the chunk itself.
         """
-        chunk = _chunk(manifest, where)
+        chunk = manifest.chunk(where)
         for link in reversed(list(bad)):  # a base first, because the patches above it are made from it
             try:
                 encoded = await self._same_bytes(link, where) or await self._encoded_again(manifest, link, where)
@@ -191,11 +175,10 @@ class TierRepairer:
         return True
 
     async def _put(self, encoded: Encoded) -> None:
-        run = self._part.checkpoint.run
-        key = f"{run}/{encoded.stored.key}"
+        key = f"{self._run}/{encoded.stored.key}"
         await self._store.put(key, encoded.data)
         try:
-            await surely(lambda: get_stored(self._store, run, encoded.chunk))
+            await surely(lambda: get_stored(self._store, self._run, encoded.chunk))
         except CorruptChunk as error:
             raise StoreUnavailable(f"{key}: what was read back differs from what was put: {error}") from error
 
@@ -203,10 +186,10 @@ class TierRepairer:
         """Read an object's bytes from another tier; None if no tier has the same bytes."""
         for name, store in self._others.items():
             manifest = self._copies.manifests.get(name)
-            chain = _chunk(manifest, where).chain() if manifest else ()
+            chain = manifest.chunk(where).chain() if manifest else ()
             for other in (*(one for one in chain if _are_equal(one, link)), link):
                 try:
-                    data = await get_stored(store, self._part.checkpoint.run, other)
+                    data = await get_stored(store, self._run, other)
                 except TierdError:
                     continue
                 self.sources.add(name)
@@ -223,7 +206,7 @@ class TierRepairer:
 
     async def _link(self, manifest: Manifest, link: Chunk, where: Where) -> Buffer:
         """Return the raw bytes of a link of a chunk's chain: from the part that wrote it in the spool, or the tiers."""
-        if link is _chunk(manifest, where):
+        if link is manifest.chunk(where):
             return await self._raw(manifest, where)
         try:
             data = await to_the_end(self._spooled, link, manifest.files[where[0]].path)
@@ -235,14 +218,14 @@ class TierRepairer:
     def _spooled(self, link: Chunk, path: str) -> Buffer:
         """Read a chunk of an older part of this rank from the spool."""
         assert link.stored is not None
-        owner = chunk_owner(self._part.checkpoint.run, link.stored.key)
+        owner = chunk_owner(self._run, link.stored.key)
         if owner is None:
             raise ObjectNotFound(link.stored.key)
         part = PartId(owner, self._part.rank, self._part.world)
         for file in self._spool.manifest(part).files:
-            held = [content(chunk) for chunk in file.chunks] if file.path == path else []
-            if content(link) in held:
-                return read_chunk(self._spool.path(part) / path, file, held.index(content(link)))
+            held = [chunk.content for chunk in file.chunks] if file.path == path else []
+            if link.content in held:
+                return read_chunk(self._spool.path(part) / path, file, held.index(link.content))
         raise ObjectNotFound(f"{part}: {path} has no such chunk")
 
     async def _raw(self, manifest: Manifest, where: Where) -> Buffer:
@@ -264,8 +247,7 @@ class TierRepairer:
     def _encode(self, link: Chunk, raw: Buffer, base: Chunk | None, base_raw: Buffer | None) -> Encoded | None:
         if base is not None and base_raw is not None:
             return encode_patch(self._part, link, raw, base, base_raw, "")
-        is_raw = link.stored is not None and link.stored.codec == RAW
-        return encode(self._part, link, raw, pack=not is_raw)
+        return encode(self._part, link, raw, pack=link.stored is None or link.stored.codec != RAW)
 
     def _plain(self, chunk: Chunk) -> Chunk:
         """Return the entry of a chunk that is stored raw, under a key of its own."""
@@ -275,17 +257,17 @@ class TierRepairer:
 
     async def _as_it_lies(self, chunk: Chunk) -> Chunk | None:
         """Return the manifest entry for the tier's own object of another tier's chunk; None if the object is bad."""
-        run, stored = self._part.checkpoint.run, chunk.stored
+        stored = chunk.stored
         try:
             for one in chunk.chain():
-                await surely(partial(get_stored, self._store, run, one))
+                await surely(partial(get_stored, self._store, self._run, one))
             return chunk
         except CorruptChunk:
             if stored is None:
                 return None
         try:
-            data = await self._store.get(f"{run}/{stored.key}", memory_for(2 * chunk.size)[: 2 * chunk.size])
-            own, _ = await to_the_end(recognize, chunk, stored.codec, stored.key, data, run)
+            data = await self._store.get(f"{self._run}/{stored.key}", memory_for(2 * chunk.size)[: 2 * chunk.size])
+            own, _ = await to_the_end(recognize, chunk, stored.codec, stored.key, data, self._run)
         except (CorruptChunk, ObjectNotFound, StoreRefused):
             return None
         return own
@@ -293,9 +275,8 @@ class TierRepairer:
     async def _show(self, manifest: Manifest) -> None:
         """Replace the tier's manifest, unless the part was pruned meanwhile."""
         data = encode_manifest(manifest)
-        async with naming(
-            self._store, self._part, data, manifest.owners | {self._part.checkpoint}, node(self._spool.root)
-        ):
+        owners = manifest.owners | {self._part.checkpoint}
+        async with naming(self._store, self._part, data, owners, node(self._spool.root)):
             try:
                 await self._store.get(self._part.manifest_key)
             except ObjectNotFound:
@@ -309,17 +290,6 @@ class TierRepairer:
             raise StoreUnavailable(f"{self._part}: {len(missing)} chunks were deleted while it was being mended")
 
 
-def places(manifest: Manifest) -> Iterator[tuple[Where, Chunk]]:
-    """Yield every chunk of a manifest with its position."""
-    for number, file in enumerate(manifest.files):
-        for index, chunk in enumerate(file.chunks):
-            yield (number, index), chunk
-
-
-def _chunk(manifest: Manifest, where: Where) -> Chunk:
-    return manifest.files[where[0]].chunks[where[1]]
-
-
 def _are_equal(one: Chunk, other: Chunk) -> bool:
     """Whether two chunks are stored as the same bytes. The codec of a patch is another one at each flush."""
     first, second = one.stored, other.stored
@@ -328,14 +298,3 @@ def _are_equal(one: Chunk, other: Chunk) -> bool:
 
 def _weight(chunk: Chunk) -> int:
     return max(chunk.size, chunk.stored.size if chunk.stored else 0)
-
-
-def _with(manifest: Manifest, chunks: Mapping[Where, Chunk]) -> Manifest:
-    """Return `manifest` with other entries for these chunks."""
-    files = tuple(
-        msgspec.structs.replace(
-            file, chunks=tuple(chunks.get((number, index), chunk) for index, chunk in enumerate(file.chunks))
-        )
-        for number, file in enumerate(manifest.files)
-    )
-    return manifest.with_files(files)

@@ -23,15 +23,14 @@ import msgspec
 
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, TierdError
 from tierd.core.ids import CheckpointId, PartId, chunk_owner
-from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Manifest
+from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Manifest, Where
 from tierd.core.planning.place import SPOOL
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
 from tierd.daemon.pause import Turn
 from tierd.daemon.scrub.repairer import Repairer
-from tierd.daemon.scrub.tier_repair import get_stored, places
+from tierd.daemon.tiers.objects import get_stored, read_manifest, surely
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.replicas import Where, read_manifest, surely
 from tierd.events.journal import Journal
 from tierd.spool.direct_io import LARGE
 from tierd.spool.file_io import open_plain
@@ -102,7 +101,7 @@ class CopyVerifier:
         self._told.discard((copy.place, part.manifest_key))
         bad: dict[Where, tuple[str, str]] = {}
         failed: Exception | None = None
-        for where, chunk in places(manifest):
+        for where, chunk in manifest.places():
             try:
                 defect = await self._defect(store, part, chunk)
             except (TierdError, OSError) as error:

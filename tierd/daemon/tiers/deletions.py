@@ -16,10 +16,10 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.place import Place
 from tierd.daemon.tiers.intents import Marks, ends, sweep
 from tierd.daemon.tiers.manifests import READERS, Manifests
+from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.tiers.shared_chunks import NamedChunks, SharedChunks, named_by
 from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.daemon.transfer.concurrency import each
-from tierd.daemon.transfer.replicas import read_manifest
 from tierd.stores.base import ObjectInfo, Store
 
 # Given the surviving checkpoints that have a manifest, returns the checkpoints that are still to be deleted.

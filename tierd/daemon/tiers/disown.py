@@ -23,8 +23,8 @@ from tierd.core.ids import (
 from tierd.core.planning.copies import is_complete
 from tierd.daemon.tiers.intents import marked
 from tierd.daemon.tiers.manifests import READERS
+from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.transfer.concurrency import each
-from tierd.daemon.transfer.replicas import read_manifest
 from tierd.spool.leases import on_this_machine
 from tierd.stores.base import ObjectInfo, Store
 

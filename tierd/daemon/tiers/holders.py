@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from tierd.core.errors import ManifestError, ObjectNotFound, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest
+from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.tiers.observe import missing_chunks
-from tierd.daemon.transfer.replicas import read_manifest
 from tierd.stores.base import Store
 
 _NEXT = 0.5  # seconds after which the next tier is asked, too: most tiers answer sooner, and need no second request

@@ -6,6 +6,8 @@ when its listing shows that it was replaced.
 
 A prune reads the unread manifests before it deletes anything, because their chunks are unknown; it records them here.
 For every manifest read, the shared chunks that it names are remembered, so that no prune reads it again.
+
+The module is longer than 300 lines because observations and prunes fill and use one record of each checkpoint.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ import xxhash
 from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
 from tierd.core.planning.copies import CheckpointCopy, ManifestFacts, is_complete
+from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.tiers.shared_chunks import SharedChunks, SharedChunkTable, named_by
 from tierd.daemon.transfer.concurrency import each
-from tierd.daemon.transfer.replicas import read_manifest
 from tierd.stores.base import ObjectInfo, Store
 
 READERS = 8  # manifests read at once

@@ -36,9 +36,9 @@ from tierd.core.timeline.head import Head
 from tierd.daemon.spool_observer import SpoolObserver as SpoolEye
 from tierd.daemon.tiers.heads import Heads
 from tierd.daemon.tiers.manifests import Manifests
+from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.tiers.run_policies import RunPolicies
 from tierd.daemon.transfer.concurrency import each
-from tierd.daemon.transfer.replicas import read_manifest
 from tierd.spool.spool import Spool
 from tierd.stores.base import ObjectInfo, Store, children, listed_names
 

@@ -15,8 +15,8 @@ from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import OWN_KEYS, CheckpointId, PartId, manifests_prefix
 from tierd.core.manifest import Manifest
 from tierd.core.planning.copies import complete_world_sizes
+from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.transfer.concurrency import each, together
-from tierd.daemon.transfer.replicas import read_manifest
 from tierd.stores.base import Store, directories, listed_names
 
 _AT_ONCE = 8  # runs, and of each run manifests

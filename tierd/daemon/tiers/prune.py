@@ -22,9 +22,9 @@ from tierd.core.planning.place import Place
 from tierd.daemon.tiers.deletions import Confirm, Deletions, Pass
 from tierd.daemon.tiers.intents import deleting
 from tierd.daemon.tiers.manifests import Manifests
+from tierd.daemon.tiers.objects import put_manifest, read_manifest, surely
 from tierd.daemon.tiers.shared_chunks import mark_of
 from tierd.daemon.timings import USUAL, DaemonTimings
-from tierd.daemon.transfer.replicas import put_manifest, read_manifest, surely
 from tierd.stores.base import Store
 
 _FEW = 16  # manifests that may be read while the marks block flushes

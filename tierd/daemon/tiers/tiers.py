@@ -1,14 +1,9 @@
-"""The operations of the daemon on its tiers: flush, relay, prune, and this node's records there.
-
-Invariant: tiers share the encoding of chunks, and nothing else that one tier could block. So a slow tier delays only
-itself.
-"""
+"""The operations of the daemon on its tiers: flushes (`flushes`), prunes, and this node's records there."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -17,8 +12,6 @@ from tierd.core.errors import (
     FormatTooNew,
     ManifestError,
     StoreRefused,
-    TierdError,
-    WrongKey,
 )
 from tierd.core.ids import CheckpointId, PartId, pruning_prefix
 from tierd.core.manifest import Manifest
@@ -27,28 +20,19 @@ from tierd.core.planning.janitor import fills
 from tierd.core.planning.place import Place
 from tierd.core.retention.policies import policy_for
 from tierd.core.timeline.head import Head
-from tierd.core.timeline.launches import disowning
 from tierd.daemon.pause import TierPause
 from tierd.daemon.rank_notes import sweep_meetings
-from tierd.daemon.tiers.announcements import announced, announcing
 from tierd.daemon.tiers.deletions import Confirm
+from tierd.daemon.tiers.flushes import TierFlushes
 from tierd.daemon.tiers.heads import rolled_back, unwritten, write
 from tierd.daemon.tiers.holders import lacking
 from tierd.daemon.tiers.intents import sweep
 from tierd.daemon.tiers.observations import Observations
-from tierd.daemon.tiers.observe import TierObserver, base_of
+from tierd.daemon.tiers.observe import TierObserver
 from tierd.daemon.tiers.prune import prune
 from tierd.daemon.tiers.run_policies import record, unrecorded
 from tierd.daemon.tiers.stamps import node
 from tierd.daemon.timings import USUAL, DaemonTimings
-from tierd.daemon.transfer.chunk_source import Twin
-from tierd.daemon.transfer.flush import Flushed, Moved, Route, flush
-from tierd.daemon.transfer.flush_pacing import Spread
-from tierd.daemon.transfer.memory_budget import FLUSHES, Budget
-from tierd.daemon.transfer.relay import relay
-from tierd.daemon.transfer.replicas import read_manifest
-from tierd.daemon.transfer.shared_encoding import Encoding
-from tierd.daemon.transfer.throughput import Throughput
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store, asked_s, clear
 from tierd.stores.deletions import DeletionGuard
@@ -62,7 +46,7 @@ class Tiers:
 
     Attributes:
         observed: the last observation of each tier.
-        throughput: how fast each tier accepts objects.
+        flushes: the flushes to the tiers.
         who: the identity of this node among the nodes that share a tier, 8 hex digits.
     """
 
@@ -77,30 +61,12 @@ class Tiers:
         self._timings = timings
         self._guards = {name: DeletionGuard(store, timings.refused_s) for name, store in stores.items()}
         self._spool, self._stores = spool, {name: CountedStore(guard) for name, guard in self._guards.items()}
-        self.throughput = Throughput()
-        encoding = Encoding(self.throughput)
         self.who = node(spool.root)
         self._observers = {name: TierObserver(store, prunes=True) for name, store in self._stores.items()}
         self.observed = Observations(self._observers)
-        self._ways = {
-            name: Route(
-                store,
-                name,
-                self.who,
-                config.named(name).verify == "read",
-                self._share(),
-                encoding,
-                pause.wait,
-                timings=timings,
-            )
-            for name, store in self._stores.items()
-        }
+        self.flushes = TierFlushes(config, spool, self._stores, self.observed, pause, self.who, timings)
         self._config = config
         self._untidy = set(stores)  # tiers where an operation of this node or of its earlier daemon may be cut off
-
-    def _share(self) -> Budget:
-        # One budget for each tier, because chunks that wait for a slow tier must not take the memory of another's.
-        return Budget(FLUSHES // len(self._stores))
 
     def requests(self, tier: str) -> int:
         """How many requests observations, flushes and prunes have made to a tier; scrubs and restores do not count."""
@@ -187,73 +153,6 @@ class Tiers:
     def failed(self, tier: str) -> None:
         """Note that an operation on a tier may have been cut off, so that `tidy` sweeps it."""
         self._untidy.add(tier)
-
-    async def flush(self, part: PartId, tier: str, spread: Spread | None = None) -> Flushed:
-        """Flush a part to a tier as `flush.flush` does, using the copies on other tiers and the chunks already there.
-
-        Raises:
-            StoreRefused: the part does not fit to the objects on the tier: this node cannot read those, or their
-                readers could not read the part.
-        """
-        self._check_readable(part, tier)
-        twin, (whose, worn_out) = await self._twin(part, tier), await self._base(part, tier)
-        return await flush(
-            self._spool, part, self._ways[tier], twin=twin, lender=whose, worn_out=worn_out, spread=spread
-        )
-
-    def moving(self) -> Iterator[tuple[str, PartId, Moved]]:
-        """Yield each flush under way: its tier, its part, and how far it is."""
-        for tier, way in self._ways.items():
-            for part, moved in way.moving.items():
-                yield tier, part, moved
-
-    async def hear(self, tier: str, run: str) -> None:
-        """Ask a tier which checkpoints of a run other nodes announce that they send."""
-        found = await announced(self._stores[tier], run, self.who, self._timings)
-        self.observed.update(tier, lambda place: replace(place, announced=found).like(place))
-
-    async def flush_aloud(self, part: PartId, tier: str, spread: Spread | None = None) -> Flushed:
-        """Flush a part, and announce its checkpoint to other nodes meanwhile."""
-        async with announcing(self._stores[tier], part.checkpoint, self.who, self._timings):
-            return await self.flush(part, tier, spread)
-
-    async def relay(self, part: PartId, tier: str, _: Spread | None = None) -> Flushed:
-        """Copy a part to a tier from the other tiers, as `relay.relay` does.
-
-        Raises:
-            StoreRefused: as for `flush`.
-        """
-        self._check_readable(part, tier)
-        others = {name: store for name, store in self._stores.items() if name != tier and self.observed.has(part, name)}
-        whose, worn_out = await self._base(part, tier)
-        return await relay(others, part, self._ways[tier], lender=whose, worn_out=worn_out)
-
-    def _check_readable(self, part: PartId, tier: str) -> None:
-        place = self.observed.places[tier]
-        for other, why in place.defects() if place else ():
-            alien = isinstance(why, WrongKey) and other.checkpoint.run == part.checkpoint.run
-            if alien or (isinstance(why, FormatTooNew) and other == part):
-                raise StoreRefused(
-                    f"{tier}: {part} is not put beside what cannot be read here: {why}; "
-                    f"{disowning(other.checkpoint.run, other.checkpoint.attempt)}"
-                )
-
-    async def _base(self, part: PartId, tier: str) -> tuple[Manifest | None, frozenset[CheckpointId]]:
-        place = self.observed.places[tier]
-        return (await base_of(self._stores[tier], place, part)) if place else (None, frozenset())
-
-    async def _twin(self, part: PartId, tier: str) -> Twin | None:
-        """Find another tier that, as last observed, holds the part, because a chunk is the same on every tier."""
-        for name, store in self._stores.items():
-            if name != tier and self.observed.has(part, name):
-                try:
-                    async with asyncio.timeout(self._timings.twin_s):
-                        return Twin(store, await read_manifest(store, part))
-                except TimeoutError:
-                    self.observed.doubt(name)  # so that not every part waits for it; its own worker observes it again
-                except TierdError:
-                    continue
-        return None
 
     async def prune(
         self, checkpoints: Collection[CheckpointId], tier: str, confirm: Confirm | None = None

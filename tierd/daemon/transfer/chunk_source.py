@@ -21,10 +21,9 @@ from tierd.codec import patch
 from tierd.codec.codec import Encoded, decode, encode_patch
 from tierd.core.errors import CorruptChunk, FormatTooNew, ObjectNotFound, TierdError
 from tierd.core.ids import PartId, chunk_key
-from tierd.core.manifest import Chunk, File, Manifest
+from tierd.core.manifest import Chunk, Content, File, Manifest, Where
 from tierd.daemon.transfer.concurrency import to_the_end
-from tierd.daemon.transfer.replicas import Where
-from tierd.daemon.transfer.shared_encoding import Content, Encoding, Taker, content
+from tierd.daemon.transfer.shared_encoding import Encoding, Taker
 from tierd.spool.direct_io import memory_for
 from tierd.spool.file_io import open_plain
 from tierd.spool.spool import Spool
@@ -155,10 +154,10 @@ class Spooled:
     async def read(self, where: Where, file: File) -> AsyncIterator[Encoded]:
         assert self._taker is not None
         chunk, room = file.chunks[where[1]], room_for_chunk(file, where[1])
-        base = self._bases.get(content(chunk))
+        base = self._bases.get(chunk.content)
         patched = await to_the_end(self._patched, file, where[1], base) if base else None
         if patched:
-            self._taker.passes(content(chunk))
+            self._taker.passes(chunk.content)
             yield patched
             return
         async with self._taker.take(chunk, room, partial(self._read, file, where[1])) as encoded:
@@ -184,7 +183,7 @@ class Spooled:
 
     async def _as_the_twin(self, where: Where, encoded: Encoded) -> Encoded:
         twin = self._twin
-        chunk = twin.manifest.files[where[0]].chunks[where[1]] if twin else None
+        chunk = twin.manifest.chunk(where) if twin else None
         if not (twin and twin.answers and chunk and chunk.stored) or chunk.stored.form == encoded.stored.form:
             return encoded
         if chunk.stored.base:  # it may not be on this tier

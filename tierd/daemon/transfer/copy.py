@@ -34,12 +34,12 @@ from tierd.core.planning.place import Place
 from tierd.core.retention.stored import encode
 from tierd.core.timeline.candidates import not_found, restore_candidates
 from tierd.daemon.tiers.heads import following, write
+from tierd.daemon.tiers.objects import is_there, read_manifest
 from tierd.daemon.tiers.observe import TierObserver, base_of
 from tierd.daemon.transfer.concurrency import together
 from tierd.daemon.transfer.download import Progress
-from tierd.daemon.transfer.flush import Route
 from tierd.daemon.transfer.relay import relay
-from tierd.daemon.transfer.replicas import is_there, read_manifest
+from tierd.daemon.transfer.route import Route
 from tierd.stores.base import Store
 
 _PARTS = 4  # ranks' parts of one checkpoint that are copied at once, because small ones cost many requests in a row

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tierd.core.errors import ConfigError, CorruptChunk, StoreUnavailable
-from tierd.core.manifest import DRAFT_NAME, File, Manifest, encode
+from tierd.core.manifest import DRAFT_NAME, File, Manifest
+from tierd.core.manifest_codec import encode
 from tierd.daemon.transfer.buffers import Buffers
 from tierd.daemon.transfer.concurrency import to_the_end, together
 from tierd.daemon.transfer.download_files import (

@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tierd.core.errors import ConfigError, CorruptChunk, SpoolFull, StoreUnavailable
 from tierd.core.ids import PartId
 from tierd.core.manifest import MANIFEST_NAME, Manifest
-from tierd.core.manifest import encode as encode_manifest
+from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.save_policy import Goal
 from tierd.core.timeline.candidates import UNTOLD, Candidate, RestoreOrder, not_found, restore_candidates
+from tierd.daemon.tiers.objects import is_there
 from tierd.daemon.tiers.observe import look_around
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress, download, missing
+from tierd.daemon.transfer.gathering import aside, clear, held, publish, usable
 from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.replicas import Replicas, is_there
-from tierd.spool.file_io import remove, sync_directory, write_file
-from tierd.spool.stage import try_lock
+from tierd.daemon.transfer.replicas import Replicas
+from tierd.spool.file_io import sync_directory, write_file
 from tierd.stores.base import Store
 
 log = logging.getLogger("tierd.daemon")
@@ -90,7 +89,7 @@ async def export(
     target = usable(target)
     work = _Export(stores, run, target, progress, budget or Budget(), rank, accept)
     resume = await work.look(step, attempt, best)
-    with _held(work.aside) as home:
+    with held(aside(target)) as home:
         for _ in range(_LOOKS):
             exported = await work.first(resume, home, step)
             if exported:
@@ -112,22 +111,8 @@ async def export_one(
     """
     target = usable(target)
     work = _Export(stores, candidate.checkpoint.run, target, progress, budget, None)
-    with _held(work.aside) as home:
+    with held(aside(target)) as home:
         return await work.one(candidate, home, ())
-
-
-def usable(target: Path) -> Path:
-    """Return the path of a directory that a finished one may replace: absent or empty.
-
-    Raises:
-        ConfigError: it is another kind of path.
-    """
-    target = target.resolve() if target.is_symlink() else target.absolute()
-    if target.is_mount():
-        raise ConfigError(f"{target}: a mount point, which no finished directory can replace; name one inside it")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target}: it exists and is not an empty directory; nothing was touched")
-    return target
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +124,6 @@ class _Export:
     budget: Budget
     rank: int | None
     accept: Callable[[Manifest], None] = lambda manifest: None
-
-    @property
-    def aside(self) -> Path:
-        """Where files are gathered. A hidden target's name gets no second dot, so a watch knows it as tierd's own."""
-        return self.target.with_name(f".{self.target.name.removeprefix('.')}.partial")
 
     async def look(self, step: int | None, attempt: str | None, best: Goal | None) -> RestoreOrder:
         resume = restore_candidates(await look_around(None, self.stores, self.run), self.run, step, attempt, best)
@@ -167,13 +147,13 @@ class _Export:
                 if not await is_there(self.stores, one, candidate.world):
                     return None
                 skipped.append(f"step {one.step} (attempt {one.attempt}): {error}")
-        _clear(home, set())
+        clear(home, set())
         raise not_found(resume, self.run, step, skipped)
 
     async def one(self, candidate: Candidate, home: Path, skipped: Sequence[str]) -> Exported:
         """Restore one candidate. Raises `CorruptChunk` if it is proven corrupt or was pruned."""
         parts, tiers = await self._parts(candidate, home)
-        _publish(home, self.aside, self.target, {manifest.part.name for manifest in parts})
+        publish(home, self.target, {manifest.part.name for manifest in parts})
         return Exported(
             self.run,
             candidate.checkpoint.step,
@@ -210,69 +190,6 @@ class _Export:
         return [manifest for _, manifest in found], tuple(name for name in self.stores if name in used)
 
 
-@contextmanager
-def _held(aside: Path) -> Iterator[Path]:
-    """Lock `aside` for this restore, creating it if needed, and log at the end whether files are left in it.
-
-    The yielded path leads to this directory even if a user who may write to the parent directory replaces it. Other
-    users cannot enter the directory, so it contains no links of theirs.
-    """
-    aside.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        aside.mkdir(mode=0o700)
-    except FileExistsError:
-        found = aside.lstat()  # another user could guess the name and may have write access to the parent
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise ConfigError(f"{aside}: it is in the way, and none of your directories") from None
-    lock = try_lock(aside)
-    if lock is None:
-        raise ConfigError(f"{aside}: another restore is filling it")
-    home = Path(f"/proc/self/fd/{lock}")
-    try:
-        found = os.fstat(lock)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise ConfigError(f"{aside}: others may write to it, or own it; look at it, and remove it")
-        os.fchmod(lock, 0o700 | found.st_mode & stat.S_ISGID)
-        if any(home.iterdir()):
-            log.info("going on with what an interrupted restore left in %s", aside)
-        yield home
-    except OSError as error:
-        if error.filename:
-            error.filename = str(error.filename).replace(str(home), str(aside))
-        raise
-    finally:
-        if aside.exists() and not any(home.iterdir()):
-            aside.rmdir()
-        elif aside.exists():
-            log.warning("what was fetched is kept in %s; run the same command again to continue", aside)
-        os.close(lock)
-
-
-def _publish(home: Path, aside: Path, target: Path, parts: set[str]) -> None:
-    _clear(home, parts)  # removes files of another checkpoint with more ranks that was begun before
-    sync_directory(home)
-    home.chmod(_mode(home, target))
-    aside.replace(target)
-    sync_directory(target.parent)
-    if not os.path.samestat(home.stat(), target.lstat()):
-        raise ConfigError(f"{target}: somebody who may write to {target.parent} put another directory in its place")
-
-
-def _mode(home: Path, target: Path) -> int:
-    """Return the mode of the directory that is replaced; if there is none, the mode that mkdir would give it there."""
-    if target.exists():
-        return stat.S_IMODE(target.stat().st_mode)
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return 0o777 & ~mask | home.stat().st_mode & stat.S_ISGID
-
-
-def _clear(home: Path, keep: set[str]) -> None:
-    for path in home.iterdir():
-        if path.name not in keep:
-            remove(path)
-
-
 async def _whole(home: Path, copies: Replicas, budget: Budget, progress: Progress) -> Manifest:
     """Download a part, and return the manifest that it matches; the tiers' manifests may contradict each other."""
     contents = copies.contents()
@@ -297,7 +214,6 @@ async def _ask(stores: Mapping[str, Store], part: PartId) -> tuple[Replicas, Man
     await copies.ask()
     manifest = next(iter(copies.contents()), None)
     if manifest is None:
-        copies.give_up("its manifest", copies.unavailable)
-        raise AssertionError
+        raise copies.lost("its manifest", copies.unavailable)
     copies.agree(manifest)
     return copies, manifest

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, SpoolFull
 from tierd.core.ids import PartId
 from tierd.core.manifest import DRAFT_NAME, MANIFEST_NAME, Manifest
-from tierd.core.manifest import encode as encode_manifest
+from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress, Wanted, download, missing, wanted_size
@@ -84,8 +84,7 @@ async def fetch(
             copies.unavailable[SPOOL] = f"local: {defect}"
         if not (defect or copies.unavailable or copies.defects):  # nothing is wrong: the part was pruned, for example
             raise ObjectNotFound(f"{part}: neither the spool nor any tier has a copy")
-        copies.give_up(str(defect or "the spool has no copy"), copies.unavailable)
-        raise AssertionError
+        raise copies.lost(str(defect or "the spool has no copy"), copies.unavailable)
     budget, home = budget or Budget(), spool.path(part)
     for reference in contents:
         copies.agree(reference)

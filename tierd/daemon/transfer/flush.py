@@ -16,40 +16,33 @@ import asyncio
 import secrets
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 
-import msgspec
-
-from tierd.codec.codec import check_digest, check_stored, recognize
 from tierd.core.errors import (
-    CorruptChunk,
-    FormatTooNew,
     ManifestError,
-    ObjectNotFound,
     StoreRefused,
     StoreUnavailable,
 )
 from tierd.core.ids import README_KEY, CheckpointId, PartId, chunk_owner
-from tierd.core.manifest import Chunk, File, Manifest, Stored, is_patch
-from tierd.core.manifest import encode as encode_manifest
+from tierd.core.manifest import Chunk, Content, Manifest, is_patch
+from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.sharing import patchable, shareable
-from tierd.daemon.pause import Turn, at_once
+from tierd.daemon.pause import Turn
 from tierd.daemon.tiers.intents import left_over, naming
+from tierd.daemon.tiers.objects import put_manifest
 from tierd.daemon.tiers.observe import chunks_there, missing_chunks
-from tierd.daemon.timings import USUAL, DaemonTimings
+from tierd.daemon.timings import DaemonTimings
 from tierd.daemon.transfer.chunk_source import ChunkSource, PatchBase, Spooled, Twin
-from tierd.daemon.transfer.concurrency import to_the_end, together
+from tierd.daemon.transfer.chunk_upload import ChunkUpload
+from tierd.daemon.transfer.concurrency import together
 from tierd.daemon.transfer.flush_pacing import Spread
-from tierd.daemon.transfer.memory_budget import FLUSHES, Budget, Hold
-from tierd.daemon.transfer.replicas import Where, get_object, put_manifest
-from tierd.daemon.transfer.shared_encoding import Content, Encoding, content
-from tierd.daemon.transfer.throughput import Throughput
+from tierd.daemon.transfer.route import Moved, Route
 from tierd.spool.file_io import digest
 from tierd.spool.spool import Spool
-from tierd.stores.base import Store, clear, digesting, digests, weight
+from tierd.stores.base import Store, clear
 
 _CHUNKS = 8  # chunks in transfer at once, as far as the budget permits
 
@@ -71,46 +64,6 @@ class Flushed:
     sent: int
     shared: int
     facts: ManifestFacts
-
-
-@dataclass(slots=True)
-class Moved:
-    """How far a flush is, in raw bytes: `done` are confirmed on the tier, of `total`."""
-
-    total: int
-    done: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Everything that a flush needs to reach one tier.
-
-    Attributes:
-        store: the tier's store.
-        tier: the tier's name.
-        who: 8 hex digits that identify this node; random if no later process sweeps this node's intents.
-        reread: read everything back, even if the server shows that it verifies.
-        budget: the budget of encoded bytes in transfer to this tier.
-        encoding: the encoder that all flushes of a daemon share.
-        turn: awaited before each chunk, because the daemon may be paused.
-        moving: how far the flushes under way are.
-        timings: the daemon's.
-    """
-
-    store: Store
-    tier: str = ""
-    who: str = ""
-    reread: bool = False
-    budget: Budget = field(default_factory=lambda: Budget(FLUSHES))
-    encoding: Encoding = field(default_factory=Encoding)
-    turn: Turn = at_once
-    moving: dict[PartId, Moved] = field(default_factory=dict)
-    timings: DaemonTimings = USUAL
-
-    @property
-    def pace(self) -> Throughput:
-        """The measured throughput, which decides whether compression pays."""
-        return self.encoding.throughput
 
 
 async def flush(
@@ -173,11 +126,10 @@ async def send(
         name, _, codec = key.rpartition("/")[2].partition(".")
         if not is_patch(codec):  # the base of a left one is not known
             there.setdefault(name, []).append(key)
-    work: dict[Content, _Chunk] = {}  # a chunk that the part holds twice is one object
-    for number, file in enumerate(manifest.files):
-        for index, chunk in enumerate(file.chunks):
-            if content(chunk) not in work:
-                work[content(chunk)] = _Chunk(source, way, part, there, (number, index), file)
+    work: dict[Content, ChunkUpload] = {}  # a chunk that the part holds twice is one object
+    for where, chunk in manifest.places():
+        if chunk.content not in work:
+            work[chunk.content] = ChunkUpload(source, way, part, there, where, manifest.files[where[0]])
     lent = await _lent(way.store, part, lender, worn_out, way.timings)
     for held in work.keys() & lent.keys():
         work[held].encoded = lent[held]
@@ -193,7 +145,7 @@ async def send(
             sent = await together(_CHUNKS, hands)
         finally:
             way.moving.pop(part, None)
-    tiered = _with_stored(manifest, {held: chunk.encoded for held, chunk in work.items()})
+    tiered = manifest.with_chunks({where: work[chunk.content].encoded for where, chunk in manifest.places()})
     await _show(way, part, tiered)
     await clear(way.store, [part.quarantine_key])
     shared = sum(size for _, size in work.keys() & lent.keys())
@@ -201,7 +153,7 @@ async def send(
 
 
 async def _send_each(
-    todo: OrderedDict[Content, _Chunk], source: ChunkSource, way: Route, pauses: Turn, moved: Moved
+    todo: OrderedDict[Content, ChunkUpload], source: ChunkSource, way: Route, pauses: Turn, moved: Moved
 ) -> int:
     """Send chunks of `todo`, together with concurrent calls, until none is left. Returns the bytes that were put."""
     sent = 0
@@ -220,77 +172,6 @@ async def _send_each(
     return sent
 
 
-class _Chunk:
-    """One chunk in transfer. After `send`, `encoded` is its entry for the manifest."""
-
-    def __init__(
-        self, source: ChunkSource, way: Route, part: PartId, there: Mapping[str, list[str]], where: Where, file: File
-    ) -> None:
-        self._source, self._way, self._part, self._there = source, way, part, there
-        self._where, self._file = where, file
-        self.encoded: Chunk = file.chunks[where[1]]
-
-    @property
-    def weight(self) -> int:
-        """The most bytes that the chunk takes in memory, without those that its source accounts for."""
-        copies = max(self._source.copies(content(self.encoded)), 2 if self.encoded.xxh3_128 in self._there else 1)
-        return max(copies * self.encoded.size, weight(self._way.store, self.encoded.size))
-
-    async def send(self, hold: Hold) -> int:
-        """Put the chunk, unless it is on the tier intact. Returns the number of bytes put.
-
-        Args:
-            hold: bytes of the budget for the chunk's `weight`.
-        """
-        hold.keep(self.weight)
-        if await self._lies_there():
-            return 0
-        async with self._source.read(self._where, self._file) as encoded:
-            self.encoded, stored = encoded.chunk, encoded.stored
-            hold.keep(weight(self._way.store, stored.size))
-            key = f"{self._part.checkpoint.run}/{stored.key}"
-            with self._way.pace.link(self._way.tier).moving(stored.size):
-                checked = await self._way.store.put(key, encoded.data)
-            del encoded  # the bytes that are read back take its place
-        if checked and not self._way.reread:
-            stored = msgspec.structs.replace(stored, checked=checked)
-            self.encoded = msgspec.structs.replace(self.encoded, stored=stored)
-        else:
-            await self._read_back(key, stored)
-        return stored.size
-
-    async def _lies_there(self) -> bool:
-        """Whether an earlier try has put the chunk, in any encoding; that encoding is then used."""
-        for key in self._there.get(self.encoded.xxh3_128, ()):
-            try:
-                data = await self._way.store.get(key)
-                codec, own = key.rpartition(".")[2], key.partition("/")[2]
-                self.encoded, _ = await to_the_end(recognize, self.encoded, codec, own, data, self._way.tier)
-            except (ObjectNotFound, CorruptChunk, FormatTooNew):
-                continue
-            return True
-        return False
-
-    async def _read_back(self, key: str, stored: Stored) -> None:
-        try:
-            if digests(self._way.store):
-                check_digest(stored, *await digesting(self._way.store).digest(key), key)
-            else:
-                with self._way.encoding.buffers.lend(stored.size) as memory:
-                    data = await get_object(self._way.store, key, stored, into=memory)
-                    await to_the_end(check_stored, stored, data, key)
-        except (CorruptChunk, ObjectNotFound) as error:
-            raise StoreUnavailable(f"{key}: what was read back differs from what was put") from error
-
-
-def _with_stored(manifest: Manifest, chunks: Mapping[Content, Chunk]) -> Manifest:
-    files = tuple(
-        File(path=file.path, size=file.size, chunks=tuple(chunks[content(chunk)] for chunk in file.chunks))
-        for file in manifest.files
-    )
-    return manifest.with_files(files)
-
-
 def _bases(
     manifest: Manifest, todo: Collection[Content], lender: Manifest, lent: Mapping[Content, Chunk]
 ) -> dict[Content, PatchBase]:
@@ -300,9 +181,9 @@ def _bases(
     for file in manifest.files:
         older = files.get(file.path)
         for index, (chunk, old) in enumerate(zip(file.chunks, older.chunks if older else (), strict=False)):
-            base = lent.get(content(old)) if old.size == chunk.size and content(chunk) in todo else None
+            base = lent.get(old.content) if old.size == chunk.size and chunk.content in todo else None
             if older and base and patchable(base):
-                found.setdefault(content(chunk), PatchBase(file, index, lender.part, older, base))
+                found.setdefault(chunk.content, PatchBase(file, index, lender.part, older, base))
     return found
 
 
@@ -319,7 +200,7 @@ async def _lent(
     owners -= await left_over(store, lender.run, timings)
     there = await chunks_there(store, part.rank, [owner for owner in owners if owner])
     return {
-        content(chunk): chunk
+        chunk.content: chunk
         for chunk in offered
         if all(there.get(f"{lender.run}/{stored.key}") == stored.size for stored in chunk.objects())
     }

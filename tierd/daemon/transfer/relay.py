@@ -15,13 +15,13 @@ from contextlib import asynccontextmanager, contextmanager
 from tierd.codec.codec import Encoded
 from tierd.core.errors import CorruptChunk, ObjectNotFound, TierdError
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Chunk, File, Manifest
-from tierd.daemon.scrub.tier_repair import get_stored
+from tierd.core.manifest import Content, File, Manifest, Where
+from tierd.daemon.tiers.objects import get_stored
 from tierd.daemon.transfer.chunk_source import PatchBase, stored_as
 from tierd.daemon.transfer.concurrency import to_the_end
-from tierd.daemon.transfer.flush import Flushed, Route, send
-from tierd.daemon.transfer.replicas import Replicas, Where
-from tierd.daemon.transfer.shared_encoding import Content
+from tierd.daemon.transfer.flush import Flushed, send
+from tierd.daemon.transfer.replicas import Replicas
+from tierd.daemon.transfer.route import Route
 from tierd.stores.base import Store
 
 
@@ -56,8 +56,7 @@ async def relay(
     if manifest is None:
         if not copies.unavailable and not copies.defects:
             raise ObjectNotFound(f"{part} is on no other tier")
-        copies.give_up("its manifest", copies.unavailable)
-        raise AssertionError
+        raise copies.lost("its manifest", copies.unavailable)
     copies.agree(manifest)
     manifest = manifest.under(run or manifest.run)
     return await send(manifest, manifest.part, way, _Tiered(copies, manifest.part, way, read), lender, worn_out)
@@ -95,9 +94,8 @@ class _Tiered:
         self._told(file.chunks[where[1]].size)
 
     async def _read(self, where: Where, file: File) -> Encoded:
-        number, index = where
         for name, manifest in list(self._copies.manifests.items()):
-            chunk: Chunk = manifest.files[number].chunks[index]
+            chunk = manifest.chunk(where)
             if chunk.stored and chunk.stored.base:
                 break  # the base may not be on this tier
             try:
@@ -108,6 +106,7 @@ class _Tiered:
                 continue  # `chunk` below asks this tier again, and keeps its error
             else:
                 return stored_as(self._part, chunk, data)
+        number, index = where
         raw = await self._copies.chunk(number, index, file.path)
         pace = self._way.pace
         return await to_the_end(pace.encode, self._part, file.chunks[index], raw, pace.packs())

@@ -8,144 +8,22 @@ digest is sufficient proof: a chunk is right under any key, and regardless of th
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias, TypeVar
 
 from tierd.codec.codec import RAW, decode, recognize
-from tierd.core.errors import (
-    CorruptChunk,
-    ManifestError,
-    ObjectNotFound,
-    StoreRefused,
-    StoreUnavailable,
-    TierdError,
-)
-from tierd.core.ids import CheckpointId, PartId, chunks_prefix, manifests_prefix
-from tierd.core.manifest import Chunk, Manifest, Stored, is_patch
-from tierd.core.manifest import decode as decode_manifest
-from tierd.core.seal import MAX_MANIFEST_SIZE
+from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
+from tierd.core.ids import CheckpointId, PartId, chunks_prefix
+from tierd.core.manifest import Chunk, Content, Manifest, Where, is_patch
+from tierd.daemon.tiers.objects import get_object, read_manifest, surely
 from tierd.daemon.transfer.buffers import Buffers
 from tierd.daemon.transfer.concurrency import to_the_end, together
-from tierd.daemon.transfer.shared_encoding import Content, content
-from tierd.spool.direct_io import memory_for
-from tierd.stores.base import Buffer, ObjectInfo, Store, children, is_authentic, octets, weight
-
-log = logging.getLogger("tierd.daemon")
-T = TypeVar("T")
-Where: TypeAlias = tuple[int, int]  # a chunk in a manifest: the file's number, the chunk's index in it
+from tierd.stores.base import Buffer, ObjectInfo, Store, children, is_authentic, weight
 
 # Seconds that a tier has for a manifest, all retries included, because another tier may have the whole part.
 _ANSWER = 120.0
 _ELSEWHERE = 1000  # checkpoints whose keys are searched for a lost chunk, newest first
-
-
-async def surely(read: Callable[[], Awaitable[T]]) -> T:
-    """Return the result of `read`; if it finds corruption, the result of a second call.
-
-    A bit that flipped in transfer is not corruption of the stored bytes.
-    """
-    try:
-        return await read()
-    except (CorruptChunk, ManifestError) as error:
-        log.warning("read once more: %s", error)
-    return await read()  # outside the handler, where the error no longer keeps the first bytes in memory
-
-
-async def read_manifest(store: Store, part: PartId | None, key: str = "", size: int = 0) -> Manifest:
-    """Read a part's manifest from its place on a tier, or from `key`.
-
-    Args:
-        store: the tier's store.
-        part: the part; None to accept any part.
-        key: the object to read; empty for the part's own key.
-        size: the object's listed size in bytes; an object that is too large for a manifest is not read.
-
-    Raises:
-        ObjectNotFound, ManifestError, FormatTooNew: the manifest is absent or, after two reads, not usable.
-        StoreUnavailable, StoreRefused: the tier could not be asked; this says nothing about the manifest.
-    """
-    key = key or (part.manifest_key if part else "")
-
-    if size > MAX_MANIFEST_SIZE:
-        raise ManifestError(f"{key}: it has {size} bytes, and a manifest at most {MAX_MANIFEST_SIZE}")
-
-    async def read() -> Manifest:
-        try:
-            data = await store.get(key)
-        except CorruptChunk as error:  # larger than any object of tierd's
-            raise ManifestError(str(error)) from error
-        return decode_manifest(bytes(data), part)
-
-    return await surely(read)
-
-
-async def put_manifest(store: Store, key: str, data: Buffer, *, reread: bool = False) -> None:
-    """Put a manifest, or the rest of one, and confirm it.
-
-    It is confirmed because it may be the only record of its attempt once the node that wrote it is lost.
-
-    Args:
-        store: the tier's store.
-        key: the object's key.
-        data: the manifest.
-        reread: read it back, even if the server shows that it verifies.
-
-    Raises:
-        StoreUnavailable: the manifest is not on the tier as it should be, or that is not known.
-    """
-    if await store.put(key, data) and not reread:
-        return
-    try:
-        if octets(await store.get(key)) == octets(data):
-            return
-    except (ObjectNotFound, CorruptChunk, ManifestError):
-        pass
-    raise StoreUnavailable(f"{key}: what was read back differs from what was put")
-
-
-async def get_object(store: Store, key: str, stored: Stored, where: str = "", into: memoryview | None = None) -> Buffer:
-    """Read a chunk's object. The caller must compare it with `stored`.
-
-    Args:
-        store: the tier's store.
-        key: the object's key.
-        stored: the object's entry in the manifest.
-        where: a prefix of the key in messages.
-        into: memory of the object's size to read into; if None, memory is allocated.
-
-    Raises:
-        CorruptChunk: the object is missing, or longer than `stored` says.
-        StoreUnavailable, StoreRefused: the object could not be read; this says nothing about the bytes.
-    """
-    try:
-        return await store.get(key, memory_for(max(stored.size, 1))[: stored.size] if into is None else into)
-    except ObjectNotFound:
-        raise CorruptChunk(f"{where}{key} is missing") from None
-    except StoreRefused:
-        # An object that is too long is proven bad; any other refusal of a store proves nothing.
-        async for info in store.scan(key):
-            if info.key == key and info.size > stored.size:
-                raise CorruptChunk(f"{where}{key}: {info.size} bytes, not the {stored.size} of its manifest") from None
-            break
-        raise
-
-
-async def is_there(stores: Mapping[str, Store], checkpoint: CheckpointId, world: int) -> bool:
-    """Whether the tiers together still list a manifest of every rank. A prune deletes manifests first.
-
-    Raises:
-        StoreUnavailable, StoreRefused: a tier could not be listed.
-    """
-    ranks: set[int] = set()
-    for store in stores.values():
-        async for info in store.scan(f"{manifests_prefix(checkpoint.run)}{checkpoint.name}/"):
-            part = PartId.parse_key(info.key)
-            if part and part.world == world:
-                ranks.add(part.rank)
-    return len(ranks) == world
 
 
 @dataclass(slots=True)
@@ -267,8 +145,7 @@ class Replicas:
                     found = await self._by_digest(name, wanted, unavailable, elsewhere=elsewhere)
                     if found is not None:
                         return found
-        self.give_up(f"chunk {index} of {path}", unavailable)
-        raise AssertionError
+        raise self.lost(f"chunk {index} of {path}", unavailable)
 
     async def link(self, name: str, link: Chunk, where: Where) -> Buffer:
         """Return the verified raw bytes of one link of a chunk's chain: from a tier, or else from any other tier.
@@ -299,8 +176,8 @@ class Replicas:
         failed: dict[Content, TierdError],
     ) -> Buffer:
         """Do the work of `link`. `failed` are the contents that no tier had right during this read, and why."""
-        if content(link) in failed:
-            raise failed[content(link)]
+        if link.content in failed:
+            raise failed[link.content]
         errors: list[TierdError] = []
         for tier, one in self._places(name, link, where):
             try:
@@ -309,7 +186,7 @@ class Replicas:
                 errors.append(error)
         # A tier that could not be asked may have the link, so the others prove nothing.
         why = next((error for error in errors if not isinstance(error, CorruptChunk)), errors[0])
-        failed[content(link)] = why
+        failed[link.content] = why
         raise why
 
     def _places(self, name: str, link: Chunk, where: Where) -> Iterator[tuple[str, Chunk]]:
@@ -317,8 +194,8 @@ class Replicas:
         yield name, link
         for tier, manifest in self.manifests.items():
             if tier != name:
-                chain = manifest.files[where[0]].chunks[where[1]].chain()
-                yield from ((tier, one) for one in chain if content(one) == content(link))
+                chain = manifest.chunk(where).chain()
+                yield from ((tier, one) for one in chain if one.content == link.content)
         if link.stored and not is_patch(link.stored.codec):  # a patch has another key on each tier
             yield from ((tier, link) for tier in self.stores if tier != name)
 
@@ -393,10 +270,10 @@ class Replicas:
             unavailable[name] = str(error)
             return None
 
-    def give_up(self, what: str, unavailable: Mapping[str, str]) -> None:
-        """Raise the error for a chunk that no tier has right: `CorruptChunk` only if every tier answered."""
+    def lost(self, what: str, unavailable: Mapping[str, str]) -> CorruptChunk | StoreUnavailable:
+        """Return the error for a chunk that no tier has right: `CorruptChunk` only if every tier answered."""
         if unavailable:
             reasons = "; ".join(unavailable.values())
-            raise StoreUnavailable(f"{self.part}: {what} is not right here, and a tier could not be asked: {reasons}")
+            return StoreUnavailable(f"{self.part}: {what} is not right here, and a tier could not be asked: {reasons}")
         reasons = "; ".join(self.defects.values()) or "no tier has a copy"
-        raise CorruptChunk(f"{what}: {reasons}")
+        return CorruptChunk(f"{what}: {reasons}")

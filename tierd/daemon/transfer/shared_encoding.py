@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from tierd.codec.codec import Encoded
 from tierd.core.ids import PartId
-from tierd.core.manifest import Chunk
+from tierd.core.manifest import Chunk, Content
 from tierd.daemon.transfer.buffers import Buffers
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.memory_budget import ENCODING, FLUSHES, Budget, Hold
@@ -27,13 +27,7 @@ from tierd.daemon.transfer.throughput import Throughput
 from tierd.priority import POLITE_THREADS
 from tierd.stores.base import Buffer
 
-Content: TypeAlias = tuple[str, int]  # digest and size in bytes of a chunk's raw bytes
 Read: TypeAlias = Callable[[memoryview], Buffer]
-
-
-def content(chunk: Chunk) -> Content:
-    """Identify the raw bytes of a chunk, independently of its part."""
-    return chunk.xxh3_128, chunk.size
 
 
 @dataclass(eq=False, slots=True)
@@ -110,15 +104,15 @@ class Encoding:
                 self.buffers.clear()
 
     def _begin(self, shared: _Pass, part: PartId, chunk: Chunk, room: int, read: Read) -> _Entry:
-        if content(chunk) not in shared.packed:
-            shared.packed[content(chunk)] = self.throughput.packs()
+        if chunk.content not in shared.packed:
+            shared.packed[chunk.content] = self.throughput.packs()
         entry: _Entry
 
         async def work() -> Encoded:
-            return await self._encode(entry, part, room, read, shared.packed[content(chunk)])
+            return await self._encode(entry, part, room, read, shared.packed[chunk.content])
 
         entry = _Entry(chunk, asyncio.ensure_future(work()))
-        return shared.entries.setdefault(content(chunk), entry)
+        return shared.entries.setdefault(chunk.content, entry)
 
     async def _encode(self, entry: _Entry, part: PartId, room: int, read: Read, pack: bool) -> Encoded:
         async with self._threads.take(1):
@@ -164,7 +158,7 @@ class Encoding:
             self._forget(shared, entry)
 
     def _forget(self, shared: _Pass, entry: _Entry) -> None:
-        shared.entries.pop(content(entry.chunk), None)
+        shared.entries.pop(entry.chunk.content, None)
         self._free(entry)
 
     def _drop(self, entry: _Entry) -> None:
@@ -184,7 +178,7 @@ class Encoding:
         if entry.users:
             return
         if not entry.work.done():  # no flush waits for it any more
-            shared.entries.pop(content(entry.chunk), None)
+            shared.entries.pop(entry.chunk.content, None)
             entry.work.cancel()
             try:
                 await _at_rest(entry.work)
@@ -232,18 +226,18 @@ class Taker:
         Raises:
             As `read`.
         """
-        entry = self._shared.entries.get(content(chunk))
+        entry = self._shared.entries.get(chunk.content)
         entry = entry or self._encoding._begin(self._shared, self._part, chunk, room, read)
         self._encoding._use(entry)
         try:
             yield await asyncio.shield(entry.work)
         finally:
-            self.lacking.discard(content(chunk))
+            self.lacking.discard(chunk.content)
             await self._encoding._leave(self._shared, entry)
 
 
 def _is_lacked(shared: _Pass, entry: _Entry) -> bool:
-    return any(content(entry.chunk) in flush.lacking for flush in shared.flushes)
+    return any(entry.chunk.content in flush.lacking for flush in shared.flushes)
 
 
 async def _at_rest(work: asyncio.Task[Encoded]) -> None:

@@ -27,41 +27,19 @@ Sources: torchdata 0.11, `stateful_dataloader/stateful_dataloader.py` (`_Statefu
 
 from __future__ import annotations
 
-import functools
-import inspect
-import re
-import weakref
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator
 from contextlib import suppress
-from itertools import islice
 from typing import Any
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import Sampler
 
-from tierd.state.classify import IMMUTABLE, Stateful, is_stateful
-from tierd.state.kinds.shard_datasets import is_shard_dataset, saved_facts, shard_facts
+from tierd.state.classify import Stateful
+from tierd.state.kinds.loader_arguments import LOADER, NODES, Fingerprint, gives_samples, look, made_with, whose_names
+from tierd.state.kinds.shard_datasets import is_shard_dataset, saved_facts
 from tierd.state.values import type_name
 
-Fingerprint = dict[str, dict[str, object]]  # path -> attributes: ".sampler" -> {"rank": 0}; "" is the object itself
-
 _RECORD = "made_with"
-_VALUES = IMMUTABLE - {range}
-_FEW = 64  # objects; of more, only these are recorded, which are the same ones each time
-
-# Names of attributes that identify the owner of the state.
-_WHOSE = re.compile(r"rank|world|world_size|num_(replicas|ranks|shards)|(dp|data_parallel)_(rank|size|world_size)")
-# Other names that decide the samples, if a constructor takes them. An attribute that is not an argument may count
-# progress.
-_AMOUNT = re.compile(r"n|length|size|(num|total)_samples|shard|shard_id")
-_CHOSEN = re.compile(rf"{_AMOUNT.pattern}|batch_size|drop_last|num_workers|buffer_size|replacement|shuffle|.*seed")
-_RETURNS = re.compile(r"shuffle|.*seed")  # names that an object's own state may restore in the objects below it
-# Names of attributes that hold another relevant object; in the plural, several.
-_LINK = re.compile(r".*(dataset|sampler|loader|source|root|iterable|node)(s?)")
-_lengths: dict[int, int] = {}  # by id, while the object lives, because not every dataset can be hashed
-_LOADER, _NODES = "torchdata.stateful_dataloader.", "torchdata.nodes."
 
 
 def ask(value: Stateful) -> Any:
@@ -69,7 +47,7 @@ def ask(value: Stateful) -> Any:
     own = value.state_dict()
     with suppress(Exception):  # any error, because the state is worth saving without the record
         if type(own) is dict and gives_samples(value):
-            facts = _made_with(value, own)
+            facts = made_with(value, own)
             if facts:
                 recorded = OrderedDict(own)
                 recorded._metadata = {_RECORD: facts}  # type: ignore[attr-defined]
@@ -96,7 +74,7 @@ def misfits(target: Stateful, saved: Any) -> list[tuple[str, str]]:
             return [("", defect)]
         if is_shard_dataset(target):
             there[""] = {**saved_facts(saved), **there.get("", {})}
-        here = _made_with(target)
+        here = made_with(target)
     except Exception:  # then the object's own load_state_dict decides
         return []
     with suppress(Exception):
@@ -123,185 +101,10 @@ def _differences(there: Fingerprint, here: Fingerprint) -> Iterator[tuple[str, s
             yield where, f"{name}={value!r} in the checkpoint, {name}={now!r} here"
 
 
-def gives_samples(value: object) -> bool:
-    """Return whether `value` is a loader, sampler, dataset or similar: iterated or indexed, and not part of a model."""
-    kind = type(value)
-    return not isinstance(value, nn.Module | torch.optim.Optimizer | torch.Tensor) and any(
-        hasattr(kind, name) for name in ("__iter__", "__next__", "__getitem__")
-    )
-
-
 def _record(saved: object) -> Fingerprint | None:
     metadata = getattr(saved, "_metadata", None) if type(saved) is OrderedDict else None
     facts = metadata.get(_RECORD) if isinstance(metadata, dict) else None
     return facts if isinstance(facts, dict) and all(isinstance(one, dict) for one in facts.values()) else None
-
-
-# ---- reading attributes
-
-
-def _made_with(value: object, own: dict[object, object] | None = None) -> Fingerprint:
-    """Read the arguments of an object and of those that it holds.
-
-    Args:
-        own: the object's state. What it restores is left out.
-    """
-    found: Fingerprint = {}
-    kept: Fingerprint = {}  # of datasets whose state names arguments that it does not restore
-    todo = deque([("", value, True)])
-    seen: set[int] = set()
-    while todo and len(seen) < _FEW:
-        where, part, given = todo.popleft()
-        if id(part) not in seen:
-            seen.add(id(part))
-            links, named = _look(part)
-            facts = _facts(where, part, named, alone=not links, given=given)
-            if facts:
-                found[where] = facts
-            if is_shard_dataset(part):
-                kept[where] = shard_facts(part)
-            todo += [(where + name, inner, given and inner_given) for name, inner, inner_given in links]
-    if own is not None:
-        _drop_brought_back(value, found, own)
-    return found | {where: found.get(where, {}) | facts for where, facts in kept.items()}
-
-
-def _look(part: object) -> tuple[list[tuple[str, object, bool]], dict[str, object]]:
-    """Return the relevant objects that `part` holds, and its own values that decide the samples.
-
-    Each object is paired with whether the constructor of `part` takes it. No property is run.
-    """
-    links: list[tuple[str, Any, bool]] = []
-    named: dict[str, object] = {}
-    kind: Any = type(part)
-    parameters = _parameters(kind)
-    for attribute, value in list(getattr(part, "__dict__", {}).items()):
-        name, decides, link = _meaning(attribute)
-        if decides and type(value) in (int, bool, str) and (decides == "whose" or name in parameters):
-            named[name] = value
-        items: Iterable[Any] = ()
-        if link == "one":
-            links.append((f".{name}", value, name in parameters))
-        elif link and isinstance(value, Mapping | list | tuple):
-            items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        links += [(f".{name}[{key!r}]", one, name in parameters) for key, one in islice(items, _FEW)]
-    return [link for link in links if type(link[1]) not in _VALUES and gives_samples(link[1])], named
-
-
-def _facts(where: str, part: Any, named: dict[str, object], alone: bool, given: bool) -> dict[str, object]:
-    """Return the recorded values of one object.
-
-    Args:
-        alone: whether it holds no other relevant object.
-        given: whether its owner received it as an argument, and so did not make it.
-    """
-    facts: dict[str, object] = {}
-    kind: Any = type(part)
-    is_node, is_sampler = kind.__module__.startswith(_NODES), isinstance(part, Sampler)
-    if is_node or is_sampler:
-        facts["class"] = kind.__name__
-    facts |= {name: value for name, value in named.items() if given or not _AMOUNT.fullmatch(name)}
-    # Because its state contains its number of workers.
-    is_torchdatas = any(base.__module__.startswith(_LOADER) for base in kind.__mro__)
-    if isinstance(part, DataLoader) and not is_torchdatas and not isinstance(part.dataset, IterableDataset):
-        facts.pop("num_workers", None)
-    if where and isinstance(part, IterableDataset):
-        facts["stateful"] = is_stateful(part)  # torchdata counts and skips samples of a dataset that is not stateful
-    if is_node and "num_workers" in facts:  # it can resume with any positive number of workers, but not with none
-        facts["parallel"] = facts.pop("num_workers") != 0
-    if facts.get("shuffle") is False:
-        facts = {name: value for name, value in facts.items() if not name.endswith("seed")}
-    fixed = alone and not is_stateful(part) if is_sampler else _has_a_fixed_length(where, part)
-    if given and fixed:  # the length of a stateful sampler may be the number of remaining samples
-        with suppress(Exception):
-            facts["length"] = _length(part)
-    return facts
-
-
-def _length(part: Any) -> int:
-    """Return `len(part)`, computed once per object.
-
-    Some objects count their files, and a save runs in the training thread.
-    """
-    at = id(part)
-    if at in _lengths:
-        return _lengths[at]
-    length = len(part)
-    with suppress(TypeError):  # some objects have no weak references, such as a list
-        weakref.finalize(part, _lengths.pop, at, None)
-        _lengths[at] = length
-    return length
-
-
-def _has_a_fixed_length(where: str, part: object) -> bool:
-    """Return whether the length never changes.
-
-    That of a history or a replay buffer grows, and its own state restores it.
-    """
-    if isinstance(part, Dataset):
-        return hasattr(type(part), "__len__") and not isinstance(part, IterableDataset)
-    return where.endswith(("dataset", "data_source")) and hasattr(type(part), "__getitem__") and not is_stateful(part)
-
-
-@functools.lru_cache(maxsize=4096)
-def _meaning(attribute: str) -> tuple[str, str, str]:
-    """Return an attribute's bare name, its role and its link.
-
-    The role is `"whose"` if it identifies the owner of the state, `"chosen"` if it decides the samples, else empty. The
-    link is `"one"` or `"many"` if it holds other objects, else empty.
-    """
-    name = attribute.strip("_")
-    link = _LINK.fullmatch(name)
-    decides = "whose" if _WHOSE.fullmatch(name) else "chosen" if _CHOSEN.fullmatch(name) else ""
-    return name, decides, ("many" if link[2] else "one") if link else ""
-
-
-@functools.lru_cache(maxsize=256)
-def _parameters(kind: Any) -> frozenset[str]:
-    """Return the parameters of the constructors of a class and its bases."""
-    found: set[str] = set()
-    for base in kind.__mro__[:-1]:
-        with suppress(ValueError, TypeError):
-            found.update(inspect.signature(vars(base)["__init__"]).parameters if "__init__" in vars(base) else ())
-    return frozenset(found)
-
-
-def _drop_brought_back(value: object, facts: Fingerprint, own: dict[object, object]) -> None:
-    """Remove values that the state of `value` contains, because it restores them."""
-    of_itself = facts.get("", {})
-    stays = {"class", "num_workers"} | _whose(value, {*of_itself, *own})
-    for name in _bare(own) - stays:
-        of_itself.pop(name, None)
-    returns = [(part, name) for part in facts.values() for name in part if _RETURNS.fullmatch(name)]
-    keys: set[str] = set()
-    seen: set[int] = set()
-    todo: list[object] = [own] if returns else []
-    while todo:
-        inner = todo.pop()
-        if isinstance(inner, dict) and id(inner) not in seen:
-            seen.add(id(inner))
-            keys |= _bare(inner)
-            todo += inner.values()
-    for part, name in returns:
-        if name in keys:
-            del part[name]
-
-
-def _bare(names: Iterable[object]) -> set[str]:
-    return {name.strip("_") for name in names if type(name) is str}
-
-
-def _whose(value: object, names: Iterable[object]) -> set[str]:
-    """Return the names that identify the owner of the state.
-
-    LoRA's `rank` is not one of them, because such objects have no world size and no iterator.
-    """
-    found = {name for name in _bare(names) if _WHOSE.fullmatch(name)}
-    iterated = isinstance(value, Dataset) or any(hasattr(type(value), name) for name in ("__iter__", "__next__"))
-    return found if iterated or len({name.endswith("rank") for name in found}) == 2 else set()
-
-
-# ---- values that a state contains
 
 
 def _read_loader(target: Stateful, saved: Any, there: Fingerprint) -> str | None:
@@ -310,14 +113,14 @@ def _read_loader(target: Stateful, saved: Any, there: Fingerprint) -> str | None
     torchdata itself would report this only at its first batch. Also stores the number of workers in `there`.
     """
     source = getattr(getattr(type(target), "load_state_dict", None), "__module__", "")
-    if not source.startswith((_LOADER, _NODES)) or isinstance(target, Sampler):
+    if not source.startswith((LOADER, NODES)) or isinstance(target, Sampler):
         return None
     defect = f"not the state of a {type_name(target)}"
     if not isinstance(saved, dict):
         return f"{type_name(saved)} in the checkpoint, {defect}"
     if not saved:  # which a loader takes for a fresh start
         return None
-    if source.startswith(_NODES):
+    if source.startswith(NODES):
         return None if {"root", "num_yielded"} <= saved.keys() else defect
     if "_num_yielded" in saved:
         workers = 0
@@ -335,10 +138,10 @@ def _add_named_in_state(target: Stateful, saved: Any, there: Fingerprint, here: 
 
     They exist because an object may get its rank from an attribute with another name.
     """
-    if not isinstance(saved, dict) or type(target).__module__.startswith((_LOADER, _NODES)) or _look(target)[0]:
+    if not isinstance(saved, dict) or type(target).__module__.startswith((LOADER, NODES)) or look(target)[0]:
         return
     known = there.setdefault("", {})
-    whose = _whose(target, {*here.get("", {}), *saved})
+    whose = whose_names(target, {*here.get("", {}), *saved})
     named = {key: key.strip("_") for key in saved if type(key) is str and key.strip("_") in whose}
     named = {key: name for key, name in named.items() if name not in known and type(saved[key]) in (int, str)}
     own = target.state_dict() if named else {}

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
+import aiohttp
 from botocore import exceptions as botocore
+from botocore.parsers import ResponseParserError
 
 from tierd.core.errors import (
     DeleteRefused,
@@ -25,6 +27,8 @@ from tierd.core.errors import (
 )
 from tierd.stores.window import StoreThrottled
 
+# The errors of the libraries and of the operating system.
+FOREIGN = (botocore.ClientError, botocore.BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError)
 MISMATCH = {"BadDigest", "XAmzContentChecksumMismatch"}
 # Error codes by which a server rejects the credentials. Newer credentials may be available by now.
 STRANGER = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "ExpiredTokenException"}

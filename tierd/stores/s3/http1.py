@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult
+from xml.parsers import expat
 
 from botocore import exceptions as botocore
 
 LONGEST_HEAD = 1 << 16  # bytes of a response's head, and of a chunk's size line
+LONGEST_REPLY = 16 << 20  # bytes of a response that is not an object: a listing's page has at most 4 MB
 _STATUS = re.compile(r"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: .*)?")
 _FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\x00\r\n]*?)[ \t]*")
 _SIZE = re.compile(r"[0-9]{1,18}")
@@ -145,3 +147,20 @@ def chunk_size(line: bytes) -> int:
     if not match:
         raise Unanswered(f"a body in chunks, one of which has no size but {line[:20]!r}")
     return int(match[1], 16)
+
+
+def check_xml(body: bytes) -> None:
+    """Check that a successful response is XML, as all of S3's responses but objects are.
+
+    botocore would report any other body as the server's error 500.
+
+    Raises:
+        Unanswered: the body is not XML.
+    """
+    try:
+        expat.ParserCreate().Parse(body, True)
+    except expat.ExpatError as error:
+        raise Unanswered(
+            f"answered 200 with {len(body)} bytes that are no XML ({expat.ErrorString(error.code)}) and begin with "
+            f"{body[:24]!r}: something between here and the server may answer in its place, or cut its answers"
+        ) from None

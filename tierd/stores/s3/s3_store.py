@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
-import aiohttp
 from aiobotocore.config import AioConfig
 from botocore import exceptions as botocore
-from botocore.parsers import ResponseParserError
 
 from tierd.core.errors import StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import StoreUrl
@@ -38,8 +35,9 @@ from tierd.stores.base import (
     octets,
     room,
 )
-from tierd.stores.s3.answers import MISMATCH, STRANGER, said, silent, unanswered
-from tierd.stores.s3.checksums import CHECKSUMS, MD5, Checksum
+from tierd.stores.s3.answers import FOREIGN, STRANGER, said, silent, unanswered
+from tierd.stores.s3.checksum_probe import PROBE, ChecksumProbe
+from tierd.stores.s3.checksums import MD5
 from tierd.stores.s3.connection import SLOWEST, where
 from tierd.stores.s3.credentials import Chain, check_bundle
 from tierd.stores.s3.line import Body
@@ -49,13 +47,6 @@ _CONNECTIONS = 32
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 10, 60  # the latter until a response begins; see `transport`
 _DELETE_BATCH = 1000  # S3's own limit
 _FIRST_PAGE = FIRST_PAGE
-_PROBE = ".tierd-probe"  # under the store's prefix; not a valid key, so that no scan shows it
-_PROBE_AGAIN_S = 60.0  # after a probe without a usable response
-_FOREIGN = (botocore.ClientError, botocore.BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError)
-
-_UNKNOWN_CHECKSUM = {"InvalidArgument", "InvalidRequest", "NotImplemented"}
-
-_log = logging.getLogger(__name__)
 
 for _library in ("botocore", "aiobotocore"):  # at DEBUG they log session tokens, and the secrets in responses of STS
     logging.getLogger(_library).setLevel(logging.INFO)
@@ -75,10 +66,7 @@ class S3Store:
             self._extra["StorageClass"] = url.storage_class
         if url.sse_kms_key_id:
             self._extra |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": url.sse_kms_key_id}
-        self._checksum: Checksum = MD5  # used for each upload until a probe has found a better one
-        self._proven = ""  # the checksum's name, after the server has refused a wrong one
-        self._probe_at: float | None = 0.0  # monotonic seconds of the next probe; None after a conclusive probe
-        self._probing = asyncio.Lock()
+        self.probe = ChecksumProbe(str(url), self._base + PROBE, self._put, self._remove)
         self._client: Any = None
         self._chain = Chain()
         self._heard = False  # whether the server has ever responded
@@ -91,8 +79,8 @@ class S3Store:
     async def put(self, key: str, data: Buffer) -> str:
         name, view = self._base + check_key(key), octets(data)
         async with self.translated(f"put {key}"):
-            await self._probe()
-            checksum, proven = self._checksum, self._proven
+            await self.probe.ask()
+            checksum, proven = self.probe.checksum, self.probe.proven
             parameters = await checksum.parameters(view)
             answer = await self._put(name, view, parameters)
             self._check_whose(answer, "ETag", f"put {key}")
@@ -105,54 +93,9 @@ class S3Store:
         client = await self.connected()
         return await client.put_object(Bucket=self._url.bucket, Key=name, Body=Body(view), **checksum, **self._extra)
 
-    async def _probe(self) -> None:
-        """Find the best checksum that the server verifies; else the best that it accepts; else use MD5.
-
-        A server verifies a checksum if it refuses a wrong value.
-        """
-        if self._probe_at is None:
-            return
-        async with self._probing:
-            if self._probe_at is None or time.monotonic() < self._probe_at:
-                return
-            self._probe_at = time.monotonic() + _PROBE_AGAIN_S
-            taken: list[Checksum] = []
-            for checksum in CHECKSUMS:
-                refused = await self._refuses(checksum)
-                if refused is None:
-                    return  # no conclusion; until the next probe use MD5, which every server supports
-                if refused == "mismatch":
-                    self._checksum, self._proven, self._probe_at = checksum, checksum.name, None
-                    return
-                if refused == "":
-                    taken.append(checksum)
-            self._checksum, self._probe_at = taken[0] if taken else MD5, None
-            _log.info("%s verifies no checksum: what is put is proven by reading it back", self._url)
-
-    async def _refuses(self, checksum: Checksum) -> str | None:
-        """Put an object with a wrong checksum.
-
-        Returns:
-            "mismatch" if the server refused the value, "unknown" if it does not support the algorithm, "" if it
-            accepted the object. None if the request failed for another reason.
-        """
-        wrong, name = await checksum.parameters(memoryview(b"other bytes")), self._base + _PROBE
-        data = memoryview(b"a put with a wrong checksum, which a server should refuse")
-        try:
-            answer = await self._put(name, data, wrong)
-        except botocore.ClientError as error:
-            code = error.response.get("Error", {}).get("Code")
-            return "mismatch" if code in MISMATCH else "unknown" if code in _UNKNOWN_CHECKSUM else None
-        except _FOREIGN:
-            return None
-        if "ETag" not in answer:
-            return None
-        try:
-            client = await self.connected()
-            await client.delete_object(Bucket=self._url.bucket, Key=name)
-        except _FOREIGN:
-            _log.info("%s: %s could not be deleted; it means nothing", self._url, _PROBE)
-        return ""
+    async def _remove(self, name: str) -> None:
+        client = await self.connected()
+        await client.delete_object(Bucket=self._url.bucket, Key=name)
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         async with self.translated(f"get {key}"):
@@ -274,7 +217,7 @@ class S3Store:
         """Translate the ValueError that botocore raises if a response holds invalid sizes or times."""
         try:
             yield
-        except _FOREIGN:
+        except FOREIGN:
             raise
         except ValueError as error:
             raise StoreUnavailable(f"{self._url}: {doing}: what came is no answer of S3's: {error}") from None
@@ -298,7 +241,7 @@ class S3Store:
             if code in STRANGER and await self._have_changed(began):
                 raise StoreUnavailable(f"{self._url}: {doing}: {code}: there are other credentials by now") from None
             raise said(str(self._url), doing, code, status, str(answer.get("Message") or ""), after, date) from error
-        except _FOREIGN as error:
+        except FOREIGN as error:
             # The error's text may quote the output of a credential helper.
             raise unanswered(str(self._url), doing, error, heard=self._heard) from None
         except StoreUnavailable as error:
@@ -310,7 +253,7 @@ class S3Store:
 
     async def _have_changed(self, generation: int) -> bool:
         """Search the chain again, and return whether its credentials differ from those of `generation`."""
-        with suppress(*_FOREIGN):
+        with suppress(*FOREIGN):
             await self._chain.renew()
         return self._chain.generation != generation
 

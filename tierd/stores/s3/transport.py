@@ -29,22 +29,18 @@ from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
-from xml.parsers import expat
 
 from aiobotocore.awsrequest import AioAWSResponse
-from aiobotocore.httpsession import AIOHTTPSession
 from botocore.httpsession import get_cert_path
 
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.priority import Pools
-from tierd.stores.s3.connection import StallTimer
-from tierd.stores.s3.http1 import MessageHead, Unanswered
+from tierd.stores.s3.http1 import LONGEST_REPLY, MessageHead, Unanswered, check_xml
 from tierd.stores.s3.line import HttpLine
+from tierd.stores.s3.proxied import ProxiedSession
 
 T = TypeVar("T")
 
-LONGEST_REPLY = 16 << 20  # bytes of a response that is not an object: a listing's page has at most 4 MB
-_STALL_S = 20.0  # seconds within which a byte of a proxied response must arrive; `line` has the same limit for others
 
 _mine: ContextVar[list[Answer] | None] = ContextVar("answers of this call", default=None)
 
@@ -166,7 +162,7 @@ class DirectSession:
             if not request.stream_output:
                 body = await response.content
                 if body and head.status == 200:
-                    _check_xml(body)
+                    check_xml(body)
             return response
         except BaseException:
             answer.close()
@@ -244,70 +240,6 @@ def exchanges(doing: str) -> Iterator[None]:
         _mine.reset(token)
         for answer in opened:
             answer.close()
-
-
-def _check_xml(body: bytes) -> None:
-    """Check that a successful response is XML, as all of S3's responses but objects are.
-
-    botocore would report any other body as the server's error 500.
-
-    Raises:
-        Unanswered: the body is not XML.
-    """
-    try:
-        expat.ParserCreate().Parse(body, True)
-    except expat.ExpatError as error:
-        raise Unanswered(
-            f"answered 200 with {len(body)} bytes that are no XML ({expat.ErrorString(error.code)}) and begin with "
-            f"{body[:24]!r}: something between here and the server may answer in its place, or cut its answers"
-        ) from None
-
-
-class ProxiedSession(AIOHTTPSession):  # type: ignore[misc]
-    """aiobotocore's own session, with the limits of `DirectSession` on responses that are not objects.
-
-    The limits are on bytes, and on time by a `StallTimer`.
-    """
-
-    async def send(self, request: Any) -> AioAWSResponse:
-        """Send one of botocore's prepared requests.
-
-        Raises:
-            botocore.HTTPClientError: there is no response, or none that can be used.
-        """
-        if request.stream_output:
-            return await super().send(request)
-        request.stream_output = True  # so that aiohttp reads nothing of the body yet
-        try:
-            response = await super().send(request)
-        finally:
-            request.stream_output = False
-        try:
-            response._content = body = await _reply(response.raw)
-        except BaseException:
-            response.raw.close()
-            raise
-        if body and response.status_code == 200:
-            _check_xml(body)
-        return response
-
-
-async def _reply(raw: Any) -> bytes:
-    """Read through aiohttp the body of a response that is not an object."""
-    if (size := raw.content_length or 0) > LONGEST_REPLY:
-        raise Unanswered(f"an answer of {size} bytes, where no more than {LONGEST_REPLY} make sense")
-    loop, data = asyncio.get_running_loop(), bytearray()
-    watch = StallTimer(_STALL_S, loop.time(), 0, "in the middle of an answer")
-    while len(data) <= LONGEST_REPLY:
-        try:
-            async with asyncio.timeout(watch.left_s(loop.time(), len(data))):
-                piece = await raw.content.read(LONGEST_REPLY + 1 - len(data))
-        except TimeoutError:
-            continue  # the timer raises with the reason
-        if not piece:
-            return bytes(data)
-        data += piece
-    raise Unanswered(f"an answer without an end, of which {LONGEST_REPLY} bytes were read")
 
 
 def http_session(**options: Any) -> DirectSession | ProxiedSession:

@@ -1,0 +1,47 @@
+"""A run as this node's spool alone shows it, for a restore without a daemon."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tierd.core.errors import ObjectNotFound, TierdError
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.planning.copies import ManifestFacts
+from tierd.core.planning.place import Place
+from tierd.spool.conditions import condition, translated
+from tierd.spool.records import committed, heads
+from tierd.spool.spool import Spool
+
+_NEWEST = 4  # checkpoints in the first listing; nearly every restore takes one of them
+
+
+def look(spool: Spool, run: str, *, deep: bool) -> tuple[Place, CheckpointId | None]:
+    """List the run in the spool. Also return the oldest checkpoint that was listed, if older ones exist.
+
+    Args:
+        spool: the spool.
+        run: the run.
+        deep: list every checkpoint, not only the newest few.
+
+    Raises:
+        SpoolUnusable: the spool cannot be listed, so it must not count as empty; or `check_home` finds a link.
+    """
+    parts: dict[PartId, ManifestFacts | None] = {}
+    defects: dict[PartId, TierdError] = {}
+    with translated(f"spool {spool.root}"):
+        before = committed(spool.control)
+        newest = [] if deep else spool.newest(run, _NEWEST + 1)
+        few = newest[:_NEWEST] if len(newest) > _NEWEST else None
+        spool.check_home(run, few)
+        for part in spool.parts(run) if few is None else [one for some in few for one in spool.parts_of(some)]:
+            try:
+                parts[part] = ManifestFacts.of(spool.manifest(part))
+            except ObjectNotFound:
+                continue
+            except (TierdError, OSError) as error:  # the error is found again, and reported, when the part is read
+                bad = condition(error, f"manifest of {part}") if isinstance(error, OSError) else error
+                parts[part], defects[part] = None, bad
+        aside = {part: ManifestFacts.of(found) if found else None for part, found in spool.quarantined().items()}
+        remembered = heads(spool.control)
+    place = replace(Place.of(parts, defects, quarantined=aside), committed=before, heads=remembered)
+    return place, few[-1] if few else None

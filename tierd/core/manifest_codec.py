@@ -1,0 +1,172 @@
+"""A manifest's coding: bytes <-> `Manifest`, and the object that an encrypted tier has in its place.
+
+Invariant: metadata is never executable and never trusted. Bytes become a `Manifest` only through `decode`, which checks
+the self-digest, the schema, every bound and every path; `encode` is its inverse.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tierd.core.errors import FormatTooNew, ManifestError, WrongKey
+from tierd.core.ids import PartId
+from tierd.core.manifest import MAX_PATCHES, PATCHED, VERSION, Chunk, Manifest, check_path, is_patch
+from tierd.core.seal import seal, unsealed, version_of
+
+ENCRYPTED = 2  # the version of the object that an encrypted tier has in place of a manifest
+_CHUNK_KEY = re.compile(r"chunks/[0-9]{12}\.[0-9a-f]{12}-[0-9a-f]{8}/([0-9]{5})/([0-9a-f]{32})\.([a-z0-9]{1,16})")
+
+
+class Wrapped(msgspec.Struct, frozen=True, kw_only=True):
+    """The object that an encrypted tier has in place of a manifest: the encrypted manifest, in unpadded base64."""
+
+    version: int
+    cipher: Literal["aes-256-gcm"]
+    key_id: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+    encrypted: str
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as one JSON object whose last member, `digest`, is the xxh3-128 of every byte before its comma.
+
+    The result is decoded again before it is returned, so that every written manifest can be read.
+
+    Raises:
+        ManifestError: `decode` refuses the manifest, for example for too many files or too long a path.
+    """
+    data = seal(manifest)
+    decode(data, manifest.part)
+    return data
+
+
+def wrap(key_id: str, encrypted: bytes) -> bytes:
+    """The object that an encrypted tier has in place of a manifest: `encrypted`, in base64, with the same seal."""
+    return seal(Wrapped(version=ENCRYPTED, cipher="aes-256-gcm", key_id=key_id, encrypted=encrypted.decode()))
+
+
+def unwrap(data: bytes, where: str) -> Wrapped | None:
+    """Decode a result of `wrap`; None for an unencrypted object, which has version 1.
+
+    Raises:
+        ManifestError, FormatTooNew: in the same cases as `decode`.
+    """
+    body = unsealed(data, where)
+    try:
+        version = version_of(body)
+        if version in (VERSION, PATCHED):
+            return None
+        if version != ENCRYPTED:
+            raise FormatTooNew(f"{where}: format version {version}; use a newer tierd")
+        return _wrapped.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ManifestError(f"{where}: {error}") from error
+
+
+def decode(data: bytes, expected: PartId | None = None) -> Manifest:
+    """Decode and check a manifest from an untrusted source.
+
+    Args:
+        data: the object's or file's bytes.
+        expected: the part that the object's key or the file's path names; a manifest of another part is refused.
+
+    Raises:
+        ManifestError: the manifest is truncated, altered, oversized or unsafe; the message says which and where.
+        FormatTooNew: the manifest is intact, and of a version that this tierd does not know.
+        WrongKey: the manifest is intact and encrypted.
+    """
+    where = f"manifest of {expected}" if expected else "manifest"
+    body = unsealed(data, where)
+    try:
+        version = version_of(body)
+        if version == ENCRYPTED and (key_id := _key_id(body)):
+            raise WrongKey(f"{where}: encrypted with key {key_id}: name its file by the tier's key_file, or --key-file")
+        if version not in (VERSION, PATCHED):
+            raise FormatTooNew(f"{where}: format version {version}; this tierd reads up to {PATCHED}: use a newer one")
+        manifest = _decoder.decode(body)
+        manifest.numbers  # noqa: B018  # raises if a metric is neither a number nor a string that float() parses
+        created = manifest.created_at
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise ManifestError(f"{where}: {error}") from error
+    if created.tzinfo is None or created.utcoffset() != UTC.utcoffset(None):
+        raise ManifestError(f"{where}: created {manifest.created!r} is not in UTC")
+    if manifest.rank >= manifest.world_size:
+        raise ManifestError(f"{where}: rank {manifest.rank} of {manifest.world_size}")
+    if manifest.resumed_from and manifest.resumed_from.attempt >= manifest.attempt:
+        raise ManifestError(
+            f"{where}: it resumes from {manifest.resumed_from.attempt}, which is not an earlier attempt"
+        )
+    if PartId.parse(manifest.run, manifest.part.checkpoint.name, manifest.part.name) is None:
+        raise ManifestError(f"{where}: run {manifest.run!r} is no run's name")
+    if expected is not None and manifest.part != expected:
+        raise ManifestError(f"{where}: it says that it is {manifest.part}")
+    _check_files(manifest, where)
+    return manifest
+
+
+def encrypted_with(data: bytes) -> str:
+    """The id of the key that encrypted an object; empty if the object is not encrypted or not intact."""
+    try:
+        return _key_id(unsealed(data, ""))
+    except ManifestError:
+        return ""
+
+
+def _key_id(body: bytes) -> str:
+    try:
+        return _wrapped.decode(body).key_id
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return ""
+
+
+# Made once, on import, because msgspec inspects a type on first use, and crashes if two threads do so at once.
+_decoder = msgspec.json.Decoder(Manifest)
+_wrapped = msgspec.json.Decoder(Wrapped)
+
+
+def _check_files(manifest: Manifest, where: str) -> None:
+    seen: set[str] = set()
+    for file in manifest.files:
+        check_path(file.path, where)
+        if file.path in seen:
+            raise ManifestError(f"{where}: {file.path!r} is named twice")
+        seen.add(file.path)
+        if sum(chunk.size for chunk in file.chunks) != file.size:
+            raise ManifestError(f"{where}: the chunks of {file.path!r} do not add up to its {file.size} bytes")
+        for chunk in file.chunks:
+            _check_stored(chunk, manifest, f"{where}: {file.path!r}")
+    for path in seen:
+        pieces = path.split("/")
+        if any("/".join(pieces[:depth]) in seen for depth in range(1, len(pieces))):
+            raise ManifestError(f"{where}: {path!r} lies inside another file")
+
+
+def _check_stored(chunk: Chunk, manifest: Manifest, where: str) -> None:
+    for patches, one in enumerate(chunk.chain()):
+        if one.stored is None:
+            if patches:
+                raise ManifestError(f"{where}: a patch of chunk {chunk.xxh3_128} has no stored base")
+            return
+        if patches > MAX_PATCHES:
+            raise ManifestError(f"{where}: chunk {chunk.xxh3_128} needs more than {MAX_PATCHES} patches")
+        _check_key(one, manifest.rank, where)
+        if one.size != chunk.size:
+            raise ManifestError(f"{where}: a base of chunk {chunk.xxh3_128} has {one.size} bytes, not {chunk.size}")
+        if is_patch(one.stored.codec) != (one.stored.base is not None):
+            what = "has no stored base" if one.stored.base is None else "is no patch, and has a base"
+            raise ManifestError(f"{where}: {one.stored.key!r} {what}")
+        if one.stored.base is not None and manifest.version != PATCHED:
+            raise ManifestError(f"{where}: {one.stored.key!r} is a patch, in a manifest of version {manifest.version}")
+
+
+def _check_key(chunk: Chunk, rank: int, where: str) -> None:
+    assert chunk.stored is not None
+    match = _CHUNK_KEY.fullmatch(chunk.stored.key)
+    if match is None or int(match[1]) != rank:
+        raise ManifestError(f"{where}: {chunk.stored.key!r} is no key of a chunk of rank {rank}")
+    if (match[2], match[3]) != (chunk.xxh3_128, chunk.stored.codec):  # a repair would overwrite another chunk
+        raise ManifestError(f"{where}: {chunk.stored.key!r} is another chunk's key than {chunk.xxh3_128}'s")

@@ -1,0 +1,147 @@
+"""The flushes of a daemon to its tiers, from the spool or from other tiers, and their announcements to other nodes.
+
+Invariant: tiers share the encoding of chunks, and nothing else that one tier could block. So a slow tier delays only
+itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from tierd.core.config import Config
+from tierd.core.errors import FormatTooNew, StoreRefused, TierdError, WrongKey
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import Manifest
+from tierd.core.timeline.launches import disowning
+from tierd.daemon.pause import TierPause
+from tierd.daemon.tiers.announcements import announced, announcing
+from tierd.daemon.tiers.objects import read_manifest
+from tierd.daemon.tiers.observations import Observations
+from tierd.daemon.tiers.observe import base_of
+from tierd.daemon.timings import DaemonTimings
+from tierd.daemon.transfer.chunk_source import Twin
+from tierd.daemon.transfer.flush import Flushed, flush
+from tierd.daemon.transfer.flush_pacing import Spread
+from tierd.daemon.transfer.memory_budget import FLUSHES, Budget
+from tierd.daemon.transfer.relay import relay
+from tierd.daemon.transfer.route import Moved, Route
+from tierd.daemon.transfer.shared_encoding import Encoding
+from tierd.daemon.transfer.throughput import Throughput
+from tierd.spool.spool import Spool
+from tierd.stores.base import Store
+
+
+class TierFlushes:
+    """Sends parts to the tiers of a configuration.
+
+    Args:
+        config: the configuration.
+        spool: the spool.
+        stores: by tier, its store.
+        observed: the last observation of each tier.
+        pause: whether the tiers are paused.
+        who: the identity of this node among the nodes that share a tier, 8 hex digits.
+        timings: the daemon's.
+
+    Attributes:
+        throughput: how fast each tier accepts objects.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        spool: Spool,
+        stores: Mapping[str, Store],
+        observed: Observations,
+        pause: TierPause,
+        who: str,
+        timings: DaemonTimings,
+    ) -> None:
+        self._spool, self._stores, self._observed, self._who, self._timings = spool, stores, observed, who, timings
+        self.throughput = Throughput()
+        encoding = Encoding(self.throughput)
+        self._ways = {
+            name: Route(
+                store,
+                name,
+                who,
+                config.named(name).verify == "read",
+                # One budget for each tier, because chunks that wait for a slow tier must not take another's memory.
+                Budget(FLUSHES // len(stores)),
+                encoding,
+                pause.wait,
+                timings=timings,
+            )
+            for name, store in stores.items()
+        }
+
+    async def flush(self, part: PartId, tier: str, spread: Spread | None = None) -> Flushed:
+        """Flush a part to a tier as `flush.flush` does, using the copies on other tiers and the chunks already there.
+
+        Raises:
+            StoreRefused: the part does not fit to the objects on the tier: this node cannot read those, or their
+                readers could not read the part.
+        """
+        self._check_readable(part, tier)
+        twin, (whose, worn_out) = await self._twin(part, tier), await self._base(part, tier)
+        return await flush(
+            self._spool, part, self._ways[tier], twin=twin, lender=whose, worn_out=worn_out, spread=spread
+        )
+
+    def moving(self) -> Iterator[tuple[str, PartId, Moved]]:
+        """Yield each flush under way: its tier, its part, and how far it is."""
+        for tier, way in self._ways.items():
+            for part, moved in way.moving.items():
+                yield tier, part, moved
+
+    async def hear(self, tier: str, run: str) -> None:
+        """Ask a tier which checkpoints of a run other nodes announce that they send."""
+        found = await announced(self._stores[tier], run, self._who, self._timings)
+        self._observed.update(tier, lambda place: replace(place, announced=found).like(place))
+
+    async def flush_aloud(self, part: PartId, tier: str, spread: Spread | None = None) -> Flushed:
+        """Flush a part, and announce its checkpoint to other nodes meanwhile."""
+        async with announcing(self._stores[tier], part.checkpoint, self._who, self._timings):
+            return await self.flush(part, tier, spread)
+
+    async def relay(self, part: PartId, tier: str, _: Spread | None = None) -> Flushed:
+        """Copy a part to a tier from the other tiers, as `relay.relay` does.
+
+        Raises:
+            StoreRefused: as for `flush`.
+        """
+        self._check_readable(part, tier)
+        others = {
+            name: store for name, store in self._stores.items() if name != tier and self._observed.has(part, name)
+        }
+        whose, worn_out = await self._base(part, tier)
+        return await relay(others, part, self._ways[tier], lender=whose, worn_out=worn_out)
+
+    def _check_readable(self, part: PartId, tier: str) -> None:
+        place = self._observed.places[tier]
+        for other, why in place.defects() if place else ():
+            alien = isinstance(why, WrongKey) and other.checkpoint.run == part.checkpoint.run
+            if alien or (isinstance(why, FormatTooNew) and other == part):
+                raise StoreRefused(
+                    f"{tier}: {part} is not put beside what cannot be read here: {why}; "
+                    f"{disowning(other.checkpoint.run, other.checkpoint.attempt)}"
+                )
+
+    async def _base(self, part: PartId, tier: str) -> tuple[Manifest | None, frozenset[CheckpointId]]:
+        place = self._observed.places[tier]
+        return (await base_of(self._stores[tier], place, part)) if place else (None, frozenset())
+
+    async def _twin(self, part: PartId, tier: str) -> Twin | None:
+        """Find another tier that, as last observed, holds the part, because a chunk is the same on every tier."""
+        for name, store in self._stores.items():
+            if name != tier and self._observed.has(part, name):
+                try:
+                    async with asyncio.timeout(self._timings.twin_s):
+                        return Twin(store, await read_manifest(store, part))
+                except TimeoutError:
+                    self._observed.doubt(name)  # so that not every part waits for it; its own worker observes it again
+                except TierdError:
+                    continue
+        return None

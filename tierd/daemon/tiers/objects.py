@@ -1,0 +1,145 @@
+"""Read and put one tier's objects: a part's manifest, and the objects of its chunks.
+
+Invariant: only a second read that finds the same proves corruption, and an error of a tier proves nothing about its
+objects.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+
+from tierd.codec.codec import check_stored
+from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable
+from tierd.core.ids import CheckpointId, PartId, manifests_prefix
+from tierd.core.manifest import Chunk, Manifest, Stored
+from tierd.core.manifest_codec import decode
+from tierd.core.seal import MAX_MANIFEST_SIZE
+from tierd.daemon.transfer.concurrency import to_the_end
+from tierd.spool.direct_io import memory_for
+from tierd.stores.base import Buffer, Store, octets
+
+log = logging.getLogger("tierd.daemon")
+T = TypeVar("T")
+
+
+async def surely(read: Callable[[], Awaitable[T]]) -> T:
+    """Return the result of `read`; if it finds corruption, the result of a second call.
+
+    A bit that flipped in transfer is not corruption of the stored bytes.
+    """
+    try:
+        return await read()
+    except (CorruptChunk, ManifestError) as error:
+        log.warning("read once more: %s", error)
+    return await read()  # outside the handler, where the error no longer keeps the first bytes in memory
+
+
+async def read_manifest(store: Store, part: PartId | None, key: str = "", size: int = 0) -> Manifest:
+    """Read a part's manifest from its place on a tier, or from `key`.
+
+    Args:
+        store: the tier's store.
+        part: the part; None to accept any part.
+        key: the object to read; empty for the part's own key.
+        size: the object's listed size in bytes; an object that is too large for a manifest is not read.
+
+    Raises:
+        ObjectNotFound, ManifestError, FormatTooNew: the manifest is absent or, after two reads, not usable.
+        StoreUnavailable, StoreRefused: the tier could not be asked; this says nothing about the manifest.
+    """
+    key = key or (part.manifest_key if part else "")
+
+    if size > MAX_MANIFEST_SIZE:
+        raise ManifestError(f"{key}: it has {size} bytes, and a manifest at most {MAX_MANIFEST_SIZE}")
+
+    async def read() -> Manifest:
+        try:
+            data = await store.get(key)
+        except CorruptChunk as error:  # larger than any object of tierd's
+            raise ManifestError(str(error)) from error
+        return decode(bytes(data), part)
+
+    return await surely(read)
+
+
+async def put_manifest(store: Store, key: str, data: Buffer, *, reread: bool = False) -> None:
+    """Put a manifest, or the rest of one, and confirm it.
+
+    It is confirmed because it may be the only record of its attempt once the node that wrote it is lost.
+
+    Args:
+        store: the tier's store.
+        key: the object's key.
+        data: the manifest.
+        reread: read it back, even if the server shows that it verifies.
+
+    Raises:
+        StoreUnavailable: the manifest is not on the tier as it should be, or that is not known.
+    """
+    if await store.put(key, data) and not reread:
+        return
+    try:
+        if octets(await store.get(key)) == octets(data):
+            return
+    except (ObjectNotFound, CorruptChunk, ManifestError):
+        pass
+    raise StoreUnavailable(f"{key}: what was read back differs from what was put")
+
+
+async def get_object(store: Store, key: str, stored: Stored, where: str = "", into: memoryview | None = None) -> Buffer:
+    """Read a chunk's object. The caller must compare it with `stored`.
+
+    Args:
+        store: the tier's store.
+        key: the object's key.
+        stored: the object's entry in the manifest.
+        where: a prefix of the key in messages.
+        into: memory of the object's size to read into; if None, memory is allocated.
+
+    Raises:
+        CorruptChunk: the object is missing, or longer than `stored` says.
+        StoreUnavailable, StoreRefused: the object could not be read; this says nothing about the bytes.
+    """
+    try:
+        return await store.get(key, memory_for(max(stored.size, 1))[: stored.size] if into is None else into)
+    except ObjectNotFound:
+        raise CorruptChunk(f"{where}{key} is missing") from None
+    except StoreRefused:
+        # An object that is too long is proven bad; any other refusal of a store proves nothing.
+        async for info in store.scan(key):
+            if info.key == key and info.size > stored.size:
+                raise CorruptChunk(f"{where}{key}: {info.size} bytes, not the {stored.size} of its manifest") from None
+            break
+        raise
+
+
+async def get_stored(store: Store, run: str, chunk: Chunk) -> Buffer:
+    """Read a chunk's object and compare it with its entry in the manifest.
+
+    Raises:
+        CorruptChunk: the object is missing, or differs from its entry in the manifest.
+        StoreUnavailable, StoreRefused: the object could not be read; this says nothing about the bytes.
+    """
+    stored = chunk.stored
+    if stored is None:
+        raise CorruptChunk(f"the manifest does not say where chunk {chunk.xxh3_128} is")
+    data = await get_object(store, f"{run}/{stored.key}", stored)
+    await to_the_end(check_stored, stored, data, run)
+    return data
+
+
+async def is_there(stores: Mapping[str, Store], checkpoint: CheckpointId, world: int) -> bool:
+    """Whether the tiers together still list a manifest of every rank. A prune deletes manifests first.
+
+    Raises:
+        StoreUnavailable, StoreRefused: a tier could not be listed.
+    """
+    ranks: set[int] = set()
+    for store in stores.values():
+        async for info in store.scan(f"{manifests_prefix(checkpoint.run)}{checkpoint.name}/"):
+            part = PartId.parse_key(info.key)
+            if part and part.world == world:
+                ranks.add(part.rank)
+    return len(ranks) == world

@@ -1,0 +1,85 @@
+"""One chunk's way to a tier: compared if it is there already, else read, encoded, put and confirmed.
+
+Invariant: after `ChunkUpload.send` the tier has the chunk's bytes: they were compared there, or the server has verified
+their checksum and has shown before that it refuses a wrong one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from tierd.codec.codec import check_digest, check_stored, recognize
+from tierd.core.errors import CorruptChunk, FormatTooNew, ObjectNotFound, StoreUnavailable
+from tierd.core.ids import PartId
+from tierd.core.manifest import Chunk, File, Stored, Where
+from tierd.daemon.tiers.objects import get_object
+from tierd.daemon.transfer.chunk_source import ChunkSource
+from tierd.daemon.transfer.concurrency import to_the_end
+from tierd.daemon.transfer.memory_budget import Hold
+from tierd.daemon.transfer.route import Route
+from tierd.stores.base import digesting, digests, weight
+
+
+class ChunkUpload:
+    """One chunk in transfer. After `send`, `encoded` is its entry for the manifest."""
+
+    def __init__(
+        self, source: ChunkSource, way: Route, part: PartId, there: Mapping[str, list[str]], where: Where, file: File
+    ) -> None:
+        self._source, self._way, self._part, self._there = source, way, part, there
+        self._where, self._file = where, file
+        self.encoded: Chunk = file.chunks[where[1]]
+
+    @property
+    def weight(self) -> int:
+        """The most bytes that the chunk takes in memory, without those that its source accounts for."""
+        copies = max(self._source.copies(self.encoded.content), 2 if self.encoded.xxh3_128 in self._there else 1)
+        return max(copies * self.encoded.size, weight(self._way.store, self.encoded.size))
+
+    async def send(self, hold: Hold) -> int:
+        """Put the chunk, unless it is on the tier intact. Returns the number of bytes put.
+
+        Args:
+            hold: bytes of the budget for the chunk's `weight`.
+        """
+        hold.keep(self.weight)
+        if await self._lies_there():
+            return 0
+        async with self._source.read(self._where, self._file) as encoded:
+            self.encoded, stored = encoded.chunk, encoded.stored
+            hold.keep(weight(self._way.store, stored.size))
+            key = f"{self._part.checkpoint.run}/{stored.key}"
+            with self._way.pace.link(self._way.tier).moving(stored.size):
+                checked = await self._way.store.put(key, encoded.data)
+            del encoded  # the bytes that are read back take its place
+        if checked and not self._way.reread:
+            stored = msgspec.structs.replace(stored, checked=checked)
+            self.encoded = msgspec.structs.replace(self.encoded, stored=stored)
+        else:
+            await self._read_back(key, stored)
+        return stored.size
+
+    async def _lies_there(self) -> bool:
+        """Whether an earlier try has put the chunk, in any encoding; that encoding is then used."""
+        for key in self._there.get(self.encoded.xxh3_128, ()):
+            try:
+                data = await self._way.store.get(key)
+                codec, own = key.rpartition(".")[2], key.partition("/")[2]
+                self.encoded, _ = await to_the_end(recognize, self.encoded, codec, own, data, self._way.tier)
+            except (ObjectNotFound, CorruptChunk, FormatTooNew):
+                continue
+            return True
+        return False
+
+    async def _read_back(self, key: str, stored: Stored) -> None:
+        try:
+            if digests(self._way.store):
+                check_digest(stored, *await digesting(self._way.store).digest(key), key)
+            else:
+                with self._way.encoding.buffers.lend(stored.size) as memory:
+                    data = await get_object(self._way.store, key, stored, into=memory)
+                    await to_the_end(check_stored, stored, data, key)
+        except (CorruptChunk, ObjectNotFound) as error:
+            raise StoreUnavailable(f"{key}: what was read back differs from what was put") from error

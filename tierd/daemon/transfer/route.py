@@ -1,0 +1,53 @@
+"""The way of a daemon's flushes to one tier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tierd.core.ids import PartId
+from tierd.daemon.pause import Turn, at_once
+from tierd.daemon.timings import USUAL, DaemonTimings
+from tierd.daemon.transfer.memory_budget import FLUSHES, Budget
+from tierd.daemon.transfer.shared_encoding import Encoding
+from tierd.daemon.transfer.throughput import Throughput
+from tierd.stores.base import Store
+
+
+@dataclass(slots=True)
+class Moved:
+    """How far a flush is, in raw bytes: `done` are confirmed on the tier, of `total`."""
+
+    total: int
+    done: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Everything that a flush needs to reach one tier.
+
+    Attributes:
+        store: the tier's store.
+        tier: the tier's name.
+        who: 8 hex digits that identify this node; random if no later process sweeps this node's intents.
+        reread: read everything back, even if the server shows that it verifies.
+        budget: the budget of encoded bytes in transfer to this tier.
+        encoding: the encoder that all flushes of a daemon share.
+        turn: awaited before each chunk, because the daemon may be paused.
+        moving: how far the flushes under way are.
+        timings: the daemon's.
+    """
+
+    store: Store
+    tier: str = ""
+    who: str = ""
+    reread: bool = False
+    budget: Budget = field(default_factory=lambda: Budget(FLUSHES))
+    encoding: Encoding = field(default_factory=Encoding)
+    turn: Turn = at_once
+    moving: dict[PartId, Moved] = field(default_factory=dict)
+    timings: DaemonTimings = USUAL
+
+    @property
+    def pace(self) -> Throughput:
+        """The measured throughput, which decides whether compression pays."""
+        return self.encoding.throughput

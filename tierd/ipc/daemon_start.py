@@ -1,0 +1,81 @@
+"""Start the daemon of a spool from the training process. Standard library only.
+
+Invariant: the started daemon outlives this process, until everything is flushed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tierd.core.errors import DaemonSilent, DaemonUnavailable
+from tierd.ipc.client import Link, holder, hung
+from tierd.ipc.messages import DAEMON_LOG, EXIT_HELD
+from tierd.spool.file_io import private
+from tierd.spool.spool import Spool
+
+_START = 60.0  # seconds that a daemon may take to answer after its start, because imports from a network disk are slow
+_AGAIN = 1.0  # seconds between attempts to take a spool that another daemon holds
+# Kept, because Popen's destructor warns of a running child, and a daemon is meant to outlive this process.
+_started: list[subprocess.Popen[bytes]] = []
+
+
+def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    with open(log, "ab", opener=private) as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/"
+        )
+    _started.append(process)
+    return process
+
+
+def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
+    """Start a daemon for `spool` that outlives this process until everything is flushed; wait until it answers.
+
+    Several ranks may call this at the same time: one daemon gets the spool, and serves all ranks. The other daemons end
+    with `EXIT_HELD`. They are started again for as long as no daemon answers, because the daemon that holds the spool
+    may be about to end.
+
+    Args:
+        spool: the spool to serve.
+        urls: the tiers' URLs.
+
+    Raises:
+        DaemonSilent: a daemon exists, and accepts no callers or was stopped before it listened.
+        DaemonUnavailable: the daemon ended or did not answer; the message holds the end of its log.
+    """
+    log = spool.control / DAEMON_LOG
+    command = [sys.executable, "-m", "tierd", "run", "--spool", str(spool.root), "--until-idle", "--await-trainer"]
+    for url in urls:
+        command += ["--to", url]
+    process = _start(command, log)
+    end = time.monotonic() + _START
+    while time.monotonic() < end:
+        ended = process.poll()
+        try:
+            Link(spool).close()
+            return
+        except DaemonSilent:  # it holds the spool, so another daemon cannot start
+            raise
+        except DaemonUnavailable:
+            if ended == EXIT_HELD:
+                if _is_stopped(pid := holder(spool)):
+                    raise DaemonSilent(f"spool {spool.root}: {hung(pid, 'holds it and does not listen')}") from None
+                time.sleep(_AGAIN)
+                process = _start(command, log)
+            elif ended is not None:
+                break
+        time.sleep(0.05)
+    tail = log.read_text(errors="replace")[-2000:].strip()
+    raise DaemonUnavailable(f"the daemon for spool {spool.root} did not start; {log} ends with:\n{tail}")
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped a process; False if it has ended, or is in another PID namespace."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (OSError, IndexError):
+        return False
