@@ -197,9 +197,3 @@ def test_what_no_operator_writes_is_refused_and_nothing_else_raised(line):
 def test_a_spool_with_a_nul_is_no_path():
     with pytest.raises(ConfigError, match="spool"):
         from_toml('spool = "/s\\u0000"\n[[tier]]\nname = "a"\nurl = "/t"\n', "x.toml")
-
-
-def test_two_directories_of_one_run_are_both_named():
-    text = f'spool = "/s"\n{TIER}\n[[watch]]\ndirectory = "/a"\nrun = "r"\n[[watch]]\ndirectory = "/b"\nrun = "r"\n'
-    with pytest.raises(ConfigError, match=r"here: watch\[1\].run: 'r' is the run of /a; .* give /b another one"):
-        from_toml(text, "here")

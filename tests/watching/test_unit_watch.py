@@ -262,7 +262,11 @@ def test_a_watch_is_read_from_the_configuration() -> None:
         ('[[watch]]\ndirectory = "out"\nrun = "r"\n', r"watch\[0\]"),
         ('[[watch]]\ndirectory = "/out"\nrun = "../r"\n', r"watch\[0\].run"),
         ('[[watch]]\ndirectory = "/out"\n', "run"),
-        (2 * '[[watch]]\ndirectory = "/out"\nrun = "r"\n', r"watch\[1\].run: 'r' is taken"),
+        (2 * '[[watch]]\ndirectory = "/out"\nrun = "r"\n', r"watch\[1\].run: 'r' is the run of /out; "),
+        (
+            '[[watch]]\ndirectory = "/a"\nrun = "r"\n[[watch]]\ndirectory = "/b"\nrun = "r"\n',
+            r"watch\[1\].run: 'r' is the run of /a; .*give /b another one",
+        ),
     ],
 )
 def test_a_watch_that_cannot_be_used_is_refused(text: str, why: str) -> None:

@@ -269,7 +269,7 @@ def _checked(config: Config, where: str) -> Config:
         if watch.run in watched:
             raise ConfigError(
                 f"{where}: watch[{index}].run: {watch.run!r} is the run of {watched[watch.run]}; "
-                f"each directory is a run of its own, so give {watch.directory} another one"
+                f"each [[watch]] is a run of its own, so give {watch.directory} another one, or leave it out"
             )
         watched[watch.run] = watch.directory
     return config

@@ -49,6 +49,20 @@ MUTANTS = (
         f"{_TEST_OTHER_WATCHES} -k did_not_run",
     ),
     Mutant(
+        "a rewrite of another size with the old time is not taken",
+        _ORDERING,
+        " >= self.beside.count(path, step, made) + earlier",
+        " >= self.beside.count(path, step, made)",
+        f"{_TEST_ORDER} -k another_size",
+    ),
+    Mutant(
+        "each node takes a rewrite with the old time",
+        _ORDERING,
+        " >= self.beside.count(path, step, made) + earlier",
+        " > self.beside.count(path, step, made) + earlier",
+        f"{_TEST_ORDER} -k another_node_took",
+    ),
+    Mutant(
         "a watch that cannot be seen counts as dead at once",
         _OTHER_WATCHES,
         "        return True if seen.renewed else None\n",
