@@ -63,6 +63,13 @@ MUTANTS = (
         f"{_TEST_ORDER} -k another_node_took",
     ),
     Mutant(
+        "what is saved through a link that leads out is passed over without a word",
+        _UNIT_WATCH,
+        "            self._links.see(tree, listing)\n",
+        "",
+        f"{_TEST_UNIT_WATCH} -k leads_out",
+    ),
+    Mutant(
         "a watch that cannot be seen counts as dead at once",
         _OTHER_WATCHES,
         "        return True if seen.renewed else None\n",

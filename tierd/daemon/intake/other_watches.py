@@ -216,9 +216,10 @@ class OtherWatches:
 
     async def end(self) -> None:
         """Record that the watch has ended. Raises nothing."""
-        if self._own is None:
+        own, self._own = self._own, None
+        if own is None or self._find() is None:
             return
-        (store, record), self._own = self._own, None
+        store, record = own
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await self._put(store, structs.replace(record, at_ms=self._timings.now_ms(), ended=True))
