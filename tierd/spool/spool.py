@@ -74,7 +74,7 @@ class Spool(Leftovers):
                 check_room(directory)
             if not os.access(self.root, os.W_OK | os.X_OK):
                 why = (
-                    "its file system is mounted read-only"
+                    "its file system is mounted read-only; mount it writable, or name another directory"
                     if os.statvfs(self.root).f_flag & os.ST_RDONLY
                     else (f"not writable by uid {os.geteuid()}; change its owner or mode")
                 )

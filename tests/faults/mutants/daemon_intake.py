@@ -70,6 +70,13 @@ MUTANTS = (
         f"{_TEST_UNIT_WATCH} -k leads_out",
     ),
     Mutant(
+        "a watched directory that vanished is an error number",
+        "tierd/daemon/intake/directory_id.py",
+        "    except FileNotFoundError:\n",
+        "    except IsADirectoryError:\n",
+        "pytest tests/watching/test_watch_ends.py -k vanished",
+    ),
+    Mutant(
         "a watch that cannot be seen counts as dead at once",
         _OTHER_WATCHES,
         "        return True if seen.renewed else None\n",

@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from tierd.core.errors import StoreRefused
 from tierd.spool.mounts import mount_of
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -48,9 +49,14 @@ def identify(directory: Path) -> DirectoryId:
     """Describe a directory.
 
     Raises:
-        OSError: it cannot be found.
+        StoreRefused: it does not exist.
+        OSError: it cannot be reached.
     """
-    found, mount, boot = directory.stat(), mount_of(directory), ""
+    try:
+        found = directory.stat()
+    except FileNotFoundError:
+        raise StoreRefused("it does not exist; mount it, make it again, or end this watch") from None
+    mount, boot = mount_of(directory), ""
     with suppress(OSError):
         boot = _BOOT.read_text().strip()
     return DirectoryId(
