@@ -14,6 +14,7 @@ from support.world import commit, part
 from tierd.doctor import disk, machine, service
 from tierd.doctor.bounded import in_thread, output
 from tierd.spool import direct_io
+from tierd.spool.mounts import mount_of
 from tierd.spool.spool import Spool
 
 
@@ -121,9 +122,9 @@ broken line
     [("/mnt/a b/spool", "nfs4", False), ("/mnt/a", "tmpfs", True), ("/mntx", "ext4", False), ("/", "ext4", False)],
 )
 def test_the_mount_of_a_path(path: str, kind: str, frozen: bool) -> None:
-    mount = machine.mount_of(Path(path), MOUNTS)
+    mount = mount_of(Path(path), MOUNTS)
     assert mount is not None and (mount.kind, mount.read_only) == (kind, frozen)
-    assert machine.mount_of(Path(path), "nothing known") is None
+    assert mount_of(Path(path), "nothing known") is None
 
 
 def test_the_lowest_limit_of_all_groups_above_counts(tmp_path: Path) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from support.world import Daemon
 
 from tierd.cli import run
+from tierd.core.config import WatchConfig
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.inventory import Inventory
+from tierd.daemon.intake.intake import Intake
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.daemon.spool_observer import SpoolObserver
 from tierd.spool.commit import CommittedPart
@@ -69,6 +74,27 @@ def files(root: Path) -> dict[str, bytes]:
     found = (path for path in root.rglob("*") if path.is_file() and not path.is_symlink())
     names = {str(path.relative_to(root)): path for path in found}
     return {name: path.read_bytes() for name, path in names.items() if not name.startswith(".tierd-")}
+
+
+@contextmanager
+def watching(home: Path, name: str, directory: str = "out") -> Iterator[Daemon]:
+    """A daemon with the spool `home/name` that watches a directory of `home` and flushes to `home/tier`."""
+    watch = WatchConfig(directory=str(home / directory), run=RUN)
+    with Daemon(home / name, lambda: {"file": FileStore(home / "tier")}, watch=(watch,)) as daemon:
+
+        async def begin() -> None:
+            daemon.intake = Intake(daemon.reconciler, lambda: None)  # type: ignore[attr-defined]
+            daemon.task = daemon.loop.create_task(daemon.intake.run())  # type: ignore[attr-defined]
+
+        async def end() -> None:
+            daemon.task.cancel()  # type: ignore[attr-defined]
+            await asyncio.gather(daemon.task, return_exceptions=True)  # type: ignore[attr-defined]
+
+        daemon.call(begin())
+        try:
+            yield daemon
+        finally:
+            daemon.call(end())
 
 
 class Home:

@@ -193,3 +193,34 @@ def test_a_refused_unit_is_named_until_it_is_gone(root: Path, spool: Spool) -> N
     for now_s in (3.0, 4.0):
         watch.look(History(), now_s)
     assert watch.refused == {} and len(spool.parts(RUN)) == 1
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the same watch", "a later one"])
+def test_a_rewrite_of_another_size_that_keeps_the_time_is_taken(again: bool, root: Path, spool: Spool) -> None:
+    reported, path = Reported(), root / "model_step7.pt"
+    watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
+    for number in (1, 2, 3):
+        torch.save({"w": torch.rand(1000 * number)}, path)
+        os.utime(path, (1_700_000_000,) * 2)
+        if again:
+            watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
+        for now_s in (1.0, 2.0, 3.0, 4.0):
+            watch.look(observed(spool), 10.0 * number + now_s)
+    assert [part.checkpoint.step for part in reported.parts] == [7, 7, 7]
+    newest = max(spool.parts(RUN), key=lambda part: part.checkpoint)
+    assert (spool.path(newest) / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_rewrite_that_another_node_took_is_not_taken_again(root: Path, spool: Spool, tmp_path: Path) -> None:
+    path, reported = root / "model_step7.pt", (Reported(), Reported())
+    one, two = (
+        UnitWatch(each, root, RUN, told, settle_s=0.0)
+        for each, told in zip((spool, Spool(tmp_path / "two")), reported, strict=True)
+    )
+    for number in (1, 2):
+        torch.save({"w": torch.rand(1000 * number)}, path)
+        os.utime(path, (1_700_000_000,) * 2)
+        for watch in (one, two):
+            for now_s in (1.0, 2.0, 3.0):
+                watch.look(observed(spool), 10.0 * number + now_s)
+    assert (len(reported[0].parts), len(reported[1].parts)) == (2, 0)

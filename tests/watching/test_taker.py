@@ -8,27 +8,24 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import torch
 from support.timed import Ticking, timed
+from support.watched_run import RUN, watching
 from support.world import Daemon, wait_until
 
-from tierd.core.config import WatchConfig
 from tierd.core.errors import DeleteRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId
 from tierd.daemon.intake import unit_watch
-from tierd.daemon.intake.intake import Intake
 from tierd.daemon.intake.taker import Taker
 from tierd.daemon.timings import DaemonTimings
 from tierd.stores.base import ObjectInfo, Store
 from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
 
-RUN = "r"
 ONE, TWO = (CheckpointId(RUN, f"0123456789ab-{n:08x}", n) for n in (1, 2))
 TIMINGS = DaemonTimings(renew_s=30.0, silent_s=180.0, yield_s=3600.0, wall_ns=Ticking())
 
@@ -159,26 +156,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(unit_watch, "stage_unit", counted)
     monkeypatch.setattr(unit_watch.UnitWatch.__init__, "__defaults__", (None, lambda: None, 0.05))
     return found
-
-
-@contextmanager
-def watching(home: Path, name: str) -> Iterator[Daemon]:
-    watch = WatchConfig(directory=str(home / "out"), run=RUN)
-    with Daemon(home / name, lambda: {"file": FileStore(home / "tier")}, watch=(watch,)) as daemon:
-
-        async def begin() -> None:
-            daemon.intake = Intake(daemon.reconciler, lambda: None)  # type: ignore[attr-defined]
-            daemon.task = daemon.loop.create_task(daemon.intake.run())  # type: ignore[attr-defined]
-
-        async def end() -> None:
-            daemon.task.cancel()  # type: ignore[attr-defined]
-            await asyncio.gather(daemon.task, return_exceptions=True)  # type: ignore[attr-defined]
-
-        daemon.call(begin())
-        try:
-            yield daemon
-        finally:
-            daemon.call(end())
 
 
 def save(root: Path, *steps: int) -> None:

@@ -192,6 +192,27 @@ def test_a_full_disk_is_reported_and_tried_again(root: Path, spool: Spool, monke
     assert len(reported.parts) == 1
 
 
+def test_a_link_that_leads_out_is_named_once(root: Path, spool: Spool, tmp_path: Path, caplog) -> None:  # type: ignore[no-untyped-def]
+    layouts.torch_save(root)
+    (tmp_path / "out-of-it").mkdir()
+    (root / "last.pt").symlink_to("model_step100.pt")
+    (root / "absolute.pt").symlink_to(root / "model_step100.pt")
+    (root / "deep").mkdir()
+    (root / "deep" / "up").symlink_to("../model_step100.pt")
+    (tmp_path / "way").symlink_to("out")
+    watch = UnitWatch(spool, tmp_path / "way", RUN, Reported(), settle_s=0.0)
+    watch.look(observed(spool), 1.0)
+    assert "is not followed" not in caplog.text
+    (root / "run").symlink_to("../out-of-it")
+    (root / "deep" / "model_step5.pt").symlink_to("/elsewhere/model_step5.pt")
+    for now_s in (2.0, 3.0):
+        watch.look(observed(spool), now_s)
+    told = [record.getMessage() for record in caplog.records if "is not followed" in record.getMessage()]
+    assert (
+        len(told) == 1 and "deep/model_step5.pt leads to /elsewhere/model_step5.pt" in told[0] and "1 more" in told[0]
+    )
+
+
 def test_what_retention_deleted_is_not_taken_again(root: Path, spool: Spool) -> None:
     layouts.torch_save(root)
     (part,) = take(spool, root).parts
@@ -262,7 +283,11 @@ def test_a_watch_is_read_from_the_configuration() -> None:
         ('[[watch]]\ndirectory = "out"\nrun = "r"\n', r"watch\[0\]"),
         ('[[watch]]\ndirectory = "/out"\nrun = "../r"\n', r"watch\[0\].run"),
         ('[[watch]]\ndirectory = "/out"\n', "run"),
-        (2 * '[[watch]]\ndirectory = "/out"\nrun = "r"\n', r"watch\[1\].run: 'r' is taken"),
+        (2 * '[[watch]]\ndirectory = "/out"\nrun = "r"\n', r"watch\[1\].run: 'r' is the run of /out; "),
+        (
+            '[[watch]]\ndirectory = "/a"\nrun = "r"\n[[watch]]\ndirectory = "/b"\nrun = "r"\n',
+            r"watch\[1\].run: 'r' is the run of /a; .*give /b another one",
+        ),
     ],
 )
 def test_a_watch_that_cannot_be_used_is_refused(text: str, why: str) -> None:

@@ -262,7 +262,7 @@ def _checked(config: Config, where: str) -> Config:
         _check_receiver(receiver, f"{where}: notify[{index}]")
     if config.http is not None:
         _check_http(config.http, f"{where}: http")
-    watched: set[str] = set()
+    watched: dict[str, str] = {}
     for index, watch in enumerate(config.watch):
         try:
             check_run(watch.run)
@@ -270,9 +270,10 @@ def _checked(config: Config, where: str) -> Config:
             raise ConfigError(f"{where}: watch[{index}].run: {error}") from error
         if watch.run in watched:
             raise ConfigError(
-                f"{where}: watch[{index}].run: {watch.run!r} is taken; each directory is a run of its own"
+                f"{where}: watch[{index}].run: {watch.run!r} is the run of {watched[watch.run]}; "
+                f"each [[watch]] is a run of its own, so give {watch.directory} another one, or leave it out"
             )
-        watched.add(watch.run)
+        watched[watch.run] = watch.directory
     return config
 
 

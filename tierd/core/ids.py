@@ -24,7 +24,7 @@ _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ATTEMPT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")
 _CHECKPOINT = re.compile(r"([0-9]{12})\.([0-9a-f]{12}-[0-9a-f]{8})")
 _RETENTION = re.compile(r"([0-9a-f]{8})\.([a-z]{1,16})\.json")
-_HEAD = re.compile(r"([0-9a-f]{8})\.json")
+_BY_NODE = re.compile(r"([0-9a-f]{8})\.json")
 _PART = re.compile(r"([0-9]{5})-of-([0-9]{5})")
 README_KEY = "README.md"  # explains the tier to a person who finds it
 CHECK_KEY = "README.md.check"  # exists only while `config check --reach` runs
@@ -222,7 +222,18 @@ def check_rank(rank: object, world: object) -> tuple[int, int]:
 
 
 # The kinds of objects below a run.
-KINDS = ("manifests", "chunks", "pins", "quarantine", "retention", "timeline", "flushing", "pruning", "meetings")
+KINDS = (
+    "manifests",
+    "chunks",
+    "pins",
+    "quarantine",
+    "retention",
+    "timeline",
+    "flushing",
+    "pruning",
+    "meetings",
+    "watching",
+)
 
 
 def manifests_prefix(run: str) -> str:
@@ -300,7 +311,22 @@ def head_key(run: str, by: str) -> str:
 
 def parse_head(run: str, key: str) -> str | None:
     """`by` of the head with this key; None if the key is not one of `run`'s heads."""
-    match = _HEAD.fullmatch(key.removeprefix(heads_prefix(run)))
+    match = _BY_NODE.fullmatch(key.removeprefix(heads_prefix(run)))
+    return match[1] if match else None
+
+
+def watching_prefix(run: str) -> str:
+    return f"{run}/watching/"
+
+
+def watching_key(run: str, by: str) -> str:
+    """The key of the record of node `by` (8 hex digits), which watches a directory as `run`: ``watching/<by>.json``."""
+    return f"{watching_prefix(run)}{by}.json"
+
+
+def parse_watching(run: str, key: str) -> str | None:
+    """`by` of the record of a watch with this key; None if the key is not one of `run`'s."""
+    match = _BY_NODE.fullmatch(key.removeprefix(watching_prefix(run)))
     return match[1] if match else None
 
 

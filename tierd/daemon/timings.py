@@ -43,6 +43,7 @@ class DaemonTimings:
         tick_s: between two polls of the hand-off socket.
         watch_s: between two listings of a watched directory.
         renew_s: between two announcements of the node that takes the units of a watched run.
+        idle_renew_s: the longest time between two records of a watch that has nothing to take.
         silent_s: until a node whose announcement is not renewed counts as dead for the other watchers.
         yield_s: how long a watcher leaves a unit to another node that still renews its announcement.
         wall_ns: the wall clock, nanoseconds since 1970.
@@ -71,6 +72,7 @@ class DaemonTimings:
     tick_s: float = 0.5
     watch_s: float = 3.0
     renew_s: float = 30.0
+    idle_renew_s: float = 600.0
     silent_s: float = 180.0
     yield_s: float = 3600.0
     wall_ns: Callable[[], int] = _wall_ns

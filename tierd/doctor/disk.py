@@ -18,8 +18,8 @@ from tierd.core.diagnosis.findings import NODE, Finding, finding
 from tierd.core.diagnosis.node import Ownership, Space
 from tierd.core.errors import TierdError
 from tierd.core.ids import CheckpointId
-from tierd.doctor.machine import mount_of
 from tierd.spool.direct_io import set_direct, write_all
+from tierd.spool.mounts import mount_of
 from tierd.spool.spool import Spool
 
 _WRITTEN = 16 << 20  # bytes

@@ -1,8 +1,7 @@
-"""What limits the processes of this machine: memory, control groups, ulimits; mounted file systems."""
+"""What limits the processes of this machine: memory, control groups, ulimits."""
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from pathlib import Path
 
 from tierd.core.diagnosis import node
 from tierd.core.diagnosis.findings import NODE, Finding, finding
-from tierd.core.diagnosis.node import Mount
 from tierd.spool.arena import Arena
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -67,28 +65,6 @@ def memory_limit(groups: str = "", root: Path = _CGROUPS) -> int | None:
             if directory == base:
                 break
     return min((one for one in limits if one < 1 << 60), default=None)  # version 1 writes "none" as a large number
-
-
-def mount_of(path: Path, table: str = "") -> Mount | None:
-    """Return the file system on which an existing path lies; None if the kernel's table does not have it.
-
-    Args:
-        path: the path.
-        table: the content of ``/proc/self/mountinfo``, proc_pid_mountinfo(5); empty: read it.
-    """
-    real = os.path.realpath(path)
-    found: tuple[int, Mount] | None = None
-    for line in (table or _read(Path("/proc/self/mountinfo"))).splitlines():
-        before, dash, after = line.partition(" - ")
-        fields, rest = before.split(" "), after.split(" ")
-        if not dash or len(fields) < 6 or len(rest) < 3:
-            continue
-        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and (found is None or len(point) >= found[0]):  # of equals the later one lies on top
-            frozen = "ro" in fields[5].split(",") or "ro" in rest[2].split(",")
-            found = len(point), Mount(rest[0], rest[1], frozen)
-    return found[1] if found else None
 
 
 def _read(path: Path) -> str:

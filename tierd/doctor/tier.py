@@ -22,7 +22,7 @@ from tierd.daemon.transfer.flush import introduction
 from tierd.doctor import endpoint
 from tierd.doctor.bounded import in_thread
 from tierd.doctor.disk import nearest
-from tierd.doctor.machine import mount_of
+from tierd.spool.mounts import mount_of
 from tierd.stores.base import Store, clear
 
 _PROBE = 1 << 20  # bytes of the object that is timed

@@ -246,7 +246,7 @@ def hung(pid: int, does: str) -> str:
 def holder(spool: Spool) -> int:
     """Read the id of the process that holds the spool from its lock file; 0 if the file does not name one."""
     try:
-        text = (spool.control / "lock").read_text().strip()
+        text = spool.lock_path.read_text().strip()
     except (OSError, UnicodeDecodeError):
         return 0
     return int(text) if text.isascii() and text.isdecimal() else 0

@@ -24,6 +24,7 @@ import functools
 import os
 import shutil
 import stat
+import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,7 +74,7 @@ class Spool(Leftovers):
                 check_room(directory)
             if not os.access(self.root, os.W_OK | os.X_OK):
                 why = (
-                    "its file system is mounted read-only"
+                    "its file system is mounted read-only; mount it writable, or name another directory"
                     if os.statvfs(self.root).f_flag & os.ST_RDONLY
                     else (f"not writable by uid {os.geteuid()}; change its owner or mode")
                 )
@@ -194,10 +195,10 @@ class Spool(Leftovers):
             SpoolUnusable: the spool belongs to another user.
         """
         check_owner(self.root)
-        fd = os.open(self.control / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock_exclusively(fd)
             except BlockingIOError as error:
                 owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
                 raise SpoolHeld(f"spool {self.root}: a daemon holds it already (pid {owner})") from error
@@ -206,6 +207,11 @@ class Spool(Leftovers):
             yield
         finally:
             os.close(fd)
+
+    @property
+    def lock_path(self) -> Path:
+        """The file that the spool's daemon locks."""
+        return self.control / _LOCK
 
     @property
     def socket(self) -> Path:
@@ -218,4 +224,44 @@ class Spool(Leftovers):
         return self.control / "handoff.sock"
 
 
+def is_held(root: Path, lock: tuple[int, int]) -> bool | None:
+    """Whether a daemon holds a spool on this machine; None if that cannot be told, as of a spool on another one.
+
+    Args:
+        root: the spool's directory, which may be absent or another user's.
+        lock: the device and the inode number of the spool's lock.
+    """
+    try:
+        fd = os.open(root / ".tierd" / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(fd)
+        if (found.st_dev, found.st_ino) != lock:
+            return None
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return False
+
+
+def _lock_exclusively(fd: int) -> None:
+    """Lock a spool, although a process may check the lock, for which it holds it for an instant."""
+    for left in reversed(range(_TRIES)):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not left:
+                raise
+            time.sleep(_PAUSE_S)
+        else:
+            return
+
+
+_LOCK = "lock"  # in the spool's own directory
+_TRIES, _PAUSE_S = 20, 0.005  # as in `leases`
 _ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine", SAVED, RETENTION, TIMELINE, ALIVE)

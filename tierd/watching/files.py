@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tierd.core.errors import ConfigError, StoreRefused
@@ -79,6 +79,21 @@ class Tree:
         entries: dict[str, ListedEntry] = {}
         self._list("", entries)
         return Listing({name: entry for name, entry in entries.items() if entry.kind != "directory"})
+
+    def leading_out(self, links: Iterable[str]) -> dict[str, str]:
+        """Return the targets of these listed links that lead out of the directory.
+
+        A link's text alone decides, because a target on a file system that does not answer would stop this process.
+        """
+        roots = (str(self._shown.absolute()), str(self._shown.resolve()))
+        found = {}
+        for path in links:
+            with suppress(OSError):
+                text = str((self._shown / path).readlink())
+                targets = [os.path.normpath(Path(root, path).parent / text) for root in roots]
+                if not any(f"{target}/".startswith(f"{root}/") for target in targets for root in roots):
+                    found[path] = targets[0]
+        return found
 
     def _list(self, path: str, entries: dict[str, ListedEntry]) -> list[str]:
         """Add a directory's entries, and return its subdirectories."""

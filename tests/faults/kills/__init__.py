@@ -45,7 +45,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "two daemons hold one spool",
         "tierd/spool/spool.py",
-        "                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n            except BlockingIOError",
+        "                _lock_exclusively(fd)\n            except BlockingIOError",
         "                pass\n            except BlockingIOError",
         _BY,
         "a second daemon runs on one spool",

@@ -15,9 +15,95 @@ _TEST_BUCKET = "pytest tests/watching/test_import_bucket.py"
 _TEST_IMPORT = "pytest tests/watching/test_import.py"
 _TEST_IN_PLACE = "pytest tests/watching/test_in_place.py"
 _TEST_ORDER = "pytest tests/watching/test_order.py"
+_OTHER_WATCHES = "tierd/daemon/intake/other_watches.py"
+_TEST_OTHER_WATCHES = "pytest tests/watching/test_other_watches.py"
 _TEST_UNIT_WATCH = "pytest tests/watching/test_unit_watch.py"
 
 MUTANTS = (
+    Mutant(
+        "two directories become one run",
+        _OTHER_WATCHES,
+        "            if lives:\n",
+        "            if False:\n",
+        f"{_TEST_OTHER_WATCHES} -k refused_while",
+    ),
+    Mutant(
+        "two watches that begin at the same time both go on",
+        _OTHER_WATCHES,
+        "            contested = self._is_contested(await self._read(store), directory, now_s)\n",
+        "            contested = False\n",
+        f"{_TEST_OTHER_WATCHES} -k at_the_same_time",
+    ),
+    Mutant(
+        "a watch with nothing to take asks the tier as often as another",
+        _OTHER_WATCHES,
+        "if is_idle() else",
+        "if False else",
+        f"{_TEST_OTHER_WATCHES} -k less_often",
+    ),
+    Mutant(
+        "a watch that renews its record less often counts as dead before",
+        _OTHER_WATCHES,
+        "now_s - seen.since_s >= 2 * record.every_s",
+        "now_s - seen.since_s >= self._timings.silent_s",
+        f"{_TEST_OTHER_WATCHES} -k less_often",
+    ),
+    Mutant(
+        "a directory that moved goes on without a word",
+        _OTHER_WATCHES,
+        "                log.warning(_GOES_ON, self._run, record.directory, directory)\n",
+        "                pass\n",
+        f"{_TEST_OTHER_WATCHES} -k moved",
+    ),
+    Mutant(
+        "a watch that was stopped for long mixes its units with another directory's",
+        _OTHER_WATCHES,
+        "                    self._own = None\n                    return\n",
+        "                    pass\n",
+        f"{_TEST_OTHER_WATCHES} -k did_not_run",
+    ),
+    Mutant(
+        "a rewrite of another size with the old time is not taken",
+        _ORDERING,
+        " >= self.beside.count(path, step, made) + earlier",
+        " >= self.beside.count(path, step, made)",
+        f"{_TEST_ORDER} -k another_size",
+    ),
+    Mutant(
+        "each node takes a rewrite with the old time",
+        _ORDERING,
+        " >= self.beside.count(path, step, made) + earlier",
+        " > self.beside.count(path, step, made) + earlier",
+        f"{_TEST_ORDER} -k another_node_took",
+    ),
+    Mutant(
+        "what is saved through a link that leads out is passed over without a word",
+        _UNIT_WATCH,
+        "            self._links.see(tree, listing)\n",
+        "",
+        f"{_TEST_UNIT_WATCH} -k leads_out",
+    ),
+    Mutant(
+        "a watched directory that vanished is an error number",
+        "tierd/daemon/intake/directory_id.py",
+        "    except FileNotFoundError:\n",
+        "    except IsADirectoryError:\n",
+        "pytest tests/watching/test_watch_ends.py -k vanished",
+    ),
+    Mutant(
+        "a watch that cannot be seen counts as dead at once",
+        _OTHER_WATCHES,
+        "        return True if seen.renewed else None\n",
+        "        return seen.renewed\n",
+        f"{_TEST_OTHER_WATCHES} -k awaited",
+    ),
+    Mutant(
+        "nodes that mount one file system differently are told apart",
+        "tierd/daemon/intake/directory_id.py",
+        '    return "unknown" if here else "same"',
+        '    return "unknown" if here else "different"',
+        f"{_TEST_OTHER_WATCHES} -k certain",
+    ),
     Mutant(
         "a name in a bucket is a path as it stands",
         _BUCKET,

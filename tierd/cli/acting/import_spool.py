@@ -69,7 +69,7 @@ def _sweep(above: Path, prefix: str, inside: str, own: Path | None = None) -> No
             if left == own or not ours or time.time() - found.st_mtime < _YOUNG_S:
                 continue
             spool = Spool(left / inside, write=False)
-            if not (spool.control / "lock").exists():
+            if not spool.lock_path.exists():
                 continue  # not a spool of an import
             with spool.lock():  # refuses one that is in use
                 shutil.rmtree(left)

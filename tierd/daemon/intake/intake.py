@@ -17,7 +17,9 @@ from tierd.core.config import WatchConfig
 from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import PartId, pin_key
 from tierd.core.planning.place import SPOOL
+from tierd.daemon.intake.directory_id import identify
 from tierd.daemon.intake.manifests import first_manifest
+from tierd.daemon.intake.other_watches import OtherWatches
 from tierd.daemon.intake.reports import ToReconciler
 from tierd.daemon.intake.taker import Taker
 from tierd.daemon.intake.unit_watch import UnitWatch
@@ -97,16 +99,21 @@ class Intake:
     async def _watch(self, one: WatchAtWork) -> None:
         run = one.watch.run
         await self._observe(run, list(self._reconciler.workers))
-        taker = Taker(run, self._reconciler.tiers.who, self._find_first, self._reconciler.timings)
-        renewing = asyncio.ensure_future(taker.keep_renewing())
+        who, timings = self._reconciler.tiers.who, self._reconciler.timings
+        taker = Taker(run, who, self._find_first, timings)
+        others = OtherWatches(run, who, self._reconciler.spool, self._find_first, timings)
+        signs = (taker.keep_renewing(), others.keep_renewing(lambda: one.idle))
+        renewing = [asyncio.ensure_future(sign) for sign in signs]
         try:
-            await self._look_for_ever(one, taker)
+            await self._look_for_ever(one, taker, others)
         finally:
-            renewing.cancel()
-            await asyncio.gather(renewing, return_exceptions=True)
+            for task in renewing:
+                task.cancel()
+            await asyncio.gather(*renewing, return_exceptions=True)
             await taker.release()
+            await others.end()
 
-    async def _look_for_ever(self, one: WatchAtWork, taker: Taker) -> None:
+    async def _look_for_ever(self, one: WatchAtWork, taker: Taker, others: OtherWatches) -> None:
         run = one.watch.run
         reports = ToReconciler(self._reconciler, run)
         watch: UnitWatch | None = None
@@ -118,10 +125,12 @@ class Intake:
                     if watch is None:
                         await self._check_run(run)
                         watch = await run_in(pool, one, self._make, one, reports)
-                    await self._look(pool, one, watch, taker)
-                    await self._share_pins(run)
-                    one.idle, one.tries, one.error = not watch.waiting, 0, None
-                    self._warn(one, watch)
+                    directory = await run_in(pool, one, identify, Path(one.watch.directory))
+                    if alone := await others.may_go_on(directory, time.monotonic()):
+                        await self._look(pool, one, watch, taker)
+                        await self._share_pins(run)
+                    one.idle, one.tries, one.error = alone and not watch.waiting, 0, None
+                    self._warn(one, watch, others)
                     rest_s = max(self._reconciler.timings.watch_s, _SHARE * watch.listing_s)
                 except Exception as error:  # also what nobody foresaw: a watch that ended would end without a word
                     if not isinstance(error, OSError | StoreRefused | ConfigError):
@@ -178,15 +187,16 @@ class Intake:
         if manifest is not None and all(file.path != UNIT_NAME for file in manifest.files):
             raise RunNotWatched(f"run {run!r}: a trainer saved {part.checkpoint}; give --run another name")
 
-    def _warn(self, one: WatchAtWork, watch: UnitWatch) -> None:
-        """Have the status show what is not taken or not readable."""
+    def _warn(self, one: WatchAtWork, watch: UnitWatch, others: OtherWatches) -> None:
+        """Have the status show what is not taken or not readable, or for what the watch waits."""
         directory, thing = one.watch.directory, ("watch", one.watch.run)
         one.refused = dict(watch.refused)
-        texts = [f"{path} is not taken: {why}" for path, why in watch.refused.items()]
-        texts += [f"{path} cannot be listed, and is skipped" for path in watch.unreadable]
+        texts = [f"{directory}: {others.awaited}"] if others.awaited else []
+        texts += [f"{directory}/{path} is not taken: {why}" for path, why in watch.refused.items()]
+        texts += [f"{directory}/{path} cannot be listed, and is skipped" for path in watch.unreadable]
         if texts:
             more = f"; and {len(texts) - 1} more" if texts[1:] else ""
-            self._reconciler.journal.warnings[thing] = f"{directory}/{texts[0]}{more}"
+            self._reconciler.journal.warnings[thing] = f"{texts[0]}{more}"
         else:
             self._reconciler.journal.warnings.pop(thing, None)
 

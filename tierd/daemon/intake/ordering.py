@@ -52,8 +52,12 @@ class Ordering:
         return first + [one for one in reversed(due) if self._taken.after(one.unit.path) is not None]
 
     def has(self, path: str, step: int, made: datetime, known: History) -> bool:
-        """Whether a place has a unit; if several have its step and its time, whether a place has that many."""
-        return len(known.find(step, made)) >= self.beside.count(path, step, made)
+        """Whether a place has a unit; if several have its step and its time, whether a place has that many.
+
+        Several are other units of the directory, and versions of this one that were taken before.
+        """
+        earlier = self._taken.earlier(path, self._settling.shapes[path])
+        return len(known.find(step, made)) >= self.beside.count(path, step, made) + earlier
 
     def is_in_doubt(self, path: str, named: Named, made: datetime, known: History) -> bool:
         """Whether a unit may be newer than checkpoints that sort after it."""

@@ -35,6 +35,7 @@ class _Waiting(msgspec.Struct, frozen=True):
 class _Record(msgspec.Struct):
     taken: dict[str, _Sizes]
     waiting: dict[str, _Waiting]
+    earlier: dict[str, int] = {}  # by unit: how many versions of the same time were taken before
 
 
 class TakenUnits:
@@ -55,11 +56,22 @@ class TakenUnits:
         """Whether a unit was taken as it is now."""
         return self._record is not None and self._record.taken.get(path) == _sizes(shape)
 
+    def earlier(self, path: str, shape: Shape) -> int:
+        """Return how many other versions of a unit were taken that have the time of this one, because a tool kept it.
+
+        Versions differ by sizes: one of the same sizes and times cannot be told from this one.
+        """
+        record = self._record or _Record({}, {})
+        sizes, was = _sizes(shape), record.taken.get(path, {})
+        same = _time(was) == _time(sizes)
+        return record.earlier.get(path, 0) + (was != sizes) if was and same else 0
+
     def add(self, path: str, shape: Shape) -> None:
         """Record that a unit was taken, or that a place has it. Raises nothing."""
         record = self._record = self._record or _Record({}, {})
         if self.has(path, shape):
             return
+        record.earlier[path] = self.earlier(path, shape)
         record.taken[path] = _sizes(shape)
         record.waiting.pop(path, None)
         self._write(record)
@@ -79,7 +91,8 @@ class TakenUnits:
             if taken.get(path) != (sizes := _sizes(shape)):
                 was = record.waiting.get(path)
                 waiting[path] = was if was and was.sizes == sizes else _Waiting(sizes, after)
-        fresh = _Record(taken, waiting)
+        earlier = {path: count for path, count in record.earlier.items() if count and path in taken}
+        fresh = _Record(taken, waiting, earlier)
         if fresh != self._record:
             self._write(fresh)
         self._record = fresh
@@ -100,6 +113,10 @@ class TakenUnits:
 
 def _sizes(shape: Shape) -> _Sizes:
     return {path: (entry.size, entry.mtime_ns) for path, entry in shape}
+
+
+def _time(sizes: _Sizes) -> int:
+    return max((modified_ns for _, modified_ns in sizes.values()), default=0)
 
 
 _decoder = msgspec.json.Decoder(_Record)

@@ -20,6 +20,7 @@ from tierd.core.errors import CorruptChunk, ManifestError, StepRefused
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.daemon.intake.ordering import Ordering
+from tierd.daemon.intake.outward_links import OutwardLinks
 from tierd.daemon.intake.taken import TakenUnits
 from tierd.daemon.intake.taking import Busy, stage_unit
 from tierd.formats.byte_source import ByteSource
@@ -102,6 +103,7 @@ class UnitWatch:
         self._unread: set[str] = set()  # units that could not be read when they were last tried
         self._unnamed: frozenset[str] = frozenset()  # what the last listing refused for its name
         self._stepless: set[str] = set()  # units without a step that were reported
+        self._links = OutwardLinks(directory)
         self._doubted = False  # whether a doubt about the order was reported
 
     @property
@@ -133,6 +135,7 @@ class UnitWatch:
             due = self._settling.look(listing, now_s)
             self._forget()
             self._refuse_names(tree.unnamed)
+            self._links.see(tree, listing)
             self._ordering.see(self._known)
             for one in self._ordering.sort(due):
                 if now_s >= self._off.get(one.unit.path, now_s):

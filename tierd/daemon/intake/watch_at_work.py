@@ -22,7 +22,7 @@ TRIES = 3  # failed tries in a row after which nothing waits for a directory
 
 
 class RunNotWatched(ConfigError):
-    """The run that a watch names has a trainer's checkpoints."""
+    """The run that a watch names is a trainer's, or that of another directory."""
 
 
 class Stopped(Exception):

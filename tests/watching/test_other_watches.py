@@ -1,0 +1,279 @@
+"""Two directories do not become one run: a second one is refused while the first is watched, and named after that."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from support import layouts
+from support.timed import Ticking, timed
+from support.watched_run import RUN, watching
+from support.world import wait_until
+
+from tierd.cli import run
+from tierd.core.errors import StoreUnavailable
+from tierd.daemon.intake import other_watches
+from tierd.daemon.intake.directory_id import DirectoryId, compare, identify
+from tierd.daemon.intake.other_watches import OtherWatches
+from tierd.daemon.intake.watch_at_work import RunNotWatched
+from tierd.daemon.timings import DaemonTimings
+from tierd.spool.spool import Spool
+from tierd.stores.base import ObjectInfo, Store
+from tierd.stores.memory import MemoryStore
+
+TIMINGS = DaemonTimings(silent_s=180.0, wall_ns=Ticking())
+A = DirectoryId(node="one", boot="boot-1", path="/data/a", device=8, inode=128, kind="ext4")
+B = replace(A, path="/data/b", inode=200)
+
+
+class Node:
+    """One node's watch of the run; with `visible` its spool's lock can be seen by the others."""
+
+    def __init__(self, store: Store | None, home: Path, who: str, *, visible: bool = True) -> None:
+        self.spool = Spool(home / who)
+        with self.spool.lock():
+            pass
+        self.watches = OtherWatches(RUN, who * 8, self.spool, lambda: store, TIMINGS)
+        if not visible:
+            seen = self.watches._record
+            self.watches._record = lambda directory: replace(seen(directory), spool="/elsewhere")  # type: ignore[method-assign]
+
+    async def asks(self, directory: DirectoryId, now_s: float = 0.0) -> bool:
+        return await self.watches.may_go_on(directory, now_s)
+
+
+async def records(store: Store) -> list[str]:
+    return [info.key async for info in store.scan(f"{RUN}/watching/")]
+
+
+FUSE = replace(B, kind="fuse.sshfs")
+NFS = replace(A, node="two", boot="boot-2", path="/mnt/a", device=61, kind="nfs4")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "likeness"),
+    [
+        (A, replace(A, path="/link/to/a"), "same"),
+        (A, B, "different"),
+        (A, replace(A, device=9), "different"),
+        (A, NFS, "same"),  # the first exports what the second mounts
+        (NFS, replace(NFS, boot="boot-3", path="/other/mount", device=70), "same"),
+        (NFS, replace(NFS, device=70), "unknown"),
+        (NFS, replace(NFS, boot="boot-3", inode=129), "different"),
+        (A, replace(A, node="two", boot="boot-2"), "different"),  # two disks on which the same was done
+        (A, replace(A, boot="boot-2", device=9), "same"),  # after a reboot
+        (A, FUSE, "unknown"),
+        (A, replace(B, kind=""), "unknown"),
+        (replace(A, boot=""), replace(B, boot=""), "different"),
+    ],
+)
+def test_what_is_certain_of_two_directories(one: DirectoryId, other: DirectoryId, likeness: str) -> None:
+    assert compare(one, other) == compare(other, one) == likeness
+
+
+def test_a_directory_is_the_same_by_every_path(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    a, b, link = (identify(tmp_path / name) for name in ("a", "b", "link"))
+    assert compare(a, link) == "same" and compare(a, b) in ("different", "unknown")
+
+
+def test_another_directory_is_refused_while_the_first_is_watched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def play() -> None:
+        store = MemoryStore()
+        one, two = Node(store, tmp_path, "a"), Node(store, tmp_path, "b")
+        with one.spool.lock():
+            assert await one.asks(A)
+            with pytest.raises(RunNotWatched, match=r"'r'.*one:/data/a.*one:/data/b.*--run"):
+                await two.asks(B)
+            assert await records(store) == ["r/watching/aaaaaaaa.json"], "the first one's record alone is left"
+            assert await one.asks(A)
+        assert "goes on" not in caplog.text
+        assert await two.asks(B, 1.0), "the first daemon was killed: its lock is free, although its record says nothing"
+        assert "run 'r' was the run of one:/data/a, and one:/data/b goes on with it" in caplog.text
+        assert await records(store) == ["r/watching/bbbbbbbb.json"], "so that the next start does not say it again"
+
+    asyncio.run(play())
+
+
+def test_a_directory_that_moved_goes_on_with_a_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def play() -> None:
+        store = MemoryStore()
+        one, two = Node(store, tmp_path, "a", visible=False), Node(store, tmp_path, "b")
+        assert await one.asks(A)
+        await one.watches.end()
+        assert await two.asks(B), "it ended in order"
+        await two.watches.end()
+        assert caplog.text.count("goes on") == 1
+        assert await Node(store, tmp_path, "b").asks(A), "by the same node"
+        assert caplog.text.count("goes on") == 2
+
+    asyncio.run(play())
+
+
+def test_a_watch_that_cannot_be_seen_is_awaited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def play() -> None:
+        store = MemoryStore()
+        one, two = Node(store, tmp_path, "a", visible=False), Node(store, tmp_path, "b")
+        assert await one.asks(A)
+        for now_s in (0.0, 3.0, 100.0):
+            assert not await two.asks(B, now_s) and "one:/data/a" in two.watches.awaited
+        assert caplog.text.count("nothing is taken") == 1
+        await one.watches.renew(90.0)
+        for now_s in (101.0, 200.0):
+            with pytest.raises(RunNotWatched, match="--run"):
+                await two.asks(B, now_s)
+        assert await records(store) == ["r/watching/aaaaaaaa.json"]
+        assert await two.asks(B, 281.0) and not two.watches.awaited, "it has been silent for three minutes"
+        assert "goes on" in caplog.text
+
+    asyncio.run(play())
+
+
+def test_nodes_that_watch_one_directory_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def play() -> None:
+        store = MemoryStore()
+        nodes = [Node(store, tmp_path, who) for who in "abc"]
+        mounted = (NFS, replace(NFS, node="three", boot="boot-3", path="/scratch/a"), A)
+        for node, directory in zip(nodes, mounted, strict=True):
+            with node.spool.lock():
+                assert await node.asks(directory)
+        assert len(await records(store)) == 3
+
+    asyncio.run(play())
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+def test_two_that_begin_at_the_same_time_do_not_both_go_on(tmp_path: Path) -> None:
+    class Meeting(MemoryStore):
+        """Both watches have put their record before either lists again."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.puts, self.met = 0, asyncio.Event()
+
+        async def put(self, key, data, *args, **kwargs):  # type: ignore[no-untyped-def]
+            await super().put(key, data, *args, **kwargs)
+            self.puts += 1
+            if self.puts == 2:
+                self.met.set()
+            await self.met.wait()
+            return ""
+
+    async def play() -> None:
+        store = Meeting()
+        one, two = Node(store, tmp_path, "a"), Node(store, tmp_path, "b")
+        with one.spool.lock(), two.spool.lock():
+            found = await asyncio.gather(one.asks(A), two.asks(B), return_exceptions=True)
+        assert sum(isinstance(each, RunNotWatched) for each in found) >= 1
+
+    asyncio.run(play())
+
+
+def test_a_watch_that_did_not_run_for_long_is_compared_again(tmp_path: Path) -> None:
+    async def play() -> None:
+        store = MemoryStore()
+        stopped, two = Node(store, tmp_path, "a", visible=False), Node(store, tmp_path, "b")
+        assert await stopped.asks(A)
+        assert not await two.asks(B, 0.0) and await two.asks(B, 180.0)
+        await stopped.watches.renew(90.0)
+        with two.spool.lock(), pytest.raises(RunNotWatched):
+            await stopped.asks(A, 400.0)
+
+    asyncio.run(play())
+
+
+def test_a_watch_with_nothing_to_take_renews_its_record_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run may be over for months, and each request costs. Others wait as long as the record says."""
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.extend([seconds] if seconds else [])  # a store in memory sleeps for none
+        if len(slept) == 8:
+            raise asyncio.CancelledError
+
+    async def play() -> None:
+        store = MemoryStore()
+        one, two = Node(store, tmp_path, "a", visible=False), Node(store, tmp_path, "b")
+        assert await one.asks(A)
+        monkeypatch.setattr(other_watches.asyncio, "sleep", sleep)
+        with pytest.raises(asyncio.CancelledError):
+            await one.watches.keep_renewing(lambda: len(slept) < 6)
+        monkeypatch.undo()
+        assert slept == [90.0, 180.0, 360.0, 600.0, 600.0, 600.0, 90.0, 90.0]
+        await one.watches.renew(600.0)
+        assert not await two.asks(B, 0.0) and not await two.asks(B, 1199.0)
+        assert await two.asks(B, 1200.0)
+
+    asyncio.run(play())
+
+
+def test_a_directory_that_is_made_anew_is_the_one_that_is_watched(tmp_path: Path) -> None:
+    async def play() -> None:
+        store = MemoryStore()
+        one, two = Node(store, tmp_path, "a"), Node(store, tmp_path, "b")
+        with one.spool.lock():
+            assert await one.asks(A) and await one.asks(replace(A, inode=130))
+            await one.watches.renew(90.0)
+            assert await two.asks(replace(A, inode=130))
+
+    asyncio.run(play())
+
+
+def test_a_tier_that_is_away_is_asked_when_it_answers(tmp_path: Path) -> None:
+    class Away(MemoryStore):
+        away = True
+
+        async def scan(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
+            if self.away:
+                raise StoreUnavailable("away")
+            async for info in super().scan(prefix, after):
+                yield info
+
+    async def play() -> None:
+        store = Away()
+        one, two = Node(store, tmp_path, "a"), Node(store, tmp_path, "b")
+        assert await one.asks(A) and await two.asks(B)
+        store.away = False
+        with one.spool.lock():
+            assert await one.asks(A)
+            with pytest.raises(RunNotWatched):
+                await two.asks(B)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"\xff" * 100, b'{"version":2,"directory":"x"}', b"[" * 70000])
+def test_a_record_that_cannot_be_read_counts_as_absent(data: bytes, tmp_path: Path) -> None:
+    async def play() -> None:
+        store = MemoryStore()
+        await store.put("r/watching/cccccccc.json", data)
+        await store.put("r/watching/other", data)
+        assert await Node(store, tmp_path, "a").asks(A)
+
+    asyncio.run(play())
+
+
+def test_a_second_command_on_another_directory_ends_with_3(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed(monkeypatch, watch_s=0.02)
+    home = root.parent
+    (home / "tier").mkdir()
+    (home / "second").mkdir()
+    layouts.torch_save(home / "second")
+    with watching(home, "one"):
+        wait_until(lambda: list((home / "tier" / RUN).glob("watching/*")), 60)
+        assert run(["watch", str(home / "second"), "--run", RUN, "--to", f"file://{home}/tier", "--until-idle"]) == 3
+    told = capsys.readouterr().err
+    assert all(text in told for text in (f":{root},", f":{home}/second ", "--run")), told
+    assert not list((home / "tier" / RUN).glob("manifests/*/*"))

@@ -1,0 +1,250 @@
+"""Keep two directories from becoming one run: each watch leaves a record on the run's first tier.
+
+    <run>/watching/<who>.json    a node watches this directory as the run, or did
+
+The record is put anew while the watch runs, and says at last that the watch has ended. A watch that begins compares its
+directory with those in other nodes' records. Nodes that watch one directory go on, wherever each has mounted it.
+
+Invariant: of two watches that live, of directories that are certainly two, at most one goes on, because each lists the
+records after it put its own. A watch is refused only for another one that was seen to live: its daemon holds the lock
+of its spool, or its record changed. If the tier does not answer, nothing is compared until it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import msgspec
+from msgspec import structs
+
+from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable
+from tierd.core.ids import parse_watching, watching_key, watching_prefix
+from tierd.daemon.intake.directory_id import DirectoryId, compare
+from tierd.daemon.intake.watch_at_work import RunNotWatched
+from tierd.daemon.tiers.stamps import STALE_MS
+from tierd.daemon.timings import DaemonTimings
+from tierd.spool.spool import Spool, is_held
+from tierd.stores.base import ObjectInfo, Store, clear
+
+log = logging.getLogger("tierd.daemon")
+
+_ANSWER_S = 20.0  # seconds for which a watch waits for the tier's answer
+_MAX_SIZE = 65536  # bytes of a record
+_FAILURES = (StoreUnavailable, StoreRefused, TimeoutError)
+_GOES_ON = (
+    "run %r was the run of %s, and %s goes on with it; if that is not the same program's directory, end this watch now "
+    "and give --run another name"
+)
+
+
+class WatchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The record of one node's watch.
+
+    Attributes:
+        directory: what it watches.
+        spool: the absolute path of its daemon's spool on that node.
+        lock: the device and the inode number of the spool's lock, which that daemon holds.
+        at_ms: when the record was put, in milliseconds since 1970 by that node's clock.
+        every_s: how long it takes at most until the record is put again, in seconds.
+        ended: whether the watch ended in order.
+    """
+
+    version: Literal[1] = 1
+    directory: DirectoryId
+    spool: str
+    lock: tuple[int, int]
+    at_ms: int
+    every_s: float
+    ended: bool = False
+
+
+_Records: TypeAlias = dict[str, tuple[ObjectInfo, WatchRecord]]  # by key
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A node's record as it was last listed, since when, and whether it had changed before that."""
+
+    token: str
+    since_s: float
+    renewed: bool
+
+
+class OtherWatches:
+    """What one watch knows of other watches of its run.
+
+    Args:
+        run: the watched run.
+        who: this node's id among the nodes that share the tier.
+        spool: this node's spool.
+        find: returns the store of the first tier; None if there is none, or if it is not to be asked now.
+        timings: the daemon's.
+
+    Attributes:
+        awaited: why nothing is taken before another watch gave a sign of life or none for long; empty: it may go on.
+    """
+
+    def __init__(
+        self, run: str, who: str, spool: Spool, find: Callable[[], Store | None], timings: DaemonTimings
+    ) -> None:
+        self._run, self._spool, self._find, self._timings = run, spool, find, timings
+        self._key = watching_key(run, who)
+        self._own: tuple[Store, WatchRecord] | None = None  # set once this watch may go on
+        self._seen: dict[str, _Seen] = {}  # others' records, by key
+        self.awaited = ""
+
+    async def may_go_on(self, directory: DirectoryId, now_s: float) -> bool:
+        """Return whether the watch may take units; False: it has to be asked again, because `awaited` may live.
+
+        Args:
+            directory: what it watches, as it is now.
+            now_s: a monotonic clock, in seconds.
+
+        Raises:
+            RunNotWatched: another directory is being watched as this run.
+        """
+        if self._own is not None:  # a program may have made its directory anew
+            self._own = self._own[0], structs.replace(self._own[1], directory=directory)
+            return True
+        if (store := self._find()) is None:
+            return True
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await self._compare_all(store, directory, now_s)
+        except _FAILURES as error:
+            log.info("%s: other watches of it are unknown: %s", self._run, error or type(error).__name__)
+            return True
+
+    async def _compare_all(self, store: Store, directory: DirectoryId, now_s: float) -> bool:
+        found = await self._read(store)
+        if self._is_contested(found, directory, now_s):
+            return False
+        own, contested = self._record(directory), True
+        await self._put(store, own)
+        try:
+            contested = self._is_contested(await self._read(store), directory, now_s)
+        finally:
+            if contested:  # it began meanwhile
+                await clear(store, [self._key])
+        if contested:
+            return False
+        self._own = store, own
+        await self._tell(store, found, directory)
+        return True
+
+    async def _read(self, store: Store) -> _Records:
+        """Read the records of all nodes, by key. One that cannot be read counts as absent."""
+        found = {}
+        async for info in store.scan(watching_prefix(self._run)):
+            if parse_watching(self._run, info.key) and info.size <= _MAX_SIZE:
+                with suppress(ObjectNotFound, CorruptChunk, ManifestError, msgspec.DecodeError, ValueError):
+                    found[info.key] = info, _decoder.decode(await store.get(info.key))
+        return found
+
+    def _is_contested(self, found: _Records, directory: DirectoryId, now_s: float) -> bool:
+        """Whether another directory may be being watched; raises `RunNotWatched` if it certainly is."""
+        before, self.awaited = self.awaited, ""
+        for key, (info, record) in found.items():
+            if key == self._key or compare(record.directory, directory) != "different":
+                continue
+            lives = self._lives(info, record, now_s)
+            if lives:
+                raise RunNotWatched(
+                    f"run {self._run!r} is the run of {record.directory}, which a daemon watches (spool {record.spool} "
+                    f"there); {directory} is another directory: give --run another name, or end that watch"
+                )
+            if lives is None:
+                self.awaited = (
+                    f"nothing is taken until it is known whether {record.directory} is watched as the same run"
+                )
+        if self.awaited not in ("", before):
+            log.warning("%s: %s", directory, self.awaited)
+        return bool(self.awaited)
+
+    def _lives(self, info: ObjectInfo, record: WatchRecord, now_s: float) -> bool | None:
+        """Whether the watch of a record lives; None if that is not known yet."""
+        if record.ended:
+            return False
+        if (held := is_held(Path(record.spool), record.lock)) is not None:
+            return held
+        seen = self._seen.get(info.key)
+        if seen is None or seen.token != info.token:
+            seen = self._seen[info.key] = _Seen(info.token, now_s, renewed=seen is not None)
+        if now_s - seen.since_s >= 2 * record.every_s:
+            return False
+        return True if seen.renewed else None
+
+    async def _tell(self, store: Store, found: _Records, directory: DirectoryId) -> None:
+        """Log which other directories were this run's, and delete the records of watches that are over."""
+        over = []
+        for key, (_, record) in found.items():
+            likeness = compare(record.directory, directory)
+            if likeness == "different" or (likeness == "unknown" and record.directory.path != directory.path):
+                log.warning(_GOES_ON, self._run, record.directory, directory)
+            is_over = likeness == "different" or record.ended or self._timings.now_ms() - record.at_ms > STALE_MS
+            if is_over and key != self._key:
+                over.append(key)
+        await clear(store, over)
+
+    async def keep_renewing(self, is_idle: Callable[[], bool]) -> None:
+        """Put the record anew until cancelled, so that others see it change.
+
+        Less and less often while the watch is idle, because requests cost money and a run may be over for months.
+        """
+        every_s = self._timings.silent_s / 2
+        while True:
+            await asyncio.sleep(every_s)
+            every_s = min(2 * every_s, self._timings.idle_renew_s) if is_idle() else self._timings.silent_s / 2
+            await self.renew(every_s)
+
+    async def renew(self, every_s: float) -> None:
+        """Put the record anew, if there is one and the tier may be asked. Raises nothing.
+
+        If another watch deleted it, because this process did not run for long, the others are compared again.
+        """
+        if self._own is None or self._find() is None:
+            return
+        store, record = self._own
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                if not [info async for info in store.scan(self._key) if info.key == self._key]:
+                    self._own = None
+                    return
+                await self._put(store, structs.replace(record, at_ms=self._timings.now_ms(), every_s=every_s))
+        except _FAILURES as error:
+            log.info("%s: the record of its watch could not be put again: %s", self._run, error or type(error).__name__)
+
+    async def end(self) -> None:
+        """Record that the watch has ended. Raises nothing."""
+        own, self._own = self._own, None
+        if own is None or self._find() is None:
+            return
+        store, record = own
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                await self._put(store, structs.replace(record, at_ms=self._timings.now_ms(), ended=True))
+        except _FAILURES as error:
+            log.info("%s: that its watch ended could not be recorded: %s", self._run, error or type(error).__name__)
+
+    async def _put(self, store: Store, record: WatchRecord) -> None:
+        await store.put(self._key, msgspec.json.encode(record))
+
+    def _record(self, directory: DirectoryId) -> WatchRecord:
+        lock = self._spool.lock_path.stat()
+        return WatchRecord(
+            directory=directory,
+            spool=os.fspath(self._spool.root),
+            lock=(lock.st_dev, lock.st_ino),
+            at_ms=self._timings.now_ms(),
+            every_s=self._timings.silent_s / 2,
+        )
+
+
+_decoder = msgspec.json.Decoder(WatchRecord)
