@@ -62,7 +62,12 @@ gpu: $(READY)
 	  tests/client/restoring/test_device_uploads.py tests/client/saving/test_numa.py
 	$(BIN)/tierd bench overhead --device cuda --sizes 1,4 --rounds 5 --dir . --out benchmarks/gpu
 
-loaders/ready: $(READY)
+$(VENV)/apart/.ready: constraints-deepspeed.txt $(READY)
+	rm -rf $(VENV)/apart
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(VENV)/apart --requirement constraints-deepspeed.txt
+	touch $@
+
+loaders/ready: $(VENV)/apart/.ready
 	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints-loaders.txt
 
 loaders: loaders/ready

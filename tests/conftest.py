@@ -2,8 +2,11 @@
 
 import pytest
 from hypothesis import settings
+from support.unskipped import pytest_make_collect_report, pytest_runtest_makereport
 
 from tools import slow
+
+__all__ = ["pytest_collection_modifyitems", "pytest_make_collect_report", "pytest_runtest_makereport"]
 
 settings.register_profile("tierd", deadline=None)
 settings.load_profile("tierd")

@@ -87,10 +87,11 @@ def test_alone(case):
 
 @pytest.mark.timeout(600)
 def test_the_cpu_of_children_counts_and_what_is_listed_is_not_selected(tmp_path):
-    for path in ("tools/slow.py", "tests/conftest.py"):
-        (tmp_path / path).parent.mkdir()
+    for path in ("tools/slow.py", "tests/conftest.py", "tests/support/unskipped.py"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
-    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\nmarkers =\n  slow\n  long\n  system\n  loaders\n")
+    marks = "markers =\n  slow\n  long\n  system\n  loaders\n"
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = . tests\n{marks}")
     (tmp_path / "tests" / "test_two.py").write_text(PROJECT)
     slow_list = tmp_path / "tests" / "slow.txt"
     slow_list.write_text("tests/test_two.py::test_alone 9.00 9.0\n")

@@ -14,9 +14,9 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tools import lock, locked
-from tools.locked import DOCS, ENVIRONMENTS, LOADERS, LOCK, LOWEST, ROOT, TORCH, Pin, active, closure
+from tools.locked import DEEPSPEED, DOCS, ENVIRONMENTS, LOADERS, LOCK, LOWEST, ROOT, TORCH, Pin, active, closure
 
-LOCKS = {path: path.read_text() for path in (LOCK, LOADERS, DOCS)}
+LOCKS = {path: path.read_text() for path in (LOCK, LOADERS, DEEPSPEED, DOCS)}
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NUMPY, GLIBC = "numpy-2.4.6", "manylinux_2_28_x86_64"
 
@@ -97,7 +97,7 @@ def test_what_is_missing_is_found() -> None:
         "msgspec has no hash"
     ]
     assert lacking(LOCKS[LOCK].replace("--require-hashes\n", "")) == ["it does not make pip check"]
-    rest = (LOCKS[LOADERS], LOCKS[DOCS], TORCH.read_text())
+    rest = (LOCKS[LOADERS], LOCKS[DEEPSPEED], LOCKS[DOCS], TORCH.read_text())
     assert unpinned(PROJECT, without("zstandard"), *rest) == ["daemon: zstandard>=0.23"]
     assert unpinned(PROJECT, without("setuptools"), *rest) == ["the build backend: setuptools>=77"]
     older = re.sub(r"(?m)^aiobotocore==\S+", "aiobotocore==3.7.0", LOCKS[LOCK])
@@ -153,6 +153,7 @@ def test_make_installs_the_locks_without_dependencies() -> None:
         "--no-deps --requirement constraints.txt",
         "--requirement constraints-torch.txt",
         "--no-deps --no-build-isolation --editable .",
+        "--no-deps --no-build-isolation --target .venv/apart --requirement constraints-deepspeed.txt",
         "--no-deps --requirement constraints-loaders.txt",
         "--no-deps --requirement constraints-docs.txt",
     ]
@@ -213,12 +214,27 @@ def test_the_hashes_are_the_index_s(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     (tmp_path / "loaders.txt").write_text("")
     monkeypatch.setattr(locked, "LOCK", tmp_path / "constraints.txt")
     monkeypatch.setattr(locked, "LOADERS", tmp_path / "loaders.txt")
+    monkeypatch.setattr(locked, "DEEPSPEED", tmp_path / "loaders.txt")
     monkeypatch.setattr(locked, "DOCS", tmp_path / "loaders.txt")
     monkeypatch.setattr(locked, "LOWEST", tmp_path / "loaders.txt")
     lock.main()
     hashes = " \\\n".join(f"    --hash=sha256:{it * 64}" for it in "ab")
     pinned = f'numpy==2.4.6; python_version < "3.14" \\\n{hashes}\n'
     assert (tmp_path / "constraints.txt").read_text() == "# why\n--require-hashes\n--only-binary :all:\n" + pinned
+
+
+def test_a_package_without_a_wheel_is_locked_by_its_source_archive(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    listed(monkeypatch)
+    head = "--require-hashes\n--only-binary :all:\n--no-binary NumPy\n"
+    for name in ("LOCK", "LOADERS", "DEEPSPEED", "DOCS", "LOWEST"):
+        monkeypatch.setattr(locked, name, tmp_path / "lock.txt")
+    (tmp_path / "lock.txt").write_text(head + "numpy==2.4.6\n")
+    lock.main()
+    assert (tmp_path / "lock.txt").read_text() == head + f"numpy==2.4.6 \\\n    --hash=sha256:{'c' * 64}\n"
+    with pytest.raises(SystemExit, match=r"numpy==2\.4\.7: .* has no source archive of it"):
+        lock.hashed(Pin("numpy", "2.4.7", None, ()), frozenset({"numpy"}))
 
 
 def test_a_version_that_cannot_be_locked_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """`make lock`: write beside each pinned version the hashes of its files, as the package index states them.
 
 To take another version: change its number in constraints.txt, add a line for what it newly needs, `make lock`, and look
-at the difference. Only wheels are locked, because to build a source archive pip installs what nobody has pinned.
+at the difference. Only wheels are locked, because to build a source archive pip installs what nobody has pinned. A lock
+with `--no-binary NAME` has the source archive of that package, which `make` builds with what is installed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import sys
 import urllib.request
 from typing import Any
 
-from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
+from packaging.version import Version
 
 from tools import locked
 
@@ -35,6 +37,11 @@ def _usable(interpreter: str, abi: str, platform: str) -> bool:
     return recent and _PLATFORM.fullmatch(platform) is not None
 
 
+def is_source(filename: str, version: str) -> bool:
+    """Whether a file is the source archive of `version`."""
+    return filename.endswith(".tar.gz") and parse_sdist_filename(filename)[1] == Version(version)
+
+
 def files(name: str) -> list[dict[str, Any]]:
     """What the index says of each file of a package (PEP 691)."""
     accept = {"Accept": "application/vnd.pypi.simple.v1+json"}
@@ -44,20 +51,23 @@ def files(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def hashed(pin: locked.Pin) -> locked.Pin:
-    """The pin with the hashes that the index states today."""
-    fitting = [it for it in files(pin.name) if fits(it["filename"], pin.version)]
+def hashed(pin: locked.Pin, sources: frozenset[str] = frozenset()) -> locked.Pin:
+    """The pin with the hashes that the index states today; `sources` are built from their source archives."""
+    wanted = is_source if pin.key in sources else fits
+    fitting = [it for it in files(pin.name) if wanted(it["filename"], pin.version)]
     if not fitting:
-        sys.exit(f"{pin.name}=={pin.version}: {INDEX} has no wheel of it for Linux and Python 3.{OLDEST} or newer")
+        kind = "source archive of it" if pin.key in sources else f"wheel of it for Linux and Python 3.{OLDEST} or newer"
+        sys.exit(f"{pin.name}=={pin.version}: {INDEX} has no {kind}")
     if any(it.get("yanked") for it in fitting):
         sys.exit(f"{pin.name}=={pin.version} is yanked from {INDEX}: choose another version")
     return pin._replace(hashes=tuple(sorted({it["hashes"]["sha256"] for it in fitting})))
 
 
 def main() -> None:
-    for path in (locked.LOCK, locked.LOADERS, locked.DOCS, locked.LOWEST):
+    for path in (locked.LOCK, locked.LOADERS, locked.DEEPSPEED, locked.DOCS, locked.LOWEST):
         text = path.read_text()
-        pins = sorted(map(hashed, locked.parse(text)), key=lambda pin: pin.key)
+        sources = locked.sources(text)
+        pins = sorted((hashed(pin, sources) for pin in locked.parse(text)), key=lambda pin: pin.key)
         path.write_text(locked.header(text) + "".join(pin.lines() + "\n" for pin in pins))
 
 

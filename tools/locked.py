@@ -20,6 +20,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 LOCK = ROOT / "constraints.txt"  # all that `make test` and `make bench` import, and the build backend
 LOADERS = ROOT / "constraints-loaders.txt"  # what `make loaders` adds
+DEEPSPEED = ROOT / "constraints-deepspeed.txt"  # what `make loaders` installs apart; the file says why
 DOCS = ROOT / "constraints-docs.txt"  # what `make docs` adds
 LOWEST = ROOT / "constraints-lowest.txt"  # the oldest versions that pyproject.toml allows, for `make lowest`
 TORCH = ROOT / "constraints-torch.txt"  # torch alone, by version; the file says why
@@ -68,6 +69,11 @@ class Pin(NamedTuple):
 def header(text: str) -> str:
     """The comments and the options above the first pin."""
     return "".join(line for line in text.splitlines(keepends=True) if re.match(r"#|--|\s*$", line))
+
+
+def sources(text: str) -> frozenset[str]:
+    """The canonical names of the packages that a lock has as source archives."""
+    return frozenset(canonicalize_name(name) for name in re.findall(r"(?m)^--no-binary (\S+)$", text))
 
 
 def parse(text: str) -> list[Pin]:

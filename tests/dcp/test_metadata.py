@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+import types
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from faults.hostile.mutation import spoiled
 from support.dcp_pickles import changing, colliding, doubled, keyed, made, named, of_process
 from torch.distributed import checkpoint as dcp
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as FormerProperties
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -31,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan
 
 from tierd.core.errors import ManifestError, StateRefused
 from tierd.dcp import metadata as dcp_metadata
@@ -115,6 +118,25 @@ def test_metadata_of_each_torch_is_read_and_what_no_torch_writes_is_not(monkeypa
     old.checksum = "new"
     with pytest.raises(StateRefused, match="Metadata has a member 'checksum'"):
         read_metadata(pickle.dumps(old), "here")
+
+
+def test_the_plans_of_ranks_that_megatron_keeps_in_its_metadata_are_not_read(monkeypatch):
+    """megatron-core 0.16 adds `all_local_plans` to torch's class, and 0.15 wrote classes of its own."""
+    state = {"model": {"w": torch.ones(3, 4)}, "steps": [1, 2]}
+    found = whole()
+    found.all_local_plans = [create_default_local_save_plan(state, is_coordinator=True)]
+    assert found.all_local_plans[0].items and read_metadata(pickle.dumps(found), "here") == whole()
+
+    module = types.ModuleType("megatron.core.dist_checkpointing.strategies.torch")
+    for name, base in (("MCoreMetadata", Metadata), ("MCoreSavePlan", SavePlan)):
+        setattr(module, name, type(name, (base,), {"__module__": module.__name__}))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    former = module.MCoreMetadata(**vars(whole()))
+    former.mcore_data = {"w": {"nd_reformulated_orig_global_shape": (3, 4)}}
+    former.all_local_plans = [module.MCoreSavePlan(found.all_local_plans[0].items)]
+    for name in ("megatron", "megatron.core", "megatron.core.dist_checkpointing"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    assert read_metadata(pickle.dumps(former), "here") == whole()
 
 
 def test_metadata_of_before_dcp_had_its_own_classes_is_read():

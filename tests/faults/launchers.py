@@ -44,7 +44,7 @@ def missing() -> str | None:
 def run(work: Round) -> None:
     absent = {name for name in ("accelerate", "lightning", "ray") if importlib.util.find_spec(name) is None}
     for name in sorted(absent):
-        work.skip(f"{name} is not installed: pip install --no-deps -r constraints-loaders.txt")
+        work.skip(f"{name} is not installed: make loaders/ready")
 
     def prepare() -> Trial:
         from support import elastic_agents, launchers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 from pathlib import Path
 
@@ -82,8 +81,7 @@ def port() -> str:
 @pytest.mark.loaders
 @pytest.mark.timeout(900)
 def test_two_ranks_share_a_stage_and_resume_from_it(tmp_path: Path) -> None:
-    if importlib.util.find_spec("accelerate") is None:
-        pytest.skip("accelerate is not installed")
+    pytest.importorskip("accelerate")
     outputs = []
     for word in ("first", "again"):
         here = port()

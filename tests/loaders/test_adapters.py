@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -99,3 +101,24 @@ def test_a_trainer_that_was_not_asked_to_resume_does_not_begin(tmp_path: Path) -
             TierdCallback(ckpt, every_steps=0)
         with pytest.raises(ConfigError, match=r"call resume\(trainer\)"):
             TierdCallback(ckpt, every_steps=1).on_train_begin(None, None, None)
+
+
+@pytest.mark.loaders
+def test_keras_on_jax_is_refused_and_told_what_to_set() -> None:
+    """The backend is chosen when Keras is imported, once in a process."""
+    pytest.importorskip("jax")
+    script = """
+import sys, keras
+from tierd.adapters.keras import TierdCallback
+from tierd.core.errors import ConfigError
+assert keras.backend.backend() == "jax"
+try:
+    TierdCallback(None)
+except ConfigError as error:
+    assert "Keras runs on jax: set KERAS_BACKEND=torch before it is imported" in str(error), error
+else:
+    raise AssertionError("it was taken")
+"""
+    environment = os.environ | {"KERAS_BACKEND": "jax"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import socket
 from pathlib import Path
@@ -63,8 +62,7 @@ def port() -> str:
 @pytest.mark.loaders
 @pytest.mark.timeout(900)
 def test_two_ranks_of_trainer_resume_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed")
+    pytest.importorskip("transformers")
     outputs = []
     for word in ("first", "again"):
         here = port()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import io
 import subprocess
 import sys
@@ -119,6 +120,22 @@ def test_it_is_read_only_and_wants_a_tier(tier):
         fsspec.filesystem("tierd", url=f"file://{tier}").open(f"{RUN}/1/00000-of-00002/new", "wb")
     with pytest.raises(ConfigError, match="name the tier"):
         fsspec.filesystem("tierd")
+
+
+def test_a_program_that_never_imports_tierd_opens_its_urls_by_the_installed_entry_point(tier):
+    entries = {one.name: one.value for one in importlib.metadata.entry_points(group="fsspec.specs")}
+    assert entries["tierd"] == ENTRY["fsspec.specs"]["tierd"], "the installation is older: `make` installs it again"
+    script = """
+import sys, fsspec
+assert not [name for name in sys.modules if name.partition(".")[0] == "tierd"]
+with fsspec.open(sys.argv[1], url=sys.argv[2]) as file:
+    sys.stdout.buffer.write(file.read())
+assert "tierd.filesystem" in sys.modules
+"""
+    command = [sys.executable, "-c", script, "tierd://run/2/00001-of-00002/deep/model.pt", f"file://{tier}"]
+    done = subprocess.run(command, cwd=tier, capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    assert done.stdout == pickled(2)
 
 
 def test_a_missing_package_says_what_to_install():

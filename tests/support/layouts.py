@@ -7,6 +7,7 @@ source names it. tests/watching/test_programs.py has the programs themselves, wh
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from support.bundles import write_bundle
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from tierd.formats.crc32c import slow_crc32c
 
@@ -49,6 +51,16 @@ def shards(directory: Path) -> None:
 def distributed(directory: Path) -> None:
     state = {"model": {"weight": weight()}, "optimizer": {"steps": [1, 2], "lr": torch.ones(20)}}
     dcp.save(state, checkpoint_id=directory, no_dist=True)
+
+
+def distributed_by_megatron(directory: Path) -> None:
+    """Megatron's own writer adds the plans of the ranks to DCP's metadata."""
+    distributed(directory)
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    metadata.all_local_plans = [create_default_local_save_plan({"weight": weight(), "steps": [1, 2]}, True)]
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    pt(directory / "common.pt")
+    text(directory / "metadata.json", {"sharded_backend": "torch_dist", "sharded_backend_version": 1})
 
 
 def trainer(root: Path) -> Path:
@@ -121,9 +133,7 @@ def deepspeed(root: Path) -> Path:
 
 def megatron(root: Path) -> Path:
     here = root / "iter_0000040"
-    distributed(here)
-    pt(here / "common.pt")
-    text(here / "metadata.json", {"sharded_backend": "torch_dist", "sharded_backend_version": 1})
+    distributed_by_megatron(here)
     text(root / "latest_checkpointed_iteration.txt", "40")
     return here
 
@@ -139,9 +149,7 @@ def megatron_by_ranks(root: Path) -> Path:
 
 def nemo(root: Path) -> Path:
     here = root / "model-step=30-last"
-    distributed(here / "weights")
-    pt(here / "weights" / "common.pt")
-    text(here / "weights" / "metadata.json", {"sharded_backend": "torch_dist"})
+    distributed_by_megatron(here / "weights")
     text(here / "context" / "model.yaml", "_target_: nemo")
     return here
 

@@ -1,72 +1,13 @@
-"""Programs that train and resume by themselves, without a line of tierd: `script OUT LOG` trains up to step 8, saves
-every second step below OUT, resumes from what is there, and writes a line for each step's loss to LOG.
-
-`ROWS` says of each program that tierd knows what stands for it in the tests; docs/howto/watch.md shows it.
+"""The programs of support/script.py, and what stands for each program that tierd knows in the tests; the page
+docs/howto/watch.md shows it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_BEGIN = """
-import os, sys
-os.environ["KERAS_BACKEND"] = "torch"
-import torch
-out, log = sys.argv[1], open(sys.argv[2], "a", buffering=1)
-torch.set_num_threads(1)
-torch.manual_seed(7)
-WIDTH, STEPS, EVERY = 150_000, 8, 2
-def tell(step, loss):
-    print(step, repr(float(loss)), file=log)
-def row(index):
-    return torch.sin(torch.arange(4.0) * (index + 1))
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = torch.nn.Linear(4, WIDTH), torch.nn.Linear(WIDTH, 1)
-    def forward(self, x):
-        return self.last(torch.tanh(self.first(x))).square().mean()
-class Rows(torch.utils.data.Dataset):
-    def __len__(self):
-        return 16
-    def __getitem__(self, index):
-        return {"x": row(index)}
-def batch(step):
-    return torch.stack([row(2 * step), row(2 * step + 1)])
-def train(net, optimizer, first, save):
-    for step in range(first, STEPS):
-        loss = net(batch(step))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        tell(step + 1, loss)
-        if (step + 1) % EVERY == 0:
-            save(step + 1)
-"""
-
-
-@dataclass(frozen=True)
-class Script:
-    """A training script.
-
-    Attributes:
-        package: what it imports.
-        text: what follows `_BEGIN`.
-        third: a glob below OUT, which matches as soon as the third save has begun to write.
-        newest: a glob of the second save, whose largest file gets a flipped bit.
-        renamed: whether a save appears whole by a rename, so that a kill leaves nothing torn in its place.
-    """
-
-    package: str
-    text: str
-    third: str
-    newest: str
-    renamed: bool = False
-
-    @property
-    def whole(self) -> str:
-        return _BEGIN + self.text
-
+from support.program_ranks import OF_RANKS
+from support.script import Script
 
 SCRIPTS = {
     "HF Trainer": Script(
@@ -132,61 +73,6 @@ L.Trainer(accelerator="cpu", max_steps=STEPS, callbacks=[keep], logger=False, en
         "*step=4.ckpt",
         renamed=True,
     ),
-    "DCP": Script(
-        "torch",
-        """
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-net = Net()
-optimizer = torch.optim.Adam(net.parameters())
-def save(step):
-    model, of_optimizer = get_state_dict(net, optimizer)
-    dcp.save({"model": model, "optimizer": of_optimizer}, checkpoint_id=f"{out}/{step}", no_dist=True)
-done = max((int(name) for name in os.listdir(out) if name.isdigit()), default=0)
-if done:
-    model, of_optimizer = get_state_dict(net, optimizer)
-    state = {"model": model, "optimizer": of_optimizer}
-    dcp.load(state, checkpoint_id=f"{out}/{done}", no_dist=True)
-    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-train(net, optimizer, done, save)
-""",
-        "6/*",
-        "4",
-    ),
-    "torchtitan": Script(
-        "torchtitan",
-        """
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torchtitan.components.checkpoint import CheckpointManager
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-net, flat = Net(), StateDictOptions(flatten_optimizer_state_dict=True)
-optimizer = torch.optim.Adam(net.parameters())
-class Optimizers:
-    def state_dict(self):
-        return get_optimizer_state_dict(net, optimizer, options=flat)
-    def load_state_dict(self, state):
-        set_optimizer_state_dict(net, optimizer, state, options=flat)
-class Progress:
-    step = 0
-    def state_dict(self):
-        return {"step": self.step}
-    def load_state_dict(self, state):
-        self.step = state["step"]
-progress = Progress()
-schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-manager = CheckpointManager(CheckpointManager.Config(enable=True, interval=EVERY), dataloader=None, model_parts=[net],
-    optimizers=Optimizers(), lr_schedulers=schedule, states={"train_state": progress}, sd_adapter=None, base_folder=out)
-def save(step):
-    progress.step = step
-    manager.save(step)
-manager.load()
-train(net, optimizer, progress.step, save)
-manager.close()
-torch.distributed.destroy_process_group()
-""",
-        "checkpoint/step-6/*",
-        "checkpoint/step-4",
-    ),
     "torch_checkpointing": Script(
         "torch_checkpointing",
         """
@@ -210,34 +96,6 @@ manager.close()
         "*step_6*",
         "step_4",
         renamed=True,
-    ),
-    "Lightning, Fabric, sharded": Script(
-        "lightning",
-        """
-import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
-from torchdata.stateful_dataloader import StatefulDataLoader
-class Lit(L.LightningModule):
-    def configure_model(self):
-        if not hasattr(self, "net"):
-            self.net = Net()
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-    def training_step(self, batch):  # its loss is told here, because a callback saves before any later hook
-        loss = self.net(batch["x"])
-        tell(self.trainer.global_step + 1, loss)
-        return loss
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters())
-keep = ModelCheckpoint(out, every_n_train_steps=EVERY, save_top_k=-1)
-names = sorted(name for name in os.listdir(out) if name.endswith(".ckpt"))
-L.Trainer(accelerator="cpu", devices=1, strategy=ModelParallelStrategy(1, 1), max_steps=STEPS, callbacks=[keep],
-    logger=False, enable_progress_bar=False, enable_model_summary=False).fit(
-    Lit(), StatefulDataLoader(Rows(), batch_size=2), ckpt_path=f"{out}/{names[-1]}" if names else None)
-""",
-        "*step=6.ckpt/*",
-        "*step=4.ckpt",
     ),
     "Orbax": Script(
         "orbax.checkpoint",
@@ -304,6 +162,7 @@ train(net, optimizer, done, save)
         "model_step6.pt",
         "model_step4.pt",
     ),
+    **OF_RANKS,
 }
 
 
@@ -331,8 +190,10 @@ ROWS = (
     Row("DCP", ("plain_dcp",)),
     Row("torchtitan", ("torchtitan",), "its `CheckpointManager`, without its trainer"),
     Row("torch_checkpointing", ("torch_checkpointing",)),
-    Row("DeepSpeed", ("deepspeed",), "`torch.save`, in the layout of its source"),
-    Row("Megatron-LM", ("megatron", "megatron_by_ranks"), f"{_DCP}; `torch.save` for the older one"),
+    Row("DeepSpeed", ("deepspeed",)),
+    Row(
+        "Megatron-LM", ("megatron", "megatron_by_ranks"), "its `dist_checkpointing`; `torch.save` for the older layout"
+    ),
     Row("NeMo", ("nemo",), _DCP),
     Row("Orbax", ("orbax",)),
     Row("Keras", ()),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from tierd.core.pickled import DICT, Named
 
 _DCP = "torch.distributed.checkpoint"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _FORMER = "torch.distributed._shard.sharded_tensor.metadata"  # the former module of some of DCP's classes
 PLACES = (
     *(
@@ -19,6 +20,14 @@ PLACES = (
         )
     ),
     (f"{_DCP}.filesystem", "_StorageInfo", "_StorageInfo"),
+    # Megatron keeps the plan of each rank's save in its metadata for its next save. Nothing here reads it.
+    *(
+        (f"{_DCP}.planner", name, "save plan")
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+    ),
+    # Megatron-core 0.15 and before.
+    (_MEGATRON, "MCoreMetadata", "Metadata"),
+    (_MEGATRON, "MCoreSavePlan", "save plan"),
     (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING", "memory format"),
     (_FORMER, "TensorProperties", "TensorProperties"),
     (_FORMER, "MEM_FORMAT_ENCODING", "memory format"),

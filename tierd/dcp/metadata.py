@@ -42,6 +42,8 @@ _TRUSTED = (
     "torch's own dcp.FileSystemReader(DIR) loads it"
 )
 
+# Members that Megatron adds for its own next save. They say nothing of the entries, so they are not read.
+_OF_MEGATRON = ("all_local_plans", "mcore_data")
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 
 
@@ -135,7 +137,9 @@ class _Builder:
 
     def metadata(self, found: Any) -> Metadata:
         optional = {"planner_data": None, "storage_meta": None, "version": None}
-        members = optional | self._members(found, "Metadata", ["state_dict_metadata", "storage_data"], optional)
+        members = optional | self._members(
+            found, "Metadata", ["state_dict_metadata", "storage_data"], (*optional, *_OF_MEGATRON)
+        )
         states, storage = members["state_dict_metadata"], members["storage_data"]
         for name in ("state_dict_metadata", "storage_data"):
             if type(members[name]) is not Pairs:
@@ -147,6 +151,8 @@ class _Builder:
         members["storage_data"] = self._dict(storage[::2], [self._info(one) for one in storage[1::2]])
         members["planner_data"] = self._plain(members["planner_data"], _DEPTH)
         members["storage_meta"] = self._storage_meta(members["storage_meta"])
+        for name in _OF_MEGATRON:
+            members.pop(name, None)
         return Metadata(**_fits(members, Metadata))
 
     # -- tensors ----------------------------------------------------------------------------------------------------

@@ -25,6 +25,13 @@ MUTANTS = (
         "pytest tests/dcp/test_metadata.py -k hang_or_kill",
     ),
     Mutant(
+        "metadata with Megatron's plans is refused",
+        "tierd/dcp/metadata.py",
+        '_OF_MEGATRON = ("all_local_plans", "mcore_data")\n',
+        "_OF_MEGATRON = ()\n",
+        "pytest tests/dcp/test_metadata.py -k megatron_keeps",
+    ),
+    Mutant(
         "what only a newer torch knows of an entry is dropped",
         "tierd/dcp/metadata.py",
         '        if len(fitting) < len(members) and members["transform_descriptors"]:\n',

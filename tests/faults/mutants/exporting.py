@@ -30,6 +30,13 @@ MUTANTS = (
         f"{_TEST_EXPORT} -k memory",
     ),
     Mutant(
+        "an export holds a tensor whole",
+        "tierd/exporting/tensors.py",
+        "SLAB_BYTES = 64 << 20",
+        "SLAB_BYTES = 64 << 30",
+        "pytest tests/reading/test_export_memory.py -k safetensors",
+    ),
+    Mutant(
         "an export that failed leaves its files",
         "tierd/exporting/export.py",
         "        if home.exists():",
