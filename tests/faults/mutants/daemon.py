@@ -143,7 +143,7 @@ MUTANTS = (
         _SPOOL_OBSERVER,
         "again.union(is_open)",
         "is_open",
-        f"{_TEST_SPOOL_OBSERVER} -k whatever",
+        f"{_TEST_SPOOL_OBSERVER} -k lost_a_part",
     ),
     Mutant(
         "a sparing look passes over what this process took away",
