@@ -21,6 +21,7 @@ from tierd.core.ids import PartId
 from tierd.core.manifest import VERSION
 from tierd.core.manifest_codec import decode
 from tierd.core.seal import seal
+from tierd.core.planning.inventory import Inventory
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.service import open_tiers
 from tierd.ipc.protocol import PROTOCOL
@@ -75,6 +76,16 @@ def test_ls_shows_every_copy(places: tuple[Path, Path], capsys: pytest.CaptureFi
         ]
     assert run(["ls", str(tier)]) == 0
     assert "30→" in capsys.readouterr().out
+
+
+def test_ls_does_not_make_the_text_of_all_that_it_observed(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`asyncio.run` does that with a task's result, as it ends."""
+    made: list[object] = []
+    monkeypatch.setattr(Inventory, "__repr__", lambda self: (made.append(self), "")[1])
+    assert run(["ls", str(places[1])]) == 0
+    assert made == []
 
 
 def test_ls_of_another_run_finds_nothing(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

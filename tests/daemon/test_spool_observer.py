@@ -155,6 +155,19 @@ def test_whatever_tierd_does_a_sparing_look_sees_what_a_fresh_look_sees(tmp_path
         assert looked(eye, sparing=True) == looked(SpoolObserver(spool))
 
 
+def test_a_checkpoint_that_lost_a_part_is_asked_about_by_sparing_looks_from_then_on(tmp_path: Path):
+    spool = Spool(tmp_path)
+    for rank in range(2):
+        commit(spool, part(1, rank=rank, world=2))
+    age(spool)
+    eye = SpoolObserver(spool)
+    eye.look()
+    shutil.rmtree(spool.path(part(1, rank=1, world=2)))
+    assert not eye.look().lists(part(1, rank=1, world=2))
+    commit(spool, part(1, rank=1, world=2))
+    assert eye.look(sparing=True).lists(part(1, rank=1, world=2))
+
+
 def test_a_sparing_look_asks_about_what_may_get_more_parts_and_the_next_look_about_the_rest(
     tmp_path: Path, monkeypatch
 ):

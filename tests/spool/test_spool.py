@@ -32,6 +32,7 @@ from tierd.core.seal import seal
 from tierd.spool import stage as stage_module
 from tierd.spool import trash
 from tierd.spool.conditions import translated
+from tierd.spool.directories import directories_in
 from tierd.spool.file_io import write_file
 from tierd.spool.spool import Spool
 from tierd.spool.stage import describe_directory
@@ -736,6 +737,24 @@ def test_names_that_are_no_parts_are_passed_over(spool):
 
 
 # -- pins, lock, and places that cannot be spools ---------------------------------------------------------------------
+
+
+def test_a_runs_directory_with_nothing_but_an_empty_one_for_pins_is_a_leftover(spool):
+    for run, inside in (("bare", ""), ("unpinned", "pins"), ("pinned", "pins/x"), ("used", "one"), ("fuller", "one")):
+        (spool.root / run / inside).mkdir(parents=True)
+    for name in ("pins", "two"):
+        (spool.root / "fuller" / name).mkdir()
+    assert spool.leftovers([]) == ["empty/bare", "empty/unpinned"]
+
+
+def test_directories_that_were_known_and_new_ones_are_listed_and_nothing_else(tmp_path):
+    for name in ("known", "new", ".hidden"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("new")
+    for known in ((), {"known"}, {"known", "new", "gone"}):
+        assert sorted(directories_in(tmp_path, known)) == ["known", "new"]
+    assert directories_in(tmp_path / "absent", {"known"}) == []
 
 
 def test_pins_come_and_go_and_need_no_checkpoint(spool):

@@ -233,6 +233,42 @@ def test_cancelling_is_not_retried() -> None:
     asyncio.run(whole())
 
 
+def test_a_cancelled_scan_ends_the_listing_below_it() -> None:
+    ended: list[str] = []
+
+    class Tidy(MemoryStore):
+        async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+            yield ObjectInfo("a", 1, "")
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                await asyncio.sleep(0)  # as a store that gives its connection back
+                ended.append("cancelled")
+                raise
+
+    async def whole() -> None:
+        task = asyncio.ensure_future(keys(RetryingStore(Tidy())))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(whole())
+    assert ended == ["cancelled"]
+
+
+def test_a_scan_goes_on_with_what_the_listing_waited_for() -> None:
+    class Answering(MemoryStore):
+        async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
+            for key in "abc":
+                answer = asyncio.get_running_loop().create_future()
+                asyncio.get_running_loop().call_soon(answer.set_result, key)
+                await asyncio.sleep(0)
+                yield ObjectInfo(await answer, 1, "")
+
+    assert asyncio.run(keys(RetryingStore(Answering()))) == list("abc")
+
+
 class Stuttering(MemoryStore):
     """A scan that breaks off after each object."""
 

@@ -52,7 +52,7 @@ def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | 
         key: so many columns tell which thing a row is about. If rows take several lines, these have lines of their
             own, which are left out where they repeat those of the row before.
     """
-    widths = [max(map(cell_len, column)) for column in zip(columns, *rows, strict=True)]
+    widths = [max(map(_width, column)) for column in zip(columns, *rows, strict=True)]
     every = range(len(columns))
     if width is None or sum(widths) + _GAP * (len(widths) - 1) <= width:
         line = _Line(0, tuple(every), tuple(widths))
@@ -104,11 +104,15 @@ def _line(chosen: Sequence[int], widths: Sequence[int], width: int, *, indented:
 
 
 def _padded(cell: str, width: int) -> str:
-    return cell + " " * (width - cell_len(cell))
+    return cell + " " * (width - _width(cell))
+
+
+def _width(cell: str) -> int:
+    return len(cell) if cell.isascii() else cell_len(cell)  # rich looks at each character
 
 
 def wrapped(cell: str, width: int) -> list[str]:
     """Break text into lines of at most `width`, between words where that is possible."""
-    if cell_len(cell) <= width:
+    if _width(cell) <= width:
         return [cell]
     return [line.plain.rstrip() for line in Text(cell).wrap(_folding, width, overflow="fold")]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tierd.core.config import Config
 from tierd.core.errors import FormatTooNew
-from tierd.core.ids import CheckpointId, PartId
+from tierd.core.ids import CheckpointId, PartId, in_order
 from tierd.core.planning.copies import CheckpointCopy, ManifestFacts, is_complete, union
 from tierd.core.planning.demand import Demand
 from tierd.core.planning.inventory import Inventory, runs
@@ -129,7 +129,7 @@ def _run(inventory: Inventory, config: Config | None, run: str, defaults: bool) 
             {name: found[checkpoint] for name, found in verdicts.items() if checkpoint in found},
             resumes=checkpoint == first,
         )
-        for checkpoint in sorted({*copies, *aside}, reverse=True)
+        for checkpoint in sorted({*copies, *aside}, key=in_order, reverse=True)
     ]
 
 

@@ -135,7 +135,7 @@ class SpoolObserver:
         stamp_ns = self._spool.stamp(self._spool.where(run))
         if stamp_ns and known.stamp_ns == stamp_ns and not full:
             return known
-        names = self._spool.names(run)
+        names = self._spool.names(run, () if full else known.names)
         settled_ns = stamp_ns if now_ns - stamp_ns > NEAR_NS else 0
         if len(names) == len(known.names) and all(map(known.names.__contains__, names)):
             known.stamp_ns = settled_ns
@@ -149,19 +149,25 @@ class SpoolObserver:
 
     def _look_below(self, home: _Home, doubted: Collection[CheckpointId], *, full: bool, sparing: bool) -> None:
         """Read the directories of checkpoints that may have changed."""
-        stamp, again = self._spool.stamp, False
-        if home.open is None:
-            home.open = [at for at, one in enumerate(home.looked) if not one.is_closed]
-        for at in list(home.open) if sparing else range(len(home.looked)):
+        stamp, again, gone = self._spool.stamp, set[int](), False
+        is_open = home.open
+        if is_open is None:
+            is_open = home.open = [at for at, one in enumerate(home.looked) if not one.is_closed]
+        for at in is_open if sparing else range(len(home.looked)):
             known = home.looked[at]
             stamp_ns = stamp(known.path)
             if stamp_ns and stamp_ns == known.stamp_ns and not full and (not doubted or known.id not in doubted):
                 continue
             home.looked[at] = fresh = self._look_into(known, stamp_ns)
-            again, home.open = True, None
+            again.add(at)
+            home.open = None  # found below, or by the next observation if this one fails
+            home.newest_ns = max(home.newest_ns, fresh.newest_ns)
             if fresh.seen is not known.seen or fresh.childless != known.childless:
                 self._is_stale = True
+            gone |= known.newest_ns > fresh.newest_ns
         if again:
+            home.open = sorted(at for at in again.union(is_open) if not home.looked[at].is_closed)
+        if gone:  # perhaps the newest part of all
             home.newest_ns = max(one.newest_ns for one in home.looked)
 
     def _look_into(self, known: _Looked, stamp_ns: int) -> _Looked:

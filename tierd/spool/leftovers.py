@@ -24,6 +24,7 @@ _LOCKED = ("stage", "fetch")  # subdirectories of `.tierd/` where a directory's 
 # The prefix that `leftovers` gives an empty directory of a checkpoint or run; no directory has this name.
 _EMPTY = "empty"
 _PINS = "pins"  # the directory of pins inside a run's directory
+_VACANT_LINKS = 3  # links to a directory that holds one directory at most; some file systems count none
 
 
 class Leftovers(LocalParts):
@@ -65,6 +66,8 @@ class Leftovers(LocalParts):
         for run in directories_in(self.root):
             try:
                 check_run(run)
+                if (self.root / run).stat().st_nlink > _VACANT_LINKS:
+                    continue
                 inside = list(itertools.islice((self.root / run).iterdir(), 2))
                 if not inside or ([path.name for path in inside] == [_PINS] and not any(inside[0].iterdir())):
                     found.append(run)

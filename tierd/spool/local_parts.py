@@ -7,7 +7,7 @@ import itertools
 import logging
 import operator
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from pathlib import Path
 
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, SpoolUnusable, TierdError
@@ -78,9 +78,14 @@ class LocalParts:
         self.check_mounted()
         return newest
 
-    def names(self, run: str) -> list[str]:
-        """List the directories in a run's directory, by name. Raises OSError if the run cannot be listed."""
-        return directories_in(self.root / run)
+    def names(self, run: str, known: Container[str] = ()) -> list[str]:
+        """List the directories in a run's directory, by name. Raises OSError if the run cannot be listed.
+
+        Args:
+            run: the run.
+            known: names that were listed before, which are not asked again whether they are directories.
+        """
+        return directories_in(self.root / run, known)
 
     def parts_of(self, checkpoint: CheckpointId) -> list[PartId]:
         """List the committed parts of one checkpoint, in order. Raises OSError if the checkpoint cannot be listed."""

@@ -28,7 +28,7 @@ import aiofiles
 
 from tierd.core.errors import ObjectNotFound, StoreFull, StoreRefused, StoreUnavailable, TierdError
 from tierd.priority import Pools
-from tierd.stores.base import Buffer, ObjectInfo, check_key, check_size, octets, room
+from tierd.stores.base import FIRST_PAGE, Buffer, ObjectInfo, check_key, check_size, octets, room
 from tierd.stores.file_listing import parent
 from tierd.stores.file_reads import fill
 from tierd.stores.file_tree import STAT_PAGE, FileTree
@@ -102,19 +102,11 @@ class FileStore:
         return await self._run(self._tree.digest, check_key(key))
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        pending = [parent(prefix)]  # a stack of keys in order, the next one last; directories end in '/'
+        pending, most = [parent(prefix)], FIRST_PAGE
         while pending:
-            if not (first := pending.pop()) or first.endswith("/"):
-                keys, infos = await self._run(self._tree.list_page, first, prefix, after)
-                pending += reversed(keys)
-                for info in infos:
-                    yield info
-                continue
-            directory, page = parent(first), [first]
-            while pending and len(page) < STAT_PAGE and parent(pending[-1]) == directory:
-                page.append(pending.pop())
-            for info in await self._run(self._tree.stat, directory, page):
+            for info in await self._run(self._tree.list_page, pending, prefix, after, most):
                 yield info
+            most = STAT_PAGE
 
     async def directories(self, prefix: str) -> list[str]:
         """List the names directly under `prefix` with one listing; see `stores.base.directories`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 
@@ -9,44 +10,60 @@ from tierd.stores.base import ObjectInfo, is_key
 from tierd.stores.descriptors import descend
 
 
-def list_directory(root: int, directory: str, prefix: str, after: str) -> list[str]:
+def list_directory(
+    root: int, directory: str, prefix: str, after: str, most: int = 0
+) -> tuple[list[ObjectInfo], list[str]]:
     """List the entries of `directory` (empty, or ending in '/') that a scan may show.
 
+    Args:
+        root: the root's descriptor.
+        directory: the directory's key.
+        prefix: as in `Store.scan`.
+        after: as in `Store.scan`.
+        most: how many of the objects before the first subdirectory are described.
+
     Returns:
-        Sorted keys; subdirectories end in '/'.
+        These objects, and the sorted keys that follow them; subdirectories end in '/'.
     """
     found = []
     if directory and not is_key(directory[:-1]):
-        return []
+        return [], []
     try:
-        with descend(root, directory.split("/")[:-1]) as fd, os.scandir(fd) as entries:
-            for entry in entries:
-                key = directory + entry.name
-                if not is_key(key):
-                    continue
-                if entry.is_dir(follow_symlinks=False) and _reaches(key + "/", prefix, after):
-                    found.append(key + "/")
-                elif key.startswith(prefix) and key > after and entry.is_file(follow_symlinks=False):
-                    found.append(key)
+        with descend(root, directory.split("/")[:-1]) as fd:
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    key = directory + entry.name
+                    if not is_key(key):
+                        continue
+                    if entry.is_dir(follow_symlinks=False) and _reaches(key + "/", prefix, after):
+                        found.append(key + "/")
+                    elif key.startswith(prefix) and key > after and entry.is_file(follow_symlinks=False):
+                        found.append(key)
+            found.sort()  # as strings: "a-b" < "a.b" < "a/", which is the order of the keys below
+            first = list(itertools.takewhile(lambda key: not key.endswith("/"), found[:most]))
+            return _stat(fd, first), found[len(first) :]
     except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(found)  # as strings: "a-b" < "a.b" < "a/", which is the order of the keys below
+        return [], []
 
 
 def stat_objects(root: int, directory: str, keys: Sequence[str]) -> list[ObjectInfo]:
     """Describe those of `keys`, which are in `directory`, that still exist."""
-    infos = []
     try:
         with descend(root, directory.split("/")[:-1]) as fd:
-            for key in keys:
-                try:
-                    found = os.stat(key.rpartition("/")[2], dir_fd=fd, follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                token = f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}"
-                infos.append(ObjectInfo(key, found.st_size, token))
+            return _stat(fd, keys)
     except (FileNotFoundError, NotADirectoryError):
-        pass  # removed meanwhile
+        return []  # removed meanwhile
+
+
+def _stat(directory: int, keys: Sequence[str]) -> list[ObjectInfo]:
+    infos = []
+    for key in keys:
+        try:
+            found = os.stat(key.rpartition("/")[2], dir_fd=directory, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        token = f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}"
+        infos.append(ObjectInfo(key, found.st_size, token))
     return infos
 
 

@@ -7,13 +7,12 @@ symlink inside the root.
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import re
 import secrets
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from tierd.core.errors import DeleteRefused, StoreRefused, StoreUnavailable
 from tierd.spool.direct_io import PIECE, write_pages
 from tierd.stores.base import ObjectInfo, check_size
 from tierd.stores.descriptors import DIRECTORY, closing, descend, lock, sweep, sync_directory, unlink
-from tierd.stores.file_listing import list_directory, stat_objects
+from tierd.stores.file_listing import list_directory, parent, stat_objects
 from tierd.stores.file_reads import DIRECT_PIECE, digest_file
 
 STAT_PAGE = 256
@@ -101,23 +100,32 @@ class FileTree:
         Each call checks the root, so that a root that vanished never yields a shorter listing.
         """
         with self._root() as root:
-            return list_directory(root, directory, prefix, after)
+            return list_directory(root, directory, prefix, after)[1]
 
-    def list_page(self, directory: str, prefix: str, after: str) -> tuple[Sequence[str], Sequence[ObjectInfo]]:
-        """List a directory, and the objects in it that come first, in one thread call, because most directories are
-        small.
+    def list_page(self, pending: MutableSequence[str], prefix: str, after: str, most: int) -> Sequence[ObjectInfo]:
+        """Describe a scan's next objects in one thread call, because most directories are small.
 
-        Returns:
-            The keys that follow these objects, as `list` returns them, and the objects.
+        Args:
+            pending: a stack of the keys to come in order, the next one last; directories end in '/'. It is changed.
+            prefix: as in `Store.scan`.
+            after: as in `Store.scan`.
+            most: how many names are looked at, so that a call ends soon; the objects beside the last one may follow.
         """
-        keys = self.list(directory, prefix, after)
-        page = list(itertools.takewhile(lambda key: not key.endswith("/"), keys[:STAT_PAGE]))
-        return keys[len(page) :], self.stat(directory, page) if page else []
-
-    def stat(self, directory: str, keys: Sequence[str]) -> Sequence[ObjectInfo]:
-        """Describe those of `keys`, which are in `directory`, that still exist."""
+        found = []
         with self._root() as root:
-            return stat_objects(root, directory, keys)
+            while pending and most > 0:
+                if not (first := pending.pop()) or first.endswith("/"):
+                    infos, keys = list_directory(root, first, prefix, after, STAT_PAGE)
+                    pending += reversed(keys)
+                    found += infos
+                    most -= 1 + len(infos)
+                    continue
+                directory, page = parent(first), [first]
+                while pending and len(page) < STAT_PAGE and parent(pending[-1]) == directory:
+                    page.append(pending.pop())
+                found += stat_objects(root, directory, page)
+                most -= len(page)
+        return found
 
     def get_small(self, key: str) -> bytes | None:
         """Read a small object, as most manifests are, in one thread call instead of three; None if it is not small."""

@@ -49,7 +49,7 @@ class Window:
     ) -> None:
         self._clock, self._sleep, self._rng = clock, sleep, rng
         self._most = _WIDE
-        self._under_way = 0
+        self._under_way = self._waiting = 0
         self._closed_until = self._resting_until = self._halved_at = -1.0
         self._doublings = 0  # of the next rest
         self._changed = asyncio.Condition()
@@ -75,16 +75,21 @@ class Window:
             self._doublings = max(0, self._doublings - 1)
         finally:
             self._under_way -= 1
-            async with self._changed:
-                self._changed.notify_all()
+            if self._waiting:
+                async with self._changed:
+                    self._changed.notify_all()
 
     async def _wait(self) -> None:
         while self._under_way >= self._most or self._clock() < self._opens_at:
             if (left := self._opens_at - self._clock()) > 0:
                 await self._sleep(left)
                 continue
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._under_way < self._most)
+            self._waiting += 1
+            try:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._under_way < self._most)
+            finally:
+                self._waiting -= 1
 
     @property
     def _opens_at(self) -> float:

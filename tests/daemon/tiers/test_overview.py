@@ -154,9 +154,9 @@ def test_a_directory_is_listed_once_and_a_bucket_by_pages(tmp_path: Path, monkey
     (tmp_path / "tier").mkdir()
     store, calls = FileStore(tmp_path / "tier"), Counter[str]()
 
-    def counted(root: int, directory: str, prefix: str, after: str) -> list[str]:
+    def counted(root: int, directory: str, prefix: str, after: str, most: int = 0) -> object:
         calls[directory] += 1
-        return list_directory(root, directory, prefix, after)
+        return list_directory(root, directory, prefix, after, most)
 
     monkeypatch.setattr("tierd.stores.file_tree.list_directory", counted)
     assert len(lines(store, *wanted)) == 3

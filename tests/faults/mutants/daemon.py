@@ -132,6 +132,20 @@ MUTANTS = (
         f"{_TEST_SPOOL_OBSERVER} -k whatever",
     ),
     Mutant(
+        "a run's newest part is remembered after it was removed",
+        _SPOOL_OBSERVER,
+        "        if gone:  # perhaps",
+        "        if False:  # perhaps",
+        f"{_TEST_SPOOL_OBSERVER} -k whatever",
+    ),
+    Mutant(
+        "a checkpoint that lost a part is passed over by sparing looks",
+        _SPOOL_OBSERVER,
+        "again.union(is_open)",
+        "is_open",
+        f"{_TEST_SPOOL_OBSERVER} -k lost_a_part",
+    ),
+    Mutant(
         "a sparing look passes over what this process took away",
         _SPOOL_OBSERVER,
         " and removals == self._removals",

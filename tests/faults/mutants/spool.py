@@ -16,6 +16,20 @@ _TEST_LINKS = "pytest tests/spool/test_links.py"
 
 MUTANTS = (
     Mutant(
+        "a run's directory with an empty one for pins is kept for ever",
+        "tierd/spool/leftovers.py",
+        "_VACANT_LINKS = 3",
+        "_VACANT_LINKS = 2",
+        "pytest tests/spool/test_spool.py -k empty_one_for_pins",
+    ),
+    Mutant(
+        "a file in a run's directory is a checkpoint's directory",
+        "tierd/spool/directories.py",
+        "if name in known or _is_directory(path / name)",
+        "if True",
+        "pytest tests/spool/test_spool.py -k and_nothing_else",
+    ),
+    Mutant(
         "a copy is not whole",
         "tierd/spool/adopt.py",
         "            write_all(made, data, offset)\n",

@@ -217,6 +217,27 @@ MUTANTS = (
         "pytest tests/stores/test_window.py -k listing",
     ),
     Mutant(
+        "a listing that hangs after its first objects is waited for",
+        "tierd/stores/retry.py",
+        "return await self._within(doing, self._deadline_s, _resumed(call, awaited))",
+        "return await _resumed(call, awaited)",
+        "pytest tests/stores/test_retry.py -k every_call_ends",
+    ),
+    Mutant(
+        "a listing that is cancelled keeps what it uses",
+        "tierd/stores/retry.py",
+        "                awaited = call.throw(error)\n",
+        "                raise\n",
+        "pytest tests/stores/test_retry.py -k ends_the_listing",
+    ),
+    Mutant(
+        "one object of a directory tier is looked up by a whole page",
+        "tierd/stores/file.py",
+        "[parent(prefix)], FIRST_PAGE",
+        "[parent(prefix)], STAT_PAGE",
+        f"{_TEST_FILE} -k small_directories",
+    ),
+    Mutant(
         "no attempt has a deadline",
         "tierd/stores/retry.py",
         "async with asyncio.timeout(deadline_s):",

@@ -14,7 +14,7 @@ from tierd.cli.acting.import_spool import import_spool
 from tierd.cli.known import answering
 from tierd.cli.options import AttemptOption, JsonOption, KeyFileOption, Places, ToOption
 from tierd.cli.progress import progress
-from tierd.cli.reading.read import look
+from tierd.cli.reading.read import observed
 from tierd.cli.tables import complain, console, print_json, print_table, size, table
 from tierd.core.config import Config, from_urls
 from tierd.core.errors import CheckpointNotFound, ConfigError
@@ -208,7 +208,7 @@ def _show_imported(answer: Imported) -> None:
 
 def _unkept(config: Config, run: str, ids: set[tuple[int, str]]) -> tuple[int, ...]:
     """Return the steps among these checkpoints that retention would prune from a tier."""
-    found = report(asyncio.run(look(Places(None, config, policy=False), run)), config, run).checkpoints
+    found = report(observed(Places(None, config, policy=False), run), config, run).checkpoints
     mine = (one for one in found if (one.step, one.attempt) in ids)
     return tuple(sorted(one.step for one in mine if not all(copy.keep for copy in one.copies)))
 

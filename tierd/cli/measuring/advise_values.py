@@ -6,7 +6,6 @@ names the option.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +15,7 @@ from msgspec import Meta
 
 from tierd.cli.known import answering
 from tierd.cli.options import places
-from tierd.cli.reading.read import look
+from tierd.cli.reading.read import observed
 from tierd.cli.units import LONGEST, SHORTEST, rate, size, time
 from tierd.core.advice.run_history import Past, past
 from tierd.core.errors import ConfigError
@@ -49,7 +48,7 @@ def past_of(from_run: tuple[str, str] | None, spool: Path | None, run: str | Non
         raise ConfigError("--from-run names a tier and the run itself; leave --spool and --run out")
     urls, name = ([from_run[0]], from_run[1]) if from_run else (None, run)
     where = places(spool, urls, None)
-    world: Inventory = asyncio.run(look(where, name))
+    world: Inventory = observed(where, name)
     if name is None:
         there = runs(world)
         if len(there) != 1:

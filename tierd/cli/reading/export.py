@@ -5,9 +5,6 @@ Invariant: torch and the reading modules are imported only when the command runs
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +24,7 @@ from tierd.cli.options import (
 )
 from tierd.cli.progress import progress
 from tierd.cli.tables import complain, console, print_json, size
+from tierd.cli.uncollected import uncollected
 from tierd.core.errors import ConfigError
 
 
@@ -63,7 +61,7 @@ def export(
         raise ConfigError("export needs a tier's URL, --run RUN and --to DIR")
     best_goal(best, mode, step)
     try:
-        with _uncollected():
+        with uncollected():
             from tierd.reading import exports as _exports  # noqa: F401  loaded here, because `Reader.export` needs it
             from tierd.reading import open as open_run
     except ModuleNotFoundError as error:
@@ -100,15 +98,3 @@ def export(
         complain(f"--dtype {dtype} made finite values infinite in {', '.join(done.overflowed[:5])}{more}")
     for one in done.skipped:
         out.print(f"skipped {one}")
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Pause the garbage collector while modules are loaded: it visits all their objects again and again, in vain."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

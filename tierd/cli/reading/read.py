@@ -27,6 +27,7 @@ from tierd.cli.options import (
 )
 from tierd.cli.progress import progress
 from tierd.cli.tables import checkpoints, complain, console, print_checkpoints, print_json, size, table
+from tierd.cli.uncollected import uncollected
 from tierd.core.errors import (
     DaemonAbsent,
     DaemonUnavailable,
@@ -98,7 +99,7 @@ def show(
 ) -> None:
     """One checkpoint: its manifest's files, metrics, origin, lineage, and every copy."""
     where = places(spool, url, config, key_file=key_file)
-    inventory = asyncio.run(look(where, run))
+    inventory = observed(where, run)
     with answering(where, run):
         checkpoint = choose(inventory, run, step, attempt)
     found = next(
@@ -222,14 +223,21 @@ def _report(where: Places, run: str | None) -> tuple[Report, bool]:
         except DaemonUnavailable as error:
             complain(f"{error}. Without it, only the spool is shown")
             unanswered = True
-    return report(asyncio.run(look(where, run)), where.config, run, defaults=where.policy), unanswered
+    with uncollected():
+        return report(observed(where, run), where.config, run, defaults=where.policy), unanswered
 
 
-async def look(where: Places, run: str | None) -> Inventory:
+def observed(where: Places, run: str | None) -> Inventory:
     """Observe all places for one run, or for all."""
-    hasten()  # a person waits
-    async with AsyncExitStack() as stack:
-        return await look_around(where.spool, await _stores(where, stack), run, chunks=False)
+    found: list[Inventory] = []
+
+    async def look() -> None:
+        hasten()  # a person waits
+        async with AsyncExitStack() as stack:
+            found.append(await look_around(where.spool, await _stores(where, stack), run, chunks=False))
+
+    asyncio.run(look())  # the task has no result, because `asyncio.run` makes the text of all of it as it ends
+    return found[0]
 
 
 async def _stores(where: Places, stack: AsyncExitStack) -> dict[str, Store]:

@@ -41,12 +41,14 @@ def wanted_on(demand: Demand, name: str, tier: Place) -> Wanted:
     # this daemon sent.
     pins = tier.pins | inventory.spool.pins if is_janitor(inventory, tier, run) else tier.pins
     over = oldest_completable(tier, demand.policy(name), run, demand.living(name))
-    # Complete checkpoints are ranked alone first, so that a checkpoint that is never completed displaces none of them.
-    wanted = demand.wanted(name, pins) & demand.whole
     # Incomplete checkpoints in this spool count as complete, because other spools may hold their other parts.
     here = inventory.spool.run(run).seen
-    wanted = demand.wanted(name, pins, [one for one in demand.halves if one in here and one.attempt >= over]) | wanted
-    wanted = Wanted(frozenset(_begun(tier, run)), lambda _: False) | wanted
+    hoped = [one for one in demand.halves if one in here and one.attempt >= over]
+    wanted = demand.wanted(name, pins, hoped)
+    if hoped:  # complete ones are also ranked alone, so that one that is never completed displaces none of them
+        wanted |= demand.wanted(name, pins) & demand.whole
+    if begun := _begun(tier, run):
+        wanted = Wanted(frozenset(begun), lambda _: False) | wanted
     # A restore on another node waits for these checkpoints, and needs no newer ones.
     needed = demand.wanted(name, pins, inventory.needed) & inventory.needed if inventory.needed else None
     return needed | wanted if needed else wanted

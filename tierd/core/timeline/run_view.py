@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from tierd.core.errors import ManifestError, SpoolUnusable
-from tierd.core.ids import CheckpointId
+from tierd.core.ids import CheckpointId, in_order
 from tierd.core.manifest import metrics_to_json
 from tierd.core.planning.copies import ManifestFacts, complete_world_sizes, is_complete, union
 from tierd.core.planning.inventory import Inventory
@@ -93,7 +93,7 @@ def run_view_of(inventory: Inventory, run: str, metrics: Collection[str] = ()) -
     mixed: set[CheckpointId] = set()
     hollow: set[CheckpointId] = set()
     parts: dict[str, dict[int, dict[int, list[int]]]] = {}
-    for checkpoint in sorted({*own, *others}):
+    for checkpoint in sorted({*own, *others}, key=in_order):
         here, there = own.get(checkpoint, {}), others.get(checkpoint, {})
         ranks = union(here, there)
         if sizes := complete_world_sizes(ranks):
