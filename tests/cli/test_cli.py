@@ -20,8 +20,8 @@ from tierd.core.config import from_urls
 from tierd.core.ids import PartId
 from tierd.core.manifest import VERSION
 from tierd.core.manifest_codec import decode
-from tierd.core.seal import seal
 from tierd.core.planning.inventory import Inventory
+from tierd.core.seal import seal
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.service import open_tiers
 from tierd.ipc.protocol import PROTOCOL

@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from types import coroutine
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 from tierd.core.errors import StoreUnavailable
 from tierd.stores.base import LARGEST, Buffer, ObjectInfo, Store, digesting, digests, directories, held
@@ -106,17 +105,10 @@ class RetryingStore:
 
     async def _next(self, doing: str, listing: AsyncGenerator[ObjectInfo, None], *, begun: bool) -> ObjectInfo | None:
         """Return a listing's next object; None at its end. Its beginning is a request, which the window may hold up."""
-        if not begun:
-            async with self._window.request():
-                return await self._within(doing, self._deadline_s, anext(listing, None))
-        call = anext(listing, None).__await__()
-        try:
-            awaited = call.send(None)
-        except (
-            StopIteration
-        ) as done:  # most objects came with the page before them, and a deadline costs more than they
-            return cast("ObjectInfo | None", done.value)
-        return await self._within(doing, self._deadline_s, _resumed(call, awaited))
+        if begun:
+            return await self._within(doing, self._deadline_s, anext(listing, None))
+        async with self._window.request():
+            return await self._within(doing, self._deadline_s, anext(listing, None))
 
     async def directories(self, prefix: str) -> list[str] | None:
         """List a directory of `inner`; see `stores.base.directories`."""
@@ -161,18 +153,3 @@ class RetryingStore:
             delay += error.wait_s
         _log.warning("%s: attempt %d of %d failed, again in %.2f s: %s", doing, failed, self._attempts, delay, error)
         await self._sleep(delay)
-
-
-@coroutine
-def _resumed(call: Generator[Any, Any, T], awaited: Any) -> Generator[Any, Any, T]:
-    """Run a coroutine to its end that was begun, and now waits for `awaited`."""
-    try:
-        while True:
-            try:
-                answer = yield awaited
-            except BaseException as error:
-                awaited = call.throw(error)
-            else:
-                awaited = call.send(answer)
-    except StopIteration as done:
-        return cast(T, done.value)

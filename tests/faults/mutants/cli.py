@@ -25,7 +25,7 @@ MUTANTS = (
     Mutant(
         "layout: a line may be wider than the terminal",
         "tierd/cli/layout.py",
-        "    if cell_len(cell) <= width:\n        return [cell]\n",
+        "    if _width(cell) <= width:\n        return [cell]\n",
         "    return [cell]\n",
         "pytest tests/cli/test_layout.py -k too_wide_and_no_text",
     ),

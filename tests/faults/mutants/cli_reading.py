@@ -9,7 +9,7 @@ _STATUS = "tierd/cli/reading/status.py"
 MUTANTS = (
     Mutant(
         "an export collects no garbage",
-        "tierd/cli/reading/export.py",
+        "tierd/cli/uncollected.py",
         "            gc.enable()\n",
         "            pass\n",
         "pytest tests/reading/test_export.py -k corrupt_checkpoint_is_skipped",
