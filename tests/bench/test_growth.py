@@ -66,6 +66,17 @@ def test_a_ceiling_of_the_same_run_stands_beside_the_figure():
     assert "| 2 | 4 (50% of it) | **not met** |" in page.page(result(decode=rows))
 
 
+def test_a_ceiling_of_a_ratio_is_a_ratio_too():
+    rows = {"file bf16": {"tierd": arm("wall_s", 4.0), "unverified": arm("wall_s", 3.0), "least": arm("wall_s", 2.0)}}
+    found = [one for one in verdicts(result(cold=rows)) if "wall" in one.goal and one.row == "file bf16"]
+    assert [(one.measured, one.ceiling, one.met) for one in found] == [(0.75, 1.5, False)]
+
+
+def test_the_share_of_a_ceiling_below_a_limit_is_what_the_least_takes_of_it():
+    rows = {"200 x 50 x 8": {"tierd": arm("wall_s", 8.0), "least": arm("wall_s", 2.0)}}
+    assert "| 8 | 2 (25% of it) | **not met** |" in page.page(result(ls=rows))
+
+
 def test_what_was_not_measured_has_no_verdict():
     assert all(verdict.met is None for verdict in verdicts(result()))
     assert page.page(result()).count("not measured") == len(GOALS)
@@ -147,7 +158,7 @@ def test_every_way_to_restore_brings_back_what_was_saved(tmp_path, monkeypatch):
     url = f"file://{tmp_path}/tier"
     cold.put("bf16", url, tmp_path)
     expected = json.loads((tmp_path / cold.DIGESTS).read_text())
-    for way in ("unverified", "tierd", "restore --to"):
+    for way in ("unverified", "tierd", "restore --to", "least"):
         state, figures = cold.WAYS[way]("bf16", url, tmp_path)
         assert figures["wall_s"] > 0
         assert state is None or cold.digests(state) == expected

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,16 @@ import torch
 import tierd
 from tierd.bench import procfs
 from tierd.bench.growth.measured import Clock, Figures, Rows, Samples
+from tierd.codec.codec import decode
 from tierd.core.config import from_urls
+from tierd.core.manifest import Chunk
+from tierd.core.manifest_codec import decode as decode_manifest
 from tierd.core.urls import StoreUrl, parse_url
 from tierd.spool.file_io import digest
 
 RUN, PLAIN, DIGESTS = "bench", "plain/state.pt", "digests.json"
 GIGABYTES, ROUNDS, TENSORS = 0.5, 3, 64
-ARMS = ("unverified", "tierd", "restore --to")
+ARMS = ("unverified", "tierd", "restore --to", "least")
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _PIECE, _HANDS = 8 << 20, 10  # as boto3 downloads by default
 _LISTED_S = 2.0  # a daemon has listed its tier by then
@@ -150,10 +154,29 @@ def by_command(_: str, url: str, work: Path) -> tuple[None, Figures]:
     return None, found
 
 
+def least(_: str, url: str, work: Path) -> tuple[None, Figures]:
+    """Read, verify and decode each object of a directory tier, on every core, as each verified restore must."""
+    run = Path(parse_url(url).path, RUN)
+    (path,) = (path for path in (run / "manifests").rglob("*") if path.is_file())
+    chunks = list(decode_manifest(path.read_bytes()).chunks())
+    memory = memoryview(torch.full((sum(chunk.size for chunk in chunks),), 255, dtype=torch.uint8).numpy().data)
+
+    def read(chunk: Chunk, start: int) -> None:
+        assert chunk.stored is not None
+        decode(chunk, (run / chunk.stored.key).read_bytes(), str(run), memory[start : start + chunk.size])
+
+    starts = [0, *accumulate(chunk.size for chunk in chunks)]
+    clock = Clock()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(read, chunks, starts))
+    return None, clock.read()
+
+
 WAYS: dict[str, Callable[[str, str, Path], tuple[dict[str, torch.Tensor] | None, Figures]]] = {
     "unverified": unverified,
     "tierd": verified,
     "restore --to": by_command,
+    "least": least,
 }
 
 
@@ -177,9 +200,10 @@ def restores(home: Path, kind: str, url: str) -> Samples:
     if not url:
         (home / "tier").mkdir()
     subprocess.run([*command, "put"], check=True)
-    samples: Samples = {arm: [] for arm in ARMS}
+    arms = [arm for arm in ARMS if arm != "least" or not url]
+    samples: Samples = {arm: [] for arm in arms}
     for _ in range(ROUNDS):
-        for arm in ARMS:
+        for arm in arms:
             procfs.drop_cache(home)
             done = subprocess.run([*command, arm], stdout=subprocess.PIPE, text=True, check=True)
             samples[arm].append(json.loads(done.stdout.splitlines()[-1]))

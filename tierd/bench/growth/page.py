@@ -63,7 +63,8 @@ def _goals(result: GrowthResult) -> Iterator[str]:
         limit = f"{_SIGNS[one.relation]} {one.limit:g}"
         ceiling = ""
         if one.ceiling and one.measured:
-            ceiling = f"{one.ceiling:.3g} ({one.measured / one.ceiling:.0%} of it)"
+            reached = one.measured / one.ceiling if one.relation == ">=" else one.ceiling / one.measured
+            ceiling = f"{one.ceiling:.3g} ({reached:.0%} of it)"
         measured = "" if one.measured is None else f"{one.measured:.3g}"
         yield f"| {one.goal} | {one.row} | {limit} | {measured} | {ceiling} | {_MET[one.met]} |"
 
