@@ -105,11 +105,11 @@ def measured(ranks: int, checkpoints: int) -> dict[str, object]:
     """One inventory's figures: seconds, and bytes of memory at the peak of an observation and after it."""
     store, mine = filled(ranks, checkpoints), {RUN: frozenset(range(LOCAL))}
     eye = TierObserver(store)
-    first, tier = seconds(lambda: asyncio.run(eye.look({RUN}, mine)))
-    again, _ = seconds(lambda: asyncio.run(eye.look({RUN}, mine)))
+    first, tier = seconds(lambda: asyncio.run(eye.observe({RUN}, mine)))
+    again, _ = seconds(lambda: asyncio.run(eye.observe({RUN}, mine)))
     few = range(checkpoints - FEW, checkpoints)
     tracemalloc.start()
-    seen = asyncio.run(TierObserver(store).look({RUN}, mine))
+    seen = asyncio.run(TierObserver(store).observe({RUN}, mine))
     plan(Inventory(spool(ranks, few), {"tier": seen}), config(RetentionPolicy(keep_last=checkpoints)), {}, 0.0)
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -185,18 +185,20 @@ A manifest's size on a tier, of one file in chunks of 32 MiB, and its size with 
 
 
 def page(result: dict[str, Any]) -> str:
-    looks, plans, manifests = [], [], []
+    observations, plans, manifests = [], [], []
     for one in result["worlds"]:
         name = f"{one['ranks']:,} x {one['checkpoints']:,}"
         took = f"{one['look_first_s']:.2f} s | {one['look_again_s']:.2f} s"
-        looks.append(f"| {name} | {took} | {one['held_bytes'] / 1e6:.0f} MB | {one['peak_bytes'] / 1e6:.0f} MB |")
+        observations.append(
+            f"| {name} | {took} | {one['held_bytes'] / 1e6:.0f} MB | {one['peak_bytes'] / 1e6:.0f} MB |"
+        )
         for case in one["spools"]:
             times = " | ".join(f"{case[key]:.3f} s" for key in ("plan_s", "report_s", "candidates_s"))
             plans.append(f"| {name} | {case['spool']} | {case['policy']} | {times} |")
     for one in result["manifests"]:
         sizes = f"{one['bytes'] / 1e3:,.1f} kB | {one['zstd'] / 1e3:,.1f} kB"
         manifests.append(f"| {one['part_gb']} GB | {one['chunks']:,} | {sizes} |")
-    pieces = (ABOUT.format(**result), *looks, PLANS.rstrip("\n"), *plans, NOTES.rstrip("\n"), *manifests)
+    pieces = (ABOUT.format(**result), *observations, PLANS.rstrip("\n"), *plans, NOTES.rstrip("\n"), *manifests)
     return "\n".join(piece.rstrip("\n") for piece in pieces) + "\n"
 
 

@@ -168,21 +168,21 @@ class Trial:
 
     async def scrub(self) -> tuple[Reconciler, Counter[tuple[str, str]]]:
         """Read every copy again; the daemon, and how many chunks it told of by place and part."""
-        told: Counter[tuple[str, str]] = Counter()
+        reported: Counter[tuple[str, str]] = Counter()
 
         def listen(event) -> None:  # type: ignore[no-untyped-def]
             if event.what == "corrupt":
                 match = re.match(r"scrubbed, ([0-9]+) of", event.why)
-                told[event.place, event.subject] += int(match[1]) if match else 0
+                reported[event.place, event.subject] += int(match[1]) if match else 0
 
         daemon = Reconciler(self.config, self.spool, self.stores, listen)
         for name in daemon.workers:
-            await daemon.look(name)
+            await daemon.observe(name)
         world = daemon.inventory()
         for place, held in {**world.tiers, SPOOL: world.spool}.items():
             for part in sorted(held.parts()) if held else ():
                 await daemon.scrubber.scrub(ScrubbedCopy(place, part))
-        return daemon, told
+        return daemon, reported
 
 
 async def run(root: Path, parts: int, count: int, seed: int = 1) -> dict[str, object]:
@@ -195,11 +195,11 @@ async def run(root: Path, parts: int, count: int, seed: int = 1) -> dict[str, ob
     for store in trial.stores.values():
         store.noise = trial.noise
     begun = time.monotonic()
-    daemon, told = await trial.scrub()
+    daemon, reported = await trial.scrub()
     took = time.monotonic() - begun
     wanted = Counter((place, str(part)) for place, part, _ in spots)
     right = {spot for spot, path in trial.paths.items() if path.exists() and path.read_bytes() == before[spot]}
-    aside = {part for part in trial.parts if trial.spool.path(part).is_dir() is False}
+    quarantined = {part for part in trial.parts if trial.spool.path(part).is_dir() is False}
     kept = {
         name: {path.parent.name for path in (root / name / manifests_prefix("run")).rglob("*.json")} for name in TIERS
     }
@@ -213,14 +213,14 @@ async def run(root: Path, parts: int, count: int, seed: int = 1) -> dict[str, ob
         "damaged": len(spots),
         "good": len(trial.paths) - len(spots),
         "kinds": dict(sorted(kinds.items())),
-        "found": sum((told & wanted).values()),
-        "false_alarms": sum((told - wanted).values()) + sum(told_again.values()),
+        "found": sum((reported & wanted).values()),
+        "false_alarms": sum((reported - wanted).values()) + sum(told_again.values()),
         "counted": counters["scrub_findings"],
         "repairable": len(healable),
         "repaired": len(healable & right),
         "good_that_changed": len({spot for spot in trial.paths if spot not in spots and spot[1] not in lost} - right),
         "parts_beyond_repair": len(lost),
-        "set_aside_exactly_those": aside == lost
+        "set_aside_exactly_those": quarantined == lost
         and all(
             names == {part.checkpoint.name for part in trial.parts} - {p.checkpoint.name for p in lost}
             for names in kept.values()

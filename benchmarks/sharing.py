@@ -69,8 +69,8 @@ def sent(bound: float, keep: int) -> int:
             part = PartId(CheckpointId("run", "0" * 12 + "-" + "0" * 8, step), 0, 1)
             if owner is None or owner in sharing.worn(Place.of(there), part):
                 owner, times = part.checkpoint, times + 1
-            borrowed = frozenset({owner} - {part.checkpoint})
-            there[part] = ManifestFacts(datetime.now(UTC), {}, None, 0, 0, borrowed)
+            bases = frozenset({owner} - {part.checkpoint})
+            there[part] = ManifestFacts(datetime.now(UTC), {}, None, 0, 0, bases)
             there = dict(list(there.items())[-keep:])
     return times
 

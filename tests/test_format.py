@@ -75,7 +75,7 @@ def test_the_fixture_shows_what_the_format_has():
     assert {name.rsplit(".", 1)[1] for name in names if "/chunks/" in name} == {"raw", "zst"}
     first, second = map(on_tier, PARTS)
     assert max(len(file.chunks) for file in second.files) == 3
-    assert ManifestFacts.of(second).borrowed == {A}
+    assert ManifestFacts.of(second).bases == {A}
     assert (first.origin, second.origin) == (None, A)
     assert math.isnan(second.numbers["loss"])
     assert second.numbers["accuracy"] == math.inf
@@ -156,27 +156,27 @@ def test_patches_are_read_and_verified_and_a_patch_of_patches_too(tmp_path):
 
 def test_packed_runs_are_read():
     pytest.importorskip("torch")
-    from support.exact import told
+    from support.exact import described
 
     from tierd.state.flatten import unflatten
 
     files, expected = tree(VALUES), _maker("make_v1_values").state()
     found = unflatten(files["state.json"], bytearray(files["tensors.safetensors"]))
-    assert told(found) == told(expected)
+    assert described(found) == described(expected)
     assert files == _maker("make_v1_values").files()
 
 
 def test_packed_runs_are_read_by_nothing_but_the_tables_of_the_format():
     pytest.importorskip("torch")
     from support.by_hand import values
-    from support.exact import told
+    from support.exact import described
 
     files, expected = tree(VALUES), _maker("make_v1_values").state()
     found = values(files["state.json"], files["tensors.safetensors"])
     assert list(found) == list(expected)
     found["done"] = type(expected["done"])(found["done"], 2000)
     found["seen"]["by number"] = type(expected["seen"]["by number"])(found["seen"]["by number"])
-    assert told(found) == told(expected)
+    assert described(found) == described(expected)
 
 
 # -- written the same by today's code ---------------------------------------------------------------------------------

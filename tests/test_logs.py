@@ -18,8 +18,8 @@ EVIL = "\u202e\x9b31m\u2028"
 
 
 def shown(formatter: logging.Formatter, level: int, message: str, error: Exception | None = None) -> str:
-    told = (type(error), error, None) if error else None
-    return formatter.format(logging.LogRecord("a.library", level, "", 0, message, (), told))
+    reported = (type(error), error, None) if error else None
+    return formatter.format(logging.LogRecord("a.library", level, "", 0, message, (), reported))
 
 
 @pytest.mark.parametrize(

@@ -90,17 +90,17 @@ def test_what_a_tier_that_answers_has_must_be_sent_before_the_run_leaves(tmp_pat
     assert [wrong for wrong in region.keeper.at_rest() if wrong.startswith("far holds")]
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_launch_that_only_a_head_tells_of_decides_what_a_restore_gives(tmp_path: Path, told: bool) -> None:
+@pytest.mark.parametrize("reported", [True, False])
+def test_a_launch_that_only_a_head_tells_of_decides_what_a_restore_gives(tmp_path: Path, reported: bool) -> None:
     """FORMAT.md: the newest attempt is the newest in any manifest or head, also if nothing of it can be read. Seed
     1000105: B restored where only A's spool had the newest launch, and a head on the tier told of it."""
     region = Region(tmp_path, configured=True)
     region.save(2, region.near)
     region.save(5, region.near)
     region.save(3, node="B", launch=3, origin=(1, 2))
-    if told:
+    if reported:
         launches = {f"{one:012x}-{one:08x}": {} for one in (1, 3)}
         region.near.put("run/timeline/00000000.json", json.dumps({"launches": launches}).encode(), "B")
     reach = region.keeper.reach("A")
-    assert region.keeper.offered("A", "run", reach, 0.0) == ("run", 1, 2 if told else 5)
-    assert is_on(region.keeper.passed("A", "run"), ("run", 1, 5)) is not told
+    assert region.keeper.offered("A", "run", reach, 0.0) == ("run", 1, 2 if reported else 5)
+    assert is_on(region.keeper.passed("A", "run"), ("run", 1, 5)) is not reported

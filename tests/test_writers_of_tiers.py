@@ -256,7 +256,7 @@ def steps_seen(daemon) -> set[int]:
 
 
 def test_no_key_held_up(tier, bucket, spool, monkeypatch, caplog):
-    timed(monkeypatch, mark_looks=2)
+    timed(monkeypatch, mark_reads=2)
     asyncio.run(bucket.put(pin_key(part(1).checkpoint), b""))
     asyncio.run(bucket.put(f"{pruning_prefix(RUN)}{part(4).checkpoint.name}.{USUAL.now_ms():012x}-deadbeef", b""))
     commit(spool, part(4))

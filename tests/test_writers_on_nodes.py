@@ -176,17 +176,17 @@ WHOLE = RunView(whole={2: {attempt(1): [1, 2]}}, origins={attempt(1): None})
 
 @pytest.mark.parametrize("liar", [0, 1])
 @pytest.mark.parametrize(
-    ("sight", "lost"),
+    ("view", "lost"),
     [
         (RunView(whole={2: {attempt(1): [1, 2, 3]}}, origins={attempt(1): None}), "lacking"),
         (RunView(origins={attempt(1): None, attempt(5): None}), "nothing"),
         (RunView(aside={attempt(1): [9]}, gone={attempt(4): [9]}, unreached=("tier",)), "said"),
     ],
 )
-def test_rank_says(sight, lost, liar):
+def test_rank_says(view, lost, liar):
     """What one rank says of what it sees: the others never take for theirs what they do not see themselves."""
-    sights = [sight, WHOLE] if liar == 0 else [WHOLE, sight]
-    found: RestoreOrder = agree(sights, RUN, world=2)
+    views = [view, WHOLE] if liar == 0 else [WHOLE, view]
+    found: RestoreOrder = agree(views, RUN, world=2)
     first = found.candidates[0] if found.candidates else None
     if lost == "lacking":  # what it made up is waited for, and the restore says that no copy is seen
         assert first and first.checkpoint.step == 3 and 1 - liar in first.lacking

@@ -86,7 +86,7 @@ def make(kind: str, gigabytes: float, path: Path, steps: int, seconds: float) ->
     while training.number < steps and (time.monotonic() - begun < seconds or not losses):
         losses.append(training.step())
     shape, last = training.shape, losses[-10:]
-    told = {
+    reported = {
         "steps": str(training.number),
         "loss": f"{losses[0]:.2f} -> {sum(last) / len(last):.2f}",
         "model": f"{shape.depth} blocks of width {shape.width}",
@@ -94,9 +94,9 @@ def make(kind: str, gigabytes: float, path: Path, steps: int, seconds: float) ->
     }
     if kind == "bf16":
         kept = [(f"weights/{name}", tensor) for name, tensor in training.model.named_parameters()]
-        _write(path, kept, torch.bfloat16, told)
+        _write(path, kept, torch.bfloat16, reported)
     else:
-        _write(path, list(_all_of(training)), torch.float32, told)
+        _write(path, list(_all_of(training)), torch.float32, reported)
 
 
 def _begin(module: nn.Module) -> None:
@@ -113,9 +113,9 @@ def _all_of(training: Any) -> Iterator[tuple[str, Tensor]]:
             yield f"{moment}/{name}", training.optimizer.state[parameter][moment]
 
 
-def _write(path: Path, tensors: Sequence[tuple[str, Tensor]], dtype: torch.dtype, told: dict[str, str]) -> None:
+def _write(path: Path, tensors: Sequence[tuple[str, Tensor]], dtype: torch.dtype, reported: dict[str, str]) -> None:
     """A safetensors file, one tensor in memory at a time; `save_file` would need all of them twice."""
-    header: dict[str, Any] = {"__metadata__": told}
+    header: dict[str, Any] = {"__metadata__": reported}
     offset = 0
     for name, tensor in tensors:
         end = offset + tensor.numel() * dtype.itemsize

@@ -137,7 +137,7 @@ class Watch:
     """Samples a process tree's memory in a thread until it is left."""
 
     def __init__(self, pid: int) -> None:
-        self._pid, self._pids, self._looked = pid, [pid], 0.0
+        self._pid, self._pids, self._observed = pid, [pid], 0.0
         self.samples: list[tuple[float, dict[str, int]]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -151,8 +151,8 @@ class Watch:
     def _run(self) -> None:
         while not self._over.wait(_SAMPLE):
             now = time.monotonic()
-            if now - self._looked > _RESCAN:
-                self._pids, self._looked = procfs.tree(self._pid), now
+            if now - self._observed > _RESCAN:
+                self._pids, self._observed = procfs.tree(self._pid), now
             found = [_status(pid) for pid in self._pids]
             self.samples.append((now, {name: sum(one.get(name, 0) for one in found) for name in RSS}))
 

@@ -50,8 +50,8 @@ def _save(bench: Bench, case: Case, home: Path) -> Figures:
 
 def _peer_save(bench: Bench, case: Case, home: Path) -> Figures:
     with bench.emptied("a"), bench.lane(PEER, home) as lane:
-        told = lane.ask("load", path=str(bench.file(case)), endpoint=bench.bucket.endpoint)
-        bench.peer_packages = told["packages"]
+        reported = lane.ask("load", path=str(bench.file(case)), endpoint=bench.bucket.endpoint)
+        bench.peer_packages = reported["packages"]
         lane.ask("ready", home=str(home))
         settle(home)
         costs = Costs(lane.pid)
@@ -143,8 +143,8 @@ def _beside(bench: Bench, case: Case, home: Path, training: float, state: Path |
     (home / "tier").mkdir()
     url = bench.bucket.url("e") if case.place == "s3" else f"file://{home / 'tier'}"
     with bench.emptied("e"), bench.daemon(home, url) as daemon, bench.lane(OURS, home) as lane:
-        told = lane.ask("train", gigabytes=training, path=str(state) if state else None)
-        case.raw_bytes = told["bytes"]
+        reported = lane.ask("train", gigabytes=training, path=str(state) if state else None)
+        case.raw_bytes = reported["bytes"]
         lane.ask("ready", spool=str(home / "spool"), state_bytes=case.raw_bytes)
         settle(home)
         steps = lane.ask("idle", seconds=bench.window / 2)["steps_s"]

@@ -112,9 +112,9 @@ def _about(result: Result) -> str:
     machine = result.machine
     packages = ", ".join(f"{name} {version}" for name, version in sorted(machine.packages.items()))
     data = "\n".join(
-        f"- {name}: {told['parameters']} parameters ({told['model']}), {told['steps']} steps of training, "
-        f"loss {told['loss']}"
-        for name, told in result.data.items()
+        f"- {name}: {reported['parameters']} parameters ({reported['model']}), {reported['steps']} steps of training, "
+        f"loss {reported['loss']}"
+        for name, reported in result.data.items()
     )
     options = ", ".join(f"{name} {value}" for name, value in result.options.items())
     dropped = "was dropped" if result.cache_dropped else "could not be dropped (that needs root)"

@@ -118,7 +118,7 @@ def test_what_a_loop_restores_into_is_not_taken_for_what_it_trains_with(loop, en
 def test_what_differs_from_launch_to_launch_is_no_finding_though_a_rank_was_killed_before_it_could_show():
     """Rank 1 died with rank 0 before its state was captured, so only a second uninterrupted run tells what varies."""
     lines: list[str] = []
-    report = assert_resumes("support.loops:late_rank", steps=8, kill_at=(4,), ranks=2, tell=lines.append)
+    report = assert_resumes("support.loops:late_rank", steps=8, kill_at=(4,), ranks=2, on_line=lines.append)
     assert report.exact and [one.began for one in report.launches] == [1, 3]
     assert any(line.startswith("uninterrupted again") for line in lines)
 

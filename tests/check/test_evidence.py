@@ -216,7 +216,7 @@ def test_generators_in_objects_closures_and_global_variables_are_seen():
 # -- what is beside the checkpoint, and what is set before a step ------------------------------------------------------
 
 
-def looks(step: int, moment: str, **values: float | str) -> Taken:
+def captured(step: int, moment: str, **values: float | str) -> Taken:
     """A capture of data in the loop's variables, and of a generator."""
     found = {f"loop() {name.replace('_in_', '.')}": ValueLeaf(f"{one}", f"{one}") for name, one in values.items()}
     found = {path: ValueLeaf(one.digest, one.text, saved=False) for path, one in found.items()}
@@ -225,12 +225,12 @@ def looks(step: int, moment: str, **values: float | str) -> Taken:
 
 def test_an_epoch_beside_the_checkpoint_comes_before_the_generator_that_follows_from_it():
     whole = [
-        looks(4, "save", rng="generator a", sampler_in_epoch=1),
-        looks(5, "step", rng="generator b", sampler_in_epoch=1),
+        captured(4, "save", rng="generator a", sampler_in_epoch=1),
+        captured(5, "step", rng="generator b", sampler_in_epoch=1),
     ]
     killed = [
-        looks(4, "loaded", rng="generator x", sampler_in_epoch=0),
-        looks(5, "step", rng="generator y", sampler_in_epoch=0),
+        captured(4, "loaded", rng="generator x", sampler_in_epoch=0),
+        captured(5, "step", rng="generator y", sampler_in_epoch=0),
     ]
     assert [kind for kind, _ in found("samples", whole, killed)] == ["epoch", "generator"]
 

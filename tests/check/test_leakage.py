@@ -89,7 +89,7 @@ def watch(**given):
     return SampleWatch(**given)
 
 
-class Told:
+class Reports:
     def __init__(self) -> None:
         self.said: list[tuple[int, str]] = []
 
@@ -100,17 +100,17 @@ class Told:
 def test_a_repetition_is_told_once_an_epoch_and_counted_each_time(caplog: pytest.LogCaptureFixture):
     import torch
 
-    told = Told()
-    one = watch(checkpointer=told, validation=["kept"])
+    reported = Reports()
+    one = watch(checkpointer=reported, validation=["kept"])
     assert [one.see(1, [1, 2], 0), one.see(2, torch.tensor([3, 4]), 0)] == [0, 0]
     with caplog.at_level(logging.ERROR, "tierd"):
         assert one.see(3, [4, 5], 0) == 1 and one.see(4, [5, 6, 6], 0) == 2
     assert (one.repeated, one.leaked) == (3, 0)
-    assert told.said == [(3, "1 samples of step 3 came twice in epoch 0: 4")]
+    assert reported.said == [(3, "1 samples of step 3 came twice in epoch 0: 4")]
     assert "came twice in epoch 0" in caplog.text
     assert one.see(5, [1, 2], 1) == 0  # another epoch
     assert one.see(6, ["kept"], 1) == 1 and one.leaked == 1
-    assert "validation split" in told.said[-1][1]
+    assert "validation split" in reported.said[-1][1]
 
 
 def test_a_resume_that_repeats_samples_is_noticed():

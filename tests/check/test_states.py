@@ -153,7 +153,7 @@ def test_values_are_held_against_each_other_in_the_same_form_alone(ours, theirs,
     def end(how: str, step: int, form: str, value: float) -> Taken:
         forms = {'state["best"]': form} if form else {}
         one = taken(STEPS, "end", best=value) if form else taken(STEPS, "end")
-        return msgspec.structs.replace(one, forms=forms, told=(how, step))
+        return msgspec.structs.replace(one, forms=forms, note=(how, step))
 
     whole = history(seen(1, STEPS, end(*ours, 1.0)))
     killed = history(seen(1, 4), seen(3, STEPS, end(*theirs, 2.0)))

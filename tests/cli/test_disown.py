@@ -68,18 +68,18 @@ def taken(home: Path, *options: str, launch: str = PLANTED.checkpoint.attempt) -
 def test_a_planted_name_ends_pruning_until_it_is_disowned(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     plant(home, TOO_NEW)
 
-    async def looked() -> None:
+    async def observed() -> None:
         async with running(reconciler(spool(home), {"tier": FileStore(home / "tier")}, keep=1)) as daemon:
             await settle(daemon)
             for _ in range(2):  # the first that shows them says nothing
-                await daemon.look("tier")
+                await daemon.observe("tier")
 
     with caplog.at_level(logging.WARNING, "tierd.daemon"):
-        asyncio.run(looked())
+        asyncio.run(observed())
     assert steps(home) == [1, 2, 3, 9]
-    told = [one.getMessage() for one in caplog.records if "tierd disown" in one.getMessage()]
-    assert len(told) == 1
-    assert f"tierd disown {RUN} {PLANTED.checkpoint.attempt} URL" in told[0]
+    reported = [one.getMessage() for one in caplog.records if "tierd disown" in one.getMessage()]
+    assert len(reported) == 1
+    assert f"tierd disown {RUN} {PLANTED.checkpoint.attempt} URL" in reported[0]
     assert taken(home, "--yes") == 0
     assert steps(home) == [1, 2, 3]
     work(home, keep=1)

@@ -118,8 +118,8 @@ def test_a_configuration_is_checked_with_its_keys(tmp_path, key, capsys) -> None
     file.write_text(f'spool = "{tmp_path}"\n[[tier]]\nname = "t"\nurl = "file:///mnt/x"\nkey_file = "{key}"\n')
     for more in ([], ["--json"]):
         assert run(["config", "check", str(file), *more]) == 0
-        told = capsys.readouterr()
-        assert SECRET.hex() not in told.out + told.err
+        reported = capsys.readouterr()
+        assert SECRET.hex() not in reported.out + reported.err
     assert run(["config", "check", str(file)]) == 0
     assert f"encrypted with key {ID}" in capsys.readouterr().out
     Path(key).chmod(0o644)

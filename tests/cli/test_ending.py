@@ -24,7 +24,7 @@ from tierd.spool.spool import Spool
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
-    monkeypatch.setattr("tierd.cli.acting.ending._LOOK_S", 0.05)
+    monkeypatch.setattr("tierd.cli.acting.ending._LISTING_S", 0.05)
     monkeypatch.setattr("tierd.cli.acting.ending._POLL_S", 0.02)
 
 
@@ -154,8 +154,10 @@ def test_wait_ends_with_4_for_what_is_not_found_or_retired(spool, capsys) -> Non
         commit(spool, part(step))
     with Daemon(spool.root, {"s3": store}, keep=1, keep_local=100):
         assert run(["wait", "run", "7", "--spool", str(spool.root)]) == 4
-        told = capsys.readouterr().err
-        assert "run 'run' step 7: there is no such checkpoint" in told and "the steps there are: 0, 1, 2" in told
+        reported = capsys.readouterr().err
+        assert (
+            "run 'run' step 7: there is no such checkpoint" in reported and "the steps there are: 0, 1, 2" in reported
+        )
         assert run(["wait", "other", "--spool", str(spool.root)]) == 4
         assert "the runs there are: run" in capsys.readouterr().err
         store.error = None

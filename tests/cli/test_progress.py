@@ -115,15 +115,15 @@ def test_the_daemon_tells_how_far_a_flush_is(tmp_path: Path, slow: Double) -> No
     with Daemon(spool.root, {"disk": slow}) as daemon, Link(spool) as link:
         daemon.settle()
         whole = sum(map(len, commit(spool, part(7)).values()))
-        told: list[dict] = []
+        reported: list[dict] = []
         seen: list[int] = []
 
-        def tell(line: dict) -> None:
-            told.append(line)
+        def hear(line: dict) -> None:
+            reported.append(line)
             seen.append(daemon.reconciler.backlog.summary().left_bytes)
 
-        link.ask(Wait(part=part(7), tier="disk", timeout_s=60), told=tell)
-        sizes = [(line["done"], line["total"]) for line in told if "total" in line]
+        link.ask(Wait(part=part(7), tier="disk", timeout_s=60), on_progress=hear)
+        sizes = [(line["done"], line["total"]) for line in reported if "total" in line]
         assert len({done for done, _ in sizes}) > 1 and sizes == sorted(sizes)
         assert {total for _, total in sizes} == {whole}
         assert len(set(seen)) > 1 and max(seen) <= whole

@@ -161,18 +161,18 @@ def test_what_came_to_harm_in_between_is_not_believed(tmp_path, tier, harm):
 
 
 def test_two_at_once_to_one_place_the_second_is_refused(tmp_path, tier, capsys):
-    aside = tmp_path / ".out.partial"
-    with held(aside):
+    quarantined = tmp_path / ".out.partial"
+    with held(quarantined):
         assert run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")]) == 3
         assert "another restore" in capsys.readouterr().err
-    assert not aside.exists()
+    assert not quarantined.exists()
 
 
 @pytest.mark.parametrize("kind", ["link", "directory"])
 @pytest.mark.parametrize("at", [1, 7, 14])
 def test_another_put_in_its_place_on_the_way_gets_nothing_and_is_told(tmp_path, tier, capsys, monkeypatch, kind, at):
     """By somebody who may write to the directory above, after the `at`-th chunk."""
-    aside, outside, real = tmp_path / ".out.partial", tmp_path / "outside", FileStore.get
+    quarantined, outside, real = tmp_path / ".out.partial", tmp_path / "outside", FileStore.get
     outside.mkdir()
     (outside / part(1, world=2).name).mkdir()
     (outside / part(1, world=2).name / "mine").write_bytes(b"mine")
@@ -183,9 +183,9 @@ def test_another_put_in_its_place_on_the_way_gets_nothing_and_is_told(tmp_path, 
         nonlocal chunks
         chunks += is_chunk(key)
         if chunks == at and not (tmp_path / "stolen").exists():
-            assert stat.S_IMODE(aside.stat().st_mode) == 0o700
-            aside.rename(tmp_path / "stolen")
-            aside.symlink_to(outside) if kind == "link" else aside.mkdir()
+            assert stat.S_IMODE(quarantined.stat().st_mode) == 0o700
+            quarantined.rename(tmp_path / "stolen")
+            quarantined.symlink_to(outside) if kind == "link" else quarantined.mkdir()
         return await real(self, key, into)
 
     monkeypatch.setattr(FileStore, "get", get)
@@ -196,9 +196,9 @@ def test_another_put_in_its_place_on_the_way_gets_nothing_and_is_told(tmp_path, 
 
 
 def test_what_others_may_write_to_is_not_taken_up(tmp_path, tier, capsys):
-    aside = tmp_path / ".out.partial"
-    aside.mkdir()
-    aside.chmod(0o777)
+    quarantined = tmp_path / ".out.partial"
+    quarantined.mkdir()
+    quarantined.chmod(0o777)
     assert run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")]) == 3
     assert "others may write to it" in capsys.readouterr().err
 
@@ -228,17 +228,17 @@ def test_a_directory_keeps_its_mode_and_a_new_one_gets_its_groups(tmp_path, tier
 
 @pytest.mark.parametrize("kind", ["link", "file", "foreign"])
 def test_what_somebody_else_put_in_its_place_is_not_used(tmp_path, tier, capsys, kind):
-    aside = tmp_path / ".out.partial"
+    quarantined = tmp_path / ".out.partial"
     (tmp_path / "outside").mkdir()
     if kind == "link":
-        aside.symlink_to(tmp_path / "outside")
+        quarantined.symlink_to(tmp_path / "outside")
     elif kind == "file":
-        aside.write_bytes(b"mine")
+        quarantined.write_bytes(b"mine")
     elif os.geteuid() != 0:
         pytest.skip("only root can give a directory away")
     else:
-        aside.mkdir()
-        os.chown(aside, 65534, 65534)
+        quarantined.mkdir()
+        os.chown(quarantined, 65534, 65534)
     assert run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")]) == 3
     assert "in the way" in capsys.readouterr().err
     assert not list((tmp_path / "outside").iterdir()) and not (tmp_path / "out").exists()

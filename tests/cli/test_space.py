@@ -95,10 +95,10 @@ def test_rm_asks_a_person(places, capsys, monkeypatch) -> None:
 def test_rm_deletes_a_run_and_no_other(places, capsys) -> None:
     spool, tier = places
     assert run(["pin", "r", "20", str(tier), "--spool", str(spool)]) == 0
-    aside = next((tier / "r" / "manifests").glob("*10.*/*.json"))
-    kept = tier / "r" / "quarantine" / aside.parent.name / aside.name
+    quarantined = next((tier / "r" / "manifests").glob("*10.*/*.json"))
+    kept = tier / "r" / "quarantine" / quarantined.parent.name / quarantined.name
     kept.parent.mkdir(parents=True)
-    aside.rename(kept)
+    quarantined.rename(kept)
     assert run(["rm", "r", str(tier), "--spool", str(spool), "--yes"]) == 0
     assert under(spool, tier) == set() and not (spool / "r").exists()
     assert [one.checkpoint.run for one in Spool(spool).parts()] == ["other"]

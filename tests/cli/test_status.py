@@ -42,7 +42,7 @@ def calm(spool: Spool) -> Status:
 # -- severities -------------------------------------------------------------------------------------------------------
 
 
-def told(found: Status) -> list[tuple[str, str]]:
+def reported(found: Status) -> list[tuple[str, str]]:
     return [(one.severity, one.place) for one in problems(found)]
 
 
@@ -54,17 +54,17 @@ def test_each_problem_has_its_severity(calm: Status) -> None:
     (tier,) = calm.tiers
     alert = AlertStatus("tier", "flush", "run step 1", "", 3, "refused")
     rivals = tuple(Rival("run", attempt, "local", (1,), "") for attempt in "ab")
-    assert told(replace(calm, alerts=(alert,))) == [("alert", "tier")]
-    assert told(replace(calm, launches=rivals)) == [("alert", "local")]
-    assert told(replace(calm, tiers=(replace(tier, reached=False),))) == [("warning", "tier")]
-    assert told(replace(calm, tiers=(replace(tier, failures=1, last_error="why"),))) == [("warning", "tier")]
-    assert told(replace(calm, tiers=(replace(tier, failures=9),), alerts=(alert,))) == [("alert", "tier")]  # once
-    assert told(replace(calm, spool_free=0.01)) == [("alert", "local")]
-    assert told(replace(calm, spool_free=0.04)) == [("warning", "local")]
-    assert told(replace(calm, paused="until resumed")) == [("warning", "local")]
-    assert told(replace(calm, scrub=ScrubStatus(None, 2, None))) == [("warning", "local")]
+    assert reported(replace(calm, alerts=(alert,))) == [("alert", "tier")]
+    assert reported(replace(calm, launches=rivals)) == [("alert", "local")]
+    assert reported(replace(calm, tiers=(replace(tier, reached=False),))) == [("warning", "tier")]
+    assert reported(replace(calm, tiers=(replace(tier, failures=1, last_error="why"),))) == [("warning", "tier")]
+    assert reported(replace(calm, tiers=(replace(tier, failures=9),), alerts=(alert,))) == [("alert", "tier")]  # once
+    assert reported(replace(calm, spool_free=0.01)) == [("alert", "local")]
+    assert reported(replace(calm, spool_free=0.04)) == [("warning", "local")]
+    assert reported(replace(calm, paused="until resumed")) == [("warning", "local")]
+    assert reported(replace(calm, scrub=ScrubStatus(None, 2, None))) == [("warning", "local")]
     both = replace(calm, paused="until resumed", alerts=(alert,))
-    assert told(both) == [("alert", "tier"), ("warning", "local")]  # the worst first
+    assert reported(both) == [("alert", "tier"), ("warning", "local")]  # the worst first
 
 
 @pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.level == "alert"])
@@ -72,8 +72,8 @@ def test_every_event_that_is_an_alert_is_one_for_the_check_as_well(spool: Spool,
     """`rolled back` and `given up` were sent as alerts, and the check said OK."""
     one = reconciler(spool, {"tier": Double()})
     if KINDS[kind].stays:
-        one.journal.tell(kind, "tier", "run", "first", run="run")
-        one.journal.tell(kind, "tier", "run", "second", run="run")
+        one.journal.record(kind, "tier", "run", "first", run="run")
+        one.journal.record(kind, "tier", "run", "second", run="run")
         alerts = [problem for problem in status(one, 0, 0).problems if problem.severity == "alert"]
         text = f"{kind} (2 times since the daemon's start, this is the last): run: second; shown until"
         assert [(problem.place, problem.why) for problem in alerts] == [("tier", f"{text} the daemon starts again")]

@@ -50,7 +50,7 @@ def lines(seen: Seen, width: int = 80) -> list[str]:
 def test_it_shows_what_the_page_shows(spool: Spool) -> None:
     with Daemon(spool.root, {"disk": Double()}) as daemon:
         daemon.settle()
-        daemon.reconciler.journal.tell("corrupt", "disk", part(10), f"of {EVIL}")
+        daemon.reconciler.journal.record("corrupt", "disk", part(10), f"of {EVIL}")
         seen = Seen(spool)
         shown = lines(seen)
         text = "\n".join(shown)

@@ -98,7 +98,7 @@ def test_the_status_of_a_daemon_in_trouble_fits(tmp_path: Path, narrow) -> None:
     commit(spool, part(1, run=RUN))
     with Daemon(spool.root, {"disk": store}) as daemon:
         wait_until(lambda: daemon.reconciler.workers["disk"].last_error)
-        daemon.reconciler.journal.tell("flushed", "disk", part(1, run=RUN), "verified, 44143 bytes as 33591 " * 4)
+        daemon.reconciler.journal.record("flushed", "disk", part(1, run=RUN), "verified, 44143 bytes as 33591 " * 4)
         lines = narrow("status", "--spool", str(spool.root))
         assert [line for line in lines if cell_len(line) > 80] == []
         assert "LAST ERROR" in "\n".join(lines) and "request rate" in "\n".join(lines)

@@ -93,8 +93,8 @@ def test_a_rate_needs_bytes_and_time() -> None:
 def test_one_rank_of_those_on_a_terminal_says_how_far_it_is(caplog) -> None:
     with caplog.at_level(logging.INFO, "tierd"), on_terminal() as screen:
         for rank in (0, 1):
-            with Fetching(part(7, rank=rank, world=2)) as told:
-                told({"working": True, "done": 10**9, "total": 3 * 10**9, "tiers": ["s3"]})
+            with Fetching(part(7, rank=rank, world=2)) as reported:
+                reported({"working": True, "done": 10**9, "total": 3 * 10**9, "tiers": ["s3"]})
         wait_until(lambda: screen.text.endswith("\x1b[K"))
     assert screen.text.count("tierd: 1.0 of 3.0 GB: fetching run step 7") == 1
     assert [one.getMessage() for one in caplog.records if "rank 0" in one.getMessage()] == []
@@ -134,8 +134,8 @@ def test_a_close_that_waits_says_how_far_it_is(tmp_path, monkeypatch, caplog, te
 
 def test_a_restore_that_fails_leaves_no_line_behind() -> None:
     with on_terminal() as screen:
-        with pytest.raises(StoreUnavailable), Fetching(part(7)) as told:
-            told({"done": 1, "total": 3})
-            told._since = time.monotonic() - 10_000
-            told({"done": 1, "total": 3})
+        with pytest.raises(StoreUnavailable), Fetching(part(7)) as reported:
+            reported({"done": 1, "total": 3})
+            reported._since = time.monotonic() - 10_000
+            reported({"done": 1, "total": 3})
         wait_until(lambda: screen.text.endswith("\r\x1b[K"))

@@ -107,7 +107,7 @@ def test_a_chunk_of_many_kinds_is_cut_block_by_block(small_blocks, join_planes):
     data = byte_planes.pack(raw)
     assert byte_planes.unpack(data, len(raw)) == raw
     assert join_planes(bytes(data), len(raw)) == raw
-    forms = {detect.look(np.frombuffer(raw, np.uint8)[at : at + 4096]).width for at in range(0, len(raw), 4096)}
+    forms = {detect.detect(np.frombuffer(raw, np.uint8)[at : at + 4096]).width for at in range(0, len(raw), 4096)}
     assert forms == {1, 2, 4, 8}
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
-from support.worlds import cases, checkpoint, config, facts, part, solo
+from support.inventories import cases, checkpoint, config, facts, part, solo
 
 from tierd.core.errors import ManifestError
 from tierd.core.planning.actions import Prune
@@ -73,8 +73,8 @@ def test_a_copy_that_unusable_manifests_make_incomplete_says_so_and_not_that_par
 
 
 def test_what_a_quarantined_part_still_tells_is_told():
-    aside = Place(quarantined={part(B210, 1, 4): facts(7, metrics={"loss": 2.0}, origin=A100)})
-    found = report(Inventory(solo(Place(), A100), {"a": aside}), None).checkpoints[0]
+    quarantined = Place(quarantined={part(B210, 1, 4): facts(7, metrics={"loss": 2.0}, origin=A100)})
+    found = report(Inventory(solo(Place(), A100), {"a": quarantined}), None).checkpoints[0]
     assert (found.world_size, found.metrics, found.resumed_from) == (4, {"loss": 2.0}, A100.name)
     assert (found.copies[0].ranks, found.complete, found.resumes) == ((1,), False, False)
 

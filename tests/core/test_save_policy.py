@@ -7,11 +7,11 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.worlds import checkpoint
+from support.inventories import checkpoint
 
 from tierd.core.early_stopping import EarlyStopping
 from tierd.core.errors import ConfigError, StateMismatch
-from tierd.core.save_policy import Goal, Saved, When, best_so_far, is_due, next_look
+from tierd.core.save_policy import Goal, Saved, When, best_so_far, is_due, steps_to_wait
 
 NAN = math.nan
 
@@ -93,12 +93,12 @@ def test_what_says_nothing_useful_is_refused(options, said):
 @given(st.floats(0.1, 1e5), st.floats(1e-3, 1e3), st.floats(0.01, 1.0))
 def test_the_clock_is_looked_at_few_times_and_not_too_late(every, step_s, faster):
     """Steps may also become faster than they were; then it is looked at more often, and never late."""
-    at, step, looks = 0.0, 0, 0
+    at, step, observations = 0.0, 0, 0
     while at < every:
-        ahead = next_look(every - at, step_s)
-        step, at, looks = step + ahead, at + ahead * step_s * faster, looks + 1
+        ahead = steps_to_wait(every - at, step_s)
+        step, at, observations = step + ahead, at + ahead * step_s * faster, observations + 1
     assert at < every + step_s
-    assert looks <= 3 + math.log2(1 + every / step_s) * 2 / faster
+    assert observations <= 3 + math.log2(1 + every / step_s) * 2 / faster
 
 
 def test_the_best_so_far_is_that_of_the_timeline_alone():

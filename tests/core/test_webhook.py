@@ -12,12 +12,12 @@ SECRET = "c4nary"
 TIER = 'spool = "/spool"\n[[tier]]\nname = "nfs"\nurl = "/mnt/tier"\n'
 
 
-def told(text: str) -> tuple[NotifyConfig, ...]:
+def reported(text: str) -> tuple[NotifyConfig, ...]:
     return from_toml(f"{TIER}[[notify]]\n{text}\n", "tierd.toml").notify
 
 
 def test_everything_that_can_be_said() -> None:
-    assert told(
+    assert reported(
         f'url = "https://hooks.example:8443/{SECRET}?a=b"\n'
         'headers = { Authorization = "env:TOKEN", X-Key = "file:/k" }\n'
         'events = ["failing", "works again"]\nper_minute = 5\ntimeout_s = 2.5\n'
@@ -39,7 +39,7 @@ def test_everything_that_can_be_said() -> None:
     ["env:HOOK", "file:/etc/tierd/hook", "http://localhost:80/x", "http://[::1]:80", "http://127.9.9.9/", "https://h"],
 )
 def test_an_address_that_can_be_posted_to(url: str) -> None:
-    assert told(f'url = "{url}"')[0].url == url
+    assert reported(f'url = "{url}"')[0].url == url
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_an_address_that_can_be_posted_to(url: str) -> None:
 )
 def test_a_mistake_is_named_by_its_key(text: str, key: str, why: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        told(text)
+        reported(text)
     said = str(caught.value)
     assert said.startswith(f"tierd.toml: {key}") and why in said and SECRET not in said
 

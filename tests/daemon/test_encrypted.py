@@ -59,9 +59,9 @@ def test_each_tier_has_its_own_key_and_all_describe_the_same_stored_bytes(spool)
     async def work():
         stores = {"a": tier(), "b": tier(key=OTHER), "plain": MemoryStore()}
         await converge(spool, stores)
-        told = [await manifest_on(store) for store in stores.values()]
-        assert told[0] == told[1] == told[2]
-        for chunk in told[0].chunks():
+        reported = [await manifest_on(store) for store in stores.values()]
+        assert reported[0] == reported[1] == reported[2]
+        for chunk in reported[0].chunks():
             key = f"run/{chunk.stored.key}"
             assert len({bytes(await store.get(key)) for store in stores.values()}) == 1
         for name, store in stores.items():
@@ -121,7 +121,7 @@ def test_the_spool_is_healed_from_an_encrypted_tier_and_that_from_another(spool)
         stores = {"one": tier(one), "two": tier(two)}
         daemon = await converge(spool, stores)
         corrupt(spool.path(PART) / "weights.bin")
-        await daemon._repairer.heal(PART)
+        await daemon._repairer.repair_spool(PART)
         assert read(spool, PART) == files
         victims = [key for key in await contents(one) if is_chunk(key)]
         for key in victims:
@@ -131,8 +131,8 @@ def test_the_spool_is_healed_from_an_encrypted_tier_and_that_from_another(spool)
         shutil.rmtree(spool.path(PART))
         manifest = await manifest_on(stores["one"])
         places = [(n, i) for n, file in enumerate(manifest.files) for i, _ in enumerate(file.chunks)]
-        mender = await daemon._repairer.repair("one", PART, manifest, places)
-        assert (mender.mended, mender.lost) == (len(victims), [])
+        work = await daemon._repairer.repair("one", PART, manifest, places)
+        assert (work.repaired, work.lost) == (len(victims), [])
         assert (await verify(stores["one"], PART, lambda size: None))[1] == []
 
     asyncio.run(work())

@@ -60,7 +60,7 @@ def test_what_left_is_not_looked_at_on_the_tier_any_more(spool):
             await settle(daemon)
             store.calls.clear()
             for _ in range(3):
-                await daemon.look("tier")
+                await daemon.observe("tier")
             return [key for _, key in store.calls]
 
     assert asyncio.run(at_rest()) == []
@@ -76,7 +76,7 @@ def test_no_run_leaves_that_is_not_verified_on_a_tier(spool):
     async def seen() -> None:
         async with running(reconciler(spool, {"tier": store})) as daemon:
             await until(lambda: daemon.workers["tier"].last_error)
-            await daemon.look("local")
+            await daemon.observe("local")
             daemon.wake()
             await until(lambda: not daemon.workers["local"].wake.is_set())
 
@@ -138,7 +138,7 @@ def test_while_a_trainer_does_not_say_its_run_all_runs_stay(spool):
 def test_interest_in_a_run_that_the_spool_has_nothing_of_is_lost(spool):
     with Daemon(spool.root, {"tier": Double()}, finished="0s") as daemon, Link(spool) as link:
         link.ask(Candidates(run="elsewhere"))
-        daemon.call(daemon.reconciler.look("local"))
+        daemon.call(daemon.reconciler.observe("local"))
         assert not daemon.reconciler.requests.interest
 
 
@@ -153,12 +153,12 @@ def test_a_run_is_looked_for_until_the_slowest_tier_has_answered(spool, tmp_path
     with Daemon(spool.root, stores, finished="0s") as daemon, Link(spool) as link:
         daemon.settle()
         slow.delay = 1.0
-        sights: list[dict] = []
-        asked = threading.Thread(target=lambda: sights.append(link.ask(Candidates(run="elsewhere"))["sight"]))
+        views: list[dict] = []
+        asked = threading.Thread(target=lambda: views.append(link.ask(Candidates(run="elsewhere"))["sight"]))
         asked.start()
         while asked.is_alive():
-            daemon.call(daemon.reconciler.look("quick"))
-    assert sights[0].get("whole")
+            daemon.call(daemon.reconciler.observe("quick"))
+    assert views[0].get("whole")
 
 
 def test_attach_tells_how_many_the_spool_keeps(spool):
@@ -180,13 +180,13 @@ def test_the_only_copy_is_not_deleted_by_what_a_tier_showed_long_ago(spool, monk
 
     async def work() -> None:
         daemon = reconciler(spool, {"tier": store}, keep=3)
-        await daemon.look("tier")
-        await daemon._live.look()
+        await daemon.observe("tier")
+        await daemon._live.observe()
         assert part(1).checkpoint in superseded(Demand(daemon.inventory(), daemon.config, "run"))
         for key in await contents(store):
             await store.delete([key])
         assert not await daemon._pruner.release(part(1).checkpoint, ())
-        await daemon.look("tier")
+        await daemon.observe("tier")
         assert not await daemon._pruner.release(part(1).checkpoint, ())
 
     asyncio.run(work())

@@ -27,7 +27,7 @@ from tierd.spool.spool import Spool
 
 
 @pytest.fixture
-def told(tmp_path, monkeypatch):
+def reported(tmp_path, monkeypatch):
     """A supervisor's socket; a function that gives what it has received."""
     supervisor = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     supervisor.bind(str(tmp_path / "notify"))
@@ -128,19 +128,19 @@ def test_without_a_supervisor_nothing_is_said(monkeypatch):
 
 
 @pytest.mark.timeout(20)
-def test_a_supervisor_that_does_not_read_does_not_hold_the_daemon(told):
+def test_a_supervisor_that_does_not_read_does_not_hold_the_daemon(reported):
     for _ in range(2000):  # more than any system's net.unix.max_dgram_qlen
         notify("WATCHDOG=1")
-    assert 0 < len(told()) < 2000
+    assert 0 < len(reported()) < 2000
 
 
-def test_ready_waits_for_a_supervisor_that_is_busy(told):
+def test_ready_waits_for_a_supervisor_that_is_busy(reported):
     for _ in range(2000):
         notify("WATCHDOG=1")
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(notify, "READY=1")
         time.sleep(0.05)
-        wait_until(lambda: told()[-1] == "READY=1")
+        wait_until(lambda: reported()[-1] == "READY=1")
         sent.result()
 
 
@@ -162,20 +162,20 @@ def served(spool: Spool, tmp_path) -> Config:
     return from_urls(str(spool.root), [f"file://{tmp_path / 'tier'}"])
 
 
-def test_it_says_ready_alive_and_stopping_in_this_order(spool, tmp_path, told, monkeypatch):
+def test_it_says_ready_alive_and_stopping_in_this_order(spool, tmp_path, reported, monkeypatch):
     monkeypatch.setenv("WATCHDOG_USEC", "200000")
     monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
 
     async def work():
         daemon = asyncio.ensure_future(service.serve(served(spool, tmp_path)))
-        await until(lambda: told().count("WATCHDOG=1") >= 3)
+        await until(lambda: reported().count("WATCHDOG=1") >= 3)
         commit(spool, part(1))
         os.kill(os.getpid(), signal.SIGTERM)
-        await until(lambda: told() and daemon.done())  # a supervisor reads, too, or its queue is full
+        await until(lambda: reported() and daemon.done())  # a supervisor reads, too, or its queue is full
         await daemon
 
     asyncio.run(work())
-    seen = told()
+    seen = reported()
     states = [one for one in seen if not one.startswith(("WATCHDOG=", "STATUS="))]
     assert states == ["READY=1", "STOPPING=1"]  # alive also while it drains
     assert seen[-1].startswith("STATUS=drained: nothing is left")

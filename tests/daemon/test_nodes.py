@@ -213,11 +213,11 @@ def test_a_flush_names_chunks_of_the_newest_whole_checkpoint_whoever_wrote_it(ho
         await nodes.settle()
         nodes.save(3, 2, after, origin=(1, 1))
         await nodes.settle()
-        lender = 2 if len(before) == 1 else 1
+        base = 2 if len(before) == 1 else 1
         for which, manifest in nodes.tier.manifests().items():
             if which.checkpoint.step == 3:
-                lent = {(owner.attempt, owner.step) for owner in manifest.owners - {which.checkpoint}}
-                assert lent <= {(attempt(1), 1), (attempt(1), lender)}
-                assert bool(lent) == (which.rank < len(before))
+                shared = {(owner.attempt, owner.step) for owner in manifest.owners - {which.checkpoint}}
+                assert shared <= {(attempt(1), 1), (attempt(1), base)}
+                assert bool(shared) == (which.rank < len(before))
 
     asyncio.run(work())

@@ -57,9 +57,9 @@ class Story:
         known = [one.checkpoint for one in found.candidates]
         start = (known[:1] if self.rng.random() < 0.8 else known) or list(found.branches)
         origin = self.rng.choice(start) if start else None
-        told = (launch_of(origin), origin.step) if origin else None
+        reported = (launch_of(origin), origin.step) if origin else None
         number = len(self.launches) + 1
-        self.launches.append(Launch(number, placing, told, origin.step if origin else 0))
+        self.launches.append(Launch(number, placing, reported, origin.step if origin else 0))
 
     def save(self, launch: Launch, ranks: Collection[int] | None = None) -> None:
         launch.step += self.rng.choice((1, 1, 5))
@@ -112,7 +112,7 @@ class Story:
                 await self.stop(node)
                 node.start()
 
-    async def look(self) -> None:
+    async def observe(self) -> None:
         """What a fresh node is offered was saved by every rank of one launch, and lies on the newest timeline."""
         found = await self.nodes.resume()
         newest = line = int(max(found.attempts, default="0")[-8:], 16)
@@ -137,7 +137,7 @@ class Story:
         for _ in range(self.keep + 1):
             self.save(self.launches[-1])
             await self.nodes.settle()
-            await self.look()
+            await self.observe()
         last = [one for one in sorted(self.nodes.tier.whole()) if one.attempt == attempt(len(self.launches))]
         assert len(last) >= self.keep
         assert set(self.nodes.tier.checkpoints()) == {*last[-self.keep :], *self.pins}
@@ -148,10 +148,10 @@ class Story:
                 assert kept == set(last[-self.keep :])
         manifests = self.nodes.tier.manifests().values()
         named = {f"{RUN}/{one.stored.key}" for found in manifests for one in found.chunks()}
-        lent = {owner for found in manifests for owner in found.owners}
+        shared = {owner for found in manifests for owner in found.owners}
         there = [key for key in await contents(self.nodes.tier) if key.startswith(f"{RUN}/")]
         # What was cut off under a name whose chunks others share still goes with those.
-        assert not {key for key in there if is_chunk(key) and chunk_owner(*key.split("/", 1)) not in lent} - named
+        assert not {key for key in there if is_chunk(key) and chunk_owner(*key.split("/", 1)) not in shared} - named
         assert not [key for key in there if "/flushing/" in key or "/pruning/" in key]
 
 
@@ -171,7 +171,7 @@ def test_whatever_happens_in_whatever_order_nobody_is_harmed(home, seed):
             else:
                 with contextlib.suppress(StoreUnavailable):
                     await story.rng.choice(story.nodes.alive()).turn(story.rng)
-            await story.look()
+            await story.observe()
         await story.end()
         assert story.nodes.tier.checks > 20
 
@@ -200,7 +200,7 @@ def test_whatever_happens_at_once_nobody_is_harmed(home, seed, monkeypatch):
                     story.at_work[node] = asyncio.ensure_future(daemon(node))
             for _ in range(story.rng.choice((0, 20, 100))):
                 await asyncio.sleep(0)
-            await story.look()
+            await story.observe()
         for node in story.nodes.alive():
             await story.stop(node)
         timings.given().wall_ns.at_ms += 10**12  # what was cut off is left over now

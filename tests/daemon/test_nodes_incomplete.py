@@ -167,10 +167,10 @@ def test_a_part_that_is_set_aside_makes_its_checkpoint_half_for_every_node(home)
             assert await nodes.offered(name) == [(1, 2)]
             assert [one.step for one in (await nodes.resume(name)).quarantined] == [3]
         for node in nodes.alive():
-            await node.daemon.look(TIER)
-            told = {one.step: one for one in report(node.daemon.inventory(), node.daemon.config, RUN).checkpoints}
-            assert (told[3].complete, told[3].resumes) == (False, False)
-            assert (told[2].complete, told[2].resumes) == (True, True)
+            await node.daemon.observe(TIER)
+            reported = {one.step: one for one in report(node.daemon.inventory(), node.daemon.config, RUN).checkpoints}
+            assert (reported[3].complete, reported[3].resumes) == (False, False)
+            assert (reported[2].complete, reported[2].resumes) == (True, True)
         nodes.save(4, 1, "AB")  # 2 is one of the last two that are whole
         await nodes.settle()
         assert nodes.tier.steps() == [(1, 2, True), (1, 3, False), (1, 4, True)]

@@ -118,14 +118,14 @@ def test_chunks_that_the_live_launch_is_about_to_name_stay_or_it_looks_again(hom
     """At every call of C's flush, A and B send step 30 and A prunes step 21."""
 
     async def work():
-        borrowed = set()
+        shared = set()
         for moment in range(1, 60):
             nodes = await borrowing(home / str(moment))
             go_on = await met(nodes, moment, nodes["C"].line, partial(nodes.settle, "A", "B"), "C")
-            borrowed |= {one.step for one in nodes.tier.manifests()[part(22, 2, 0, 2)].owners}
+            shared |= {one.step for one in nodes.tier.manifests()[part(22, 2, 0, 2)].owners}
             if not go_on:
                 break
-        assert 20 < moment < 59 and borrowed == {21, 22}
+        assert 20 < moment < 59 and shared == {21, 22}
 
     asyncio.run(work())
 
@@ -136,7 +136,7 @@ def test_a_flush_in_the_middle_of_a_prune_names_nothing_that_goes(home):
     async def work():
         for moment in range(1, 60):
             nodes = await borrowing(home / str(moment))
-            await nodes["C"].daemon.look(TIER)
+            await nodes["C"].daemon.observe(TIER)
             await nodes["A"].turn(), await nodes["B"].turn()
             assert [type(one) for one in await nodes["A"].planned()][:1] == [Prune]
             late = partial(nodes["C"].daemon.tiers.flushes.flush, part(22, 2, 0, 2), TIER)
@@ -155,7 +155,7 @@ def test_a_flush_that_read_before_a_prune_names_nothing_after_it(home):
         refused = 0
         for moment in range(1, 60):
             nodes = await borrowing(home / str(moment))
-            await nodes["C"].daemon.look(TIER)
+            await nodes["C"].daemon.observe(TIER)
             await nodes["A"].turn(), await nodes["B"].turn()
             calls, stopped, go_on = itertools.count(1), asyncio.Event(), asyncio.Event()
 

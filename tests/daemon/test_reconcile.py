@@ -495,10 +495,10 @@ def test_half_a_look_at_the_spool_is_no_look(tmp_path):
         spool = Spool(tmp_path / "spool")
         commit(spool, part(1))
         daemon = reconciler(spool, {"tier": MemoryStore()})
-        await daemon.look("local")
+        await daemon.observe("local")
         away = spool.root.rename(tmp_path / "away")
         with pytest.raises(OSError):
-            await daemon.look("local")
+            await daemon.observe("local")
         assert daemon.inventory().spool.lists(part(1)) and not daemon.backlog.is_retired(part(1), "tier")
         away.rename(spool.root)
 
@@ -529,11 +529,11 @@ def test_what_a_rank_commits_while_other_parts_of_it_are_freed_stays_in_sight(sp
 
     async def work():
         daemon = reconciler(spool, {"tier": Double()})
-        await daemon.look(SPOOL)
+        await daemon.observe(SPOOL)
 
         async def covered(checkpoint):
             commit(spool, late)
-            await daemon.look(SPOOL)
+            await daemon.observe(SPOOL)
             return (freed,)
 
         monkeypatch.setattr(daemon._pruner, "_covered", covered)

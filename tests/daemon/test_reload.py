@@ -211,8 +211,8 @@ def test_a_changed_key_is_read_again(node, spool, said):
 
 
 def test_receivers_are_those_of_the_new_configuration(node, spool, said):
-    told = node.file.parent / "told"
-    script = f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read())"
+    reported = node.file.parent / "told"
+    script = f"import sys; open({str(reported)!r}, 'a').write(sys.stdin.read())"
 
     async def work():
         async with node.serving():
@@ -221,7 +221,7 @@ def test_receivers_are_those_of_the_new_configuration(node, spool, said):
             node.file.write_text(node.file.read_text() + command)
             await reload(said)
             commit(spool, part(1))
-            await until(lambda: told.exists() and '"flushed"' in told.read_text())
+            await until(lambda: reported.exists() and '"flushed"' in reported.read_text())
             assert [one["name"] for one in (await ask(Link(spool), Status()))["status"]["notify"]] == ["notify[0]"]
 
     asyncio.run(work())

@@ -43,11 +43,11 @@ def test_a_look(spool, checkpoints, ranks, mine):
         await filled(spool, store, checkpoints, ranks)
         eye = TierObserver(store)
         listing = store.pages(checkpoints * ranks) + 1
-        place = await eye.look({RUN}, {RUN: mine})
+        place = await eye.observe({RUN}, {RUN: mine})
         chunks = store.pages(checkpoints * ranks * C)  # fewer than a page a checkpoint: one listing of all
         assert store.taken() == {"LIST": listing + chunks, "GET": checkpoints * len(mine | {0})}
         assert all(seen.usable for seen in place.checkpoints.values()) and len(place.checkpoints) == checkpoints
-        assert await eye.look({RUN}, {RUN: mine}) == place
+        assert await eye.observe({RUN}, {RUN: mine}) == place
         assert store.taken() == {"LIST": listing}
 
     asyncio.run(work())
@@ -61,7 +61,7 @@ def test_a_flush(spool, page):
         store = Counting(page, page)
         await filled(spool, store, 2, 2)
         tiers = Tiers(config(spool, "tier"), spool, {"tier": store}, TierPause(spool))
-        await tiers.observed.look("tier", {RUN}, {RUN: {0}})
+        await tiers.observed.observe("tier", {RUN}, {RUN: {0}})
         store.taken()
         commit(spool, part(2, rank=0, world=2))
         await tiers.flushes.flush(part(2, rank=0, world=2), "tier")
@@ -181,12 +181,12 @@ def test_a_prune_deletes_nothing_past_a_manifest_that_cannot_be_read_and_makes_i
         bad = part(1, rank=2, world=3)
         await store.put(bad.manifest_key, b"garbage")
         before, eye = await contents(store), TierObserver(store)
-        place = await eye.look({RUN}, {RUN: {0}})
+        place = await eye.observe({RUN}, {RUN: {0}})
         assert place.has(bad) and place.checkpoints[bad.checkpoint].usable
         with pytest.raises(ManifestError):
             await prune(store, [part(0).checkpoint], known=eye.manifests)
         assert await contents(store) == before
-        place = await eye.look({RUN}, {RUN: {0}})
+        place = await eye.observe({RUN}, {RUN: {0}})
         assert place.lists(bad) and not place.has(bad) and not place.checkpoints[bad.checkpoint].usable
         assert not await eye.manifests.are_usable(bad.checkpoint)
         assert await eye.manifests.are_usable(part(0).checkpoint)
@@ -216,7 +216,7 @@ def test_chunks_that_another_ranks_manifest_names_are_not_pruned_again_and_again
             daemon.tiers._observers["tier"]._listed.clear()  # as after ten minutes
             await settle(daemon)
             place = daemon.tiers.observed.places["tier"]
-            assert part(0).checkpoint in place.owners & place.lent
+            assert part(0).checkpoint in place.owners & place.bases
             assert daemon.journal.counters["pruned"] == pruned
 
     asyncio.run(work())
@@ -229,7 +229,7 @@ def test_a_checkpoint_whose_lowest_manifest_is_corrupt_still_tells_where_its_att
             commit(spool, part(9, 2, rank, 2), origin=part(3).checkpoint)
             await flush(spool, part(9, 2, rank, 2), Route(store))
         await store.put(part(9, 2, 0, 2).manifest_key, b"garbage")
-        seen = (await TierObserver(store).look({RUN})).checkpoints[part(9, 2).checkpoint]
+        seen = (await TierObserver(store).observe({RUN})).checkpoints[part(9, 2).checkpoint]
         assert list(seen.defects) == [part(9, 2, 0, 2)]
         assert [facts.origin for facts in seen.facts.values()] == [part(3).checkpoint]
 
@@ -243,18 +243,18 @@ def test_those_who_ask_while_a_look_is_under_way_share_the_next(spool):
         store = Counting()
         await filled(spool, store, 1, 1)
         tiers = Tiers(config(spool, "tier"), spool, {"tier": store}, TierPause(spool))
-        asked = [asyncio.ensure_future(tiers.observed.look("tier", {RUN}, {})) for _ in range(8)]
+        asked = [asyncio.ensure_future(tiers.observed.observe("tier", {RUN}, {})) for _ in range(8)]
         await asyncio.gather(*asked)
         first = store.taken()["LIST"]
-        await asyncio.gather(*(tiers.observed.look("tier", {RUN}, {}) for _ in range(8)))
+        await asyncio.gather(*(tiers.observed.observe("tier", {RUN}, {}) for _ in range(8)))
         assert first == 3 and store.taken() == {"LIST": 2}
 
-        begun = asyncio.ensure_future(tiers.observed.look("tier", {RUN}, {}))
+        begun = asyncio.ensure_future(tiers.observed.observe("tier", {RUN}, {}))
         for _ in range(100):
             await asyncio.sleep(0)
-            if tiers.observed._looking["tier"]:
+            if tiers.observed._observing["tier"]:
                 break
-        late = [asyncio.ensure_future(tiers.observed.look("tier", {RUN}, {})) for _ in range(8)]
+        late = [asyncio.ensure_future(tiers.observed.observe("tier", {RUN}, {})) for _ in range(8)]
         await asyncio.gather(begun, *late)
         assert store.taken() == {"LIST": 4}
 
@@ -270,16 +270,16 @@ def test_a_daemon_looks_between_two_flushes_only_where_other_nodes_may_send(spoo
         for step in range(parts):
             commit(spool, part(step, rank=0, world=world))
         daemon = reconciler(spool, {"tier": store})
-        looks, real = [], daemon.tiers.observed._look
+        observations, real = [], daemon.tiers.observed._observe
 
-        async def look(tier):
-            looks.append(daemon.journal.counters["flushed"])
+        async def observe(tier):
+            observations.append(daemon.journal.counters["flushed"])
             await real(tier)
 
-        daemon.tiers.observed._look = look
+        daemon.tiers.observed._observe = observe
         async with running(daemon):
             await until(lambda: daemon.journal.counters["flushed"] == parts)
-        assert [looks.count(number) for number in range(1, parts)] == [between] * (parts - 1)
+        assert [observations.count(number) for number in range(1, parts)] == [between] * (parts - 1)
 
     asyncio.run(work())
 
@@ -297,17 +297,17 @@ def test_a_look_that_takes_long_is_good_enough_to_send_by_but_not_to_delete_by(s
             daemon._pruner._covered = lambda checkpoint: asyncio.sleep(0)
         took = []
 
-        def look_took_long(*_):
+        def observation_took_long(*_):
             took.append(1)
             daemon.tiers.observed._took["tier"] = 3600.0
 
-        real = daemon.tiers.observed._look
+        real = daemon.tiers.observed._observe
 
-        async def look(tier):
+        async def observe(tier):
             await real(tier)
-            look_took_long()
+            observation_took_long()
 
-        daemon.tiers.observed._look = look
+        daemon.tiers.observed._observe = observe
         async with running(daemon):
             await until(
                 lambda: daemon.tiers.observed.has(part(3), "tier") and daemon.tiers.observed.has(part(2), "tier")

@@ -111,21 +111,21 @@ def test_a_look_that_began_earlier_never_hides_a_later_one(spool):
 
     async def overtaken(daemon: Daemon) -> bool:
         reconciler = daemon.reconciler
-        await reconciler.look("tier")
+        await reconciler.observe("tier")
         eye = reconciler.tiers._observers["tier"]
-        real, gate = eye.look, asyncio.Event()
+        real, gate = eye.observe, asyncio.Event()
 
         async def slow(*asked, **more):
             place = await real(*asked, **more)
             await gate.wait()
             return place
 
-        eye.look = slow
-        first = asyncio.ensure_future(reconciler.look("tier"))
+        eye.observe = slow
+        first = asyncio.ensure_future(reconciler.observe("tier"))
         await asyncio.sleep(0.1)
-        eye.look = real
+        eye.observe = real
         await store.inner.delete([part(1).manifest_key])
-        await reconciler.look("tier")
+        await reconciler.observe("tier")
         assert not reconciler.tiers.observed.has(part(1), "tier")
         gate.set()
         await first
@@ -157,7 +157,7 @@ def test_a_look_lists_no_more_than_a_page_of_a_checkpoints_chunks(monkeypatch):
         for step, chunks in enumerate(sizes):
             for number in range(chunks):
                 await store.put(f"{RUN}/chunks/{part(step).checkpoint.name}/00000/{number:032x}.raw", b"")
-        return await TierObserver(store).look({RUN})
+        return await TierObserver(store).observe({RUN})
 
     assert asyncio.run(work()).owners == {part(step).checkpoint for step in range(len(sizes))}
     assert store.shown < 12 * len(sizes)

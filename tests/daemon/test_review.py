@@ -117,7 +117,7 @@ def test_a_part_that_goes_while_it_is_flushed_is_not_called_corrupt(spool, monke
         store = Double()
         commit(spool, part(1))
         daemon = reconciler(spool, {"tier": store})
-        await daemon.look("tier")
+        await daemon.observe("tier")
         await daemon._flusher.flush(part(1), "tier")
         assert not daemon.journal.counters["corruptions"]
         assert not [event for event in daemon.journal.events if event.what == "corrupt"]
@@ -135,9 +135,9 @@ def test_a_part_that_is_committed_while_the_tiers_are_asked_stays(spool):
             commit(spool, part(step, world=2))
         daemon = reconciler(spool, {"tier": store}, keep=5, keep_local=1)
         for step in (2, 1):
-            await daemon.look("tier")
+            await daemon.observe("tier")
             await daemon._flusher.flush(part(step, world=2), "tier")
-        await daemon.look("tier")
+        await daemon.observe("tier")
         (prune,) = plan(daemon.inventory(), daemon.config, {}, 0.0)
         assert isinstance(prune, Prune) and (prune.tier, prune.checkpoint) == (SPOOL, late.checkpoint)
 
@@ -162,14 +162,14 @@ def test_a_flush_that_ends_during_a_look_takes_nothing_from_it(spool, tmp_path, 
         store, gate = Double(), asyncio.Event()
         daemon = reconciler(spool, {"tier": store})
         commit(spool, part(1, world=2))
-        await daemon.look("tier")
+        await daemon.observe("tier")
         await daemon._flusher.flush(part(1, world=2), "tier")
         theirs = Spool(tmp_path / "other")
         commit(theirs, other)
         await flush(theirs, other, Route(store.inner))
         commit(spool, own)
-        await daemon.look("local")
-        real = daemon.tiers._observers["tier"].look
+        await daemon.observe("local")
+        real = daemon.tiers._observers["tier"].observe
 
         async def slow(*args, **options):
             place = await real(*args, **options)
@@ -178,8 +178,8 @@ def test_a_flush_that_ends_during_a_look_takes_nothing_from_it(spool, tmp_path, 
                 raise StoreUnavailable("no route")
             return place
 
-        daemon.tiers._observers["tier"].look = slow
-        asked = asyncio.ensure_future(daemon.look("tier"))
+        daemon.tiers._observers["tier"].observe = slow
+        asked = asyncio.ensure_future(daemon.observe("tier"))
         await until(lambda: sum(call == ("scan", "run/") for call in store.calls) == 2)
         await daemon._flusher.flush(own, "tier")
         assert daemon.tiers.observed.has(own, "tier")
@@ -198,19 +198,19 @@ def test_a_flush_that_ends_during_a_look_takes_nothing_from_it(spool, tmp_path, 
 def test_a_look_that_is_passed_over_says_nothing_of_how_long_looks_take(spool):
     async def work():
         daemon = reconciler(spool, {"tier": Double()})
-        await daemon.look("tier")
-        real, gates = daemon.tiers._observers["tier"].look, [asyncio.Event(), asyncio.Event()]
+        await daemon.observe("tier")
+        real, gates = daemon.tiers._observers["tier"].observe, [asyncio.Event(), asyncio.Event()]
         waiting = iter(gates)
 
         async def slow(*args, **options):
             await next(waiting).wait()
             return await real(*args, **options)
 
-        daemon.tiers._observers["tier"].look = slow
-        older = asyncio.ensure_future(daemon.look("tier"))
-        await until(lambda: daemon.tiers.observed._looking["tier"] == 1)
-        newer = asyncio.ensure_future(daemon.look("tier"))
-        await until(lambda: daemon.tiers.observed._looking["tier"] == 2)
+        daemon.tiers._observers["tier"].observe = slow
+        older = asyncio.ensure_future(daemon.observe("tier"))
+        await until(lambda: daemon.tiers.observed._observing["tier"] == 1)
+        newer = asyncio.ensure_future(daemon.observe("tier"))
+        await until(lambda: daemon.tiers.observed._observing["tier"] == 2)
         gates[1].set()
         await newer
         known = daemon.tiers.observed._took["tier"], daemon.tiers.observed._since["tier"]
@@ -241,11 +241,11 @@ def test_a_newer_tierds_manifest_in_what_is_pruned_is_learnt_and_nothing_goes(sp
         manifest = decode(bytes(await store.get(odd.manifest_key)))
         await store.put(odd.manifest_key, seal(msgspec.structs.replace(manifest, version=99)))
         before = await contents(store)
-        await daemon.look("tier")
+        await daemon.observe("tier")
         prune = next(action for action in plan(daemon.inventory(), daemon.config, {}, 0.0) if action.tier == "tier")
         assert isinstance(prune, Prune) and prune.checkpoint == odd.checkpoint
         await daemon._loop.act(prune)
-        await daemon.look("tier")
+        await daemon.observe("tier")
         assert [type(why) for _, why in daemon.tiers.observed.places["tier"].defects()] == [FormatTooNew]
         assert not [one for one in plan(daemon.inventory(), daemon.config, {}, 0.0) if one.tier == "tier"]
         assert await contents(store) == before
@@ -265,16 +265,16 @@ def test_a_look_that_ends_late_forgets_nothing_that_a_newer_one_read(spool):
             await gate.wait()
 
         store.scan = slow
-        older = asyncio.ensure_future(known.look("run", {0}))
+        older = asyncio.ensure_future(known.observe("run", {0}))
         await until(lambda: ("scan", "run/manifests/") in store.calls)
         store.scan = scan
         commit(spool, part(1))
         await flush(spool, part(1), Route(store))
-        assert await known.look("run", {0})
+        assert await known.observe("run", {0})
         gate.set()
         assert not await older
         store.calls.clear()
-        assert await known.look("run", {0})
+        assert await known.observe("run", {0})
         assert not [call for call in store.calls if call[0] == "get"], "what was read once is not read again"
 
     asyncio.run(work())
@@ -332,7 +332,7 @@ def test_what_lacks_a_part_while_a_tier_is_silent_is_not_passed_over(spool, monk
 
     def restored(world: Inventory):
         restorer = Restorer(spool, "run", Ranks(0, 2), tiers=False)
-        monkeypatch.setattr(restorer.agreement, "_look", lambda: run_view_of(world, "run"))
+        monkeypatch.setattr(restorer.agreement, "_run_view", lambda: run_view_of(world, "run"))
         return restorer.restore(None, None)
 
     with pytest.raises(StoreUnavailable, match="s3 did not"):
@@ -350,7 +350,7 @@ def test_what_was_set_aside_here_while_a_tier_is_silent_is_not_passed_over(spool
 
     def restored(world: Inventory):
         restorer = Restorer(spool, "run", Ranks(0, 1), tiers=False)
-        monkeypatch.setattr(restorer.agreement, "_look", lambda: run_view_of(world, "run"))
+        monkeypatch.setattr(restorer.agreement, "_run_view", lambda: run_view_of(world, "run"))
         return restorer.restore(None, None)
 
     with pytest.raises(StoreUnavailable, match=r"step 2.*s3 did not"):

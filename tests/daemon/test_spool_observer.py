@@ -29,8 +29,8 @@ def age(spool: Spool, seconds: float = 60.0) -> None:
         os.utime(path, ns=(then, then))
 
 
-def looked(eye: SpoolObserver, *, sparing: bool = False) -> tuple[object, ...]:
-    place = eye.look(sparing=sparing)
+def observed(eye: SpoolObserver, *, sparing: bool = False) -> tuple[object, ...]:
+    place = eye.observe(sparing=sparing)
     defects = [(which, type(why)) for which, why in place.defects()]
     seen = {one: (found.ranks, found.facts) for one, found in place.checkpoints.items()}
     marks = place.launches, place.restored, place.committed
@@ -39,8 +39,8 @@ def looked(eye: SpoolObserver, *, sparing: bool = False) -> tuple[object, ...]:
 
 @pytest.fixture
 def opened(monkeypatch) -> list:
-    real, found = Spool.look_into, []
-    monkeypatch.setattr(Spool, "look_into", lambda self, one: found.append(one.step) or real(self, one))
+    real, found = Spool.list_parts, []
+    monkeypatch.setattr(Spool, "list_parts", lambda self, one: found.append(one.step) or real(self, one))
     return found
 
 
@@ -50,11 +50,11 @@ def test_only_what_changed_is_read_again_and_the_rest_is_the_same_object(tmp_pat
         commit(spool, part(step, world=2))
     age(spool)
     eye = SpoolObserver(spool)
-    first = eye.look()
-    assert eye.look() is first  # with all that was worked out of it
+    first = eye.observe()
+    assert eye.observe() is first  # with all that was worked out of it
     opened.clear()
     commit(spool, part(3, rank=1, world=2))
-    second = eye.look()
+    second = eye.observe()
     assert opened == [3]
     assert second.checkpoints[part(3).checkpoint].complete
     assert all(second.checkpoints[part(step).checkpoint] is first.checkpoints[part(step).checkpoint] for step in (0, 4))
@@ -70,12 +70,12 @@ def test_of_a_checkpoint_of_many_ranks_an_observation_reads_only_the_records_tha
         commit(spool, part(1, rank=rank, world=30))
     age(spool)
     eye, real = SpoolObserver(spool), records.open_plain
-    assert eye.look().committed == {part(1, rank=rank, world=30) for rank in range(30)}
+    assert eye.observe().committed == {part(1, rank=rank, world=30) for rank in range(30)}
     monkeypatch.setattr(records, "open_plain", lambda path: read.append(path.name) or real(path))
-    eye.look(sparing=sparing)
+    eye.observe(sparing=sparing)
     assert read == []
     commit(spool, part(2, rank=7, world=30))
-    assert part(2, rank=7, world=30) in eye.look(sparing=sparing).committed
+    assert part(2, rank=7, world=30) in eye.observe(sparing=sparing).committed
     assert [name.rpartition(".")[2] for name in read] == [part(2, rank=7, world=30).name]
 
 
@@ -84,11 +84,11 @@ def test_a_second_change_within_the_same_tick_is_seen(tmp_path: Path):
     commit(spool, part(1, world=2))
     eye = SpoolObserver(spool)
     home = spool.root / RUN / part(1).checkpoint.name
-    eye.look()
+    eye.observe()
     stamp = home.stat().st_mtime_ns
     commit(spool, part(1, rank=1, world=2))
     os.utime(home, ns=(stamp, stamp))
-    assert eye.look().checkpoints[part(1).checkpoint].complete
+    assert eye.observe().checkpoints[part(1).checkpoint].complete
 
 
 def test_a_manifest_that_was_replaced_is_read_again_when_somebody_says_so_and_once_a_minute(
@@ -98,17 +98,17 @@ def test_a_manifest_that_was_replaced_is_read_again_when_somebody_says_so_and_on
     commit(spool, part(1))
     age(spool)
     eye = SpoolObserver(spool)
-    assert not list(eye.look().defects())
+    assert not list(eye.observe().defects())
     corrupt(spool.path(part(1)) / MANIFEST_NAME)
     eye.doubt(part(1).checkpoint)
-    assert [which for which, _ in eye.look().defects()] == [part(1)]
+    assert [which for which, _ in eye.observe().defects()] == [part(1)]
     commit(spool, part(2))
     age(spool)
-    eye.look()
+    eye.observe()
     corrupt(spool.path(part(2)) / MANIFEST_NAME)
-    later = time.monotonic() + USUAL.full_look_s
+    later = time.monotonic() + USUAL.full_observation_s
     monkeypatch.setattr(spool_observer.time, "monotonic", lambda: later)
-    assert [which for which, _ in eye.look().defects()] == [part(1), part(2)]
+    assert [which for which, _ in eye.observe().defects()] == [part(1), part(2)]
 
 
 def changed_by_tierd(spool: Spool, rng: random.Random, what: int, count: int) -> int:
@@ -139,8 +139,8 @@ def test_whatever_happens_it_sees_what_a_fresh_look_sees(tmp_path: Path, seed):
             count = changed_by_tierd(spool, rng, what, count)
         if rng.random() < 0.5 and (spool.root / RUN).exists():
             age(spool, 100.0 - count)  # each time another one
-            looked(eye)
-        assert looked(eye) == looked(SpoolObserver(spool))
+            observed(eye)
+        assert observed(eye) == observed(SpoolObserver(spool))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -151,8 +151,8 @@ def test_whatever_tierd_does_a_sparing_look_sees_what_a_fresh_look_sees(tmp_path
         count = changed_by_tierd(spool, rng, rng.randint(0, 5), count)
         if rng.random() < 0.5 and (spool.root / RUN).exists():
             age(spool, 100.0 - count)
-            looked(eye, sparing=rng.random() < 0.5)
-        assert looked(eye, sparing=True) == looked(SpoolObserver(spool))
+            observed(eye, sparing=rng.random() < 0.5)
+        assert observed(eye, sparing=True) == observed(SpoolObserver(spool))
 
 
 def test_a_checkpoint_that_lost_a_part_is_asked_about_by_sparing_looks_from_then_on(tmp_path: Path):
@@ -161,11 +161,11 @@ def test_a_checkpoint_that_lost_a_part_is_asked_about_by_sparing_looks_from_then
         commit(spool, part(1, rank=rank, world=2))
     age(spool)
     eye = SpoolObserver(spool)
-    eye.look()
+    eye.observe()
     shutil.rmtree(spool.path(part(1, rank=1, world=2)))
-    assert not eye.look().lists(part(1, rank=1, world=2))
+    assert not eye.observe().lists(part(1, rank=1, world=2))
     commit(spool, part(1, rank=1, world=2))
-    assert eye.look(sparing=True).lists(part(1, rank=1, world=2))
+    assert eye.observe(sparing=True).lists(part(1, rank=1, world=2))
 
 
 def test_a_sparing_look_asks_about_what_may_get_more_parts_and_the_next_look_about_the_rest(
@@ -176,9 +176,9 @@ def test_a_sparing_look_asks_about_what_may_get_more_parts_and_the_next_look_abo
         commit(spool, part(step, world=2 if step == 3 else 1))
     age(spool)
     eye, stamp = SpoolObserver(spool), spool.stamp
-    eye.look()
+    eye.observe()
     monkeypatch.setattr(spool, "stamp", lambda path: asked.append(Path(path).name) or stamp(path))
-    eye.look(sparing=True)
+    eye.observe(sparing=True)
     assert asked == [RUN, part(3).checkpoint.name]
     shutil.rmtree(spool.path(part(1)))
-    assert not eye.look().lists(part(1))
+    assert not eye.observe().lists(part(1))

@@ -82,11 +82,11 @@ def part_of(spool: Spool, step: int):
 
 
 def swept(node: Daemon, place) -> None:
-    def look() -> bool:
+    def observe() -> bool:
         node.loop.call_soon_threadsafe(node.reconciler.wake)
         return not place.exists()
 
-    wait_until(look)
+    wait_until(observe)
 
 
 @pytest.fixture

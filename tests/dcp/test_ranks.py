@@ -94,8 +94,8 @@ def _torch_alone_reads(cluster, expected) -> None:
 )
 def test_ranks_that_save_without_collectives_read_their_own(cluster):
     nodes = cluster.nodes(1) * 2
-    for rank, told in enumerate(cluster.run(2, dcp_ranks.save_each_alone, nodes, [4])):
-        assert told == (4, [rank] * 50, [])
+    for rank, reported in enumerate(cluster.run(2, dcp_ranks.save_each_alone, nodes, [4])):
+        assert reported == (4, [rank] * 50, [])
     assert [(one.rank, one.world) for one in cluster.parts()] == [(0, 2), (1, 2)]
 
 
@@ -144,8 +144,8 @@ def test_where_one_ranks_part_is_corrupt_all_step_back_and_say_whose(cluster, ho
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_save_that_fails_on_one_rank_is_never_offered(cluster, victim):
     nodes = cluster.nodes(2)
-    for told in cluster.run(2, dcp_ranks.save_failing, nodes, victim):
-        assert told == {victim: "SpoolFull"}
+    for reported in cluster.run(2, dcp_ranks.save_failing, nodes, victim):
+        assert reported == {victim: "SpoolFull"}
     left = [(one.checkpoint.step, one.rank) for one in cluster.parts()]
     assert left == [(1, 0), (1, 1)] + ([(2, 1)] if victim == 0 else [])
     cluster.settle()

@@ -95,9 +95,9 @@ def test_a_write_behind_an_async_save_fails_it(local, spool):
     with torch.no_grad():
         job.model[0].weight.add_(1.0)
     job.step()
-    with pytest.raises(CheckpointException) as told:
+    with pytest.raises(CheckpointException) as reported:
         pending.result(20)
-    assert isinstance(told.value.failures[0][0], TornSnapshot)
+    assert isinstance(reported.value.failures[0][0], TornSnapshot)
     assert not spool.parts()
     expected = job.copy()
     pending = dcp.async_save(job.state(), storage_writer=tierd.dcp.StorageWriter(local, 2))

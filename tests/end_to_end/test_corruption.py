@@ -279,14 +279,14 @@ def quick(monkeypatch):
 @pytest.mark.timeout(900)
 def test_every_corruption_is_noticed_and_answered_with_the_right_checkpoint(worlds, tmp_path, quick):
     answers: list[tuple[int | None, int]] = []
-    healed = 0
+    repaired = 0
     for seed in range(SEEDS):
         world, root = worlds[1 + seed % 2], tmp_path / str(seed)
         shutil.copytree(world.root, root, ignore=shutil.ignore_patterns("control.sock"))
         harm_world(world, root, random.Random(seed))
         allowed = expected(world, root)
         wanted = allowed[-1]
-        healed += wanted[0] is not None and not locally_whole(world, root, wanted[0])
+        repaired += wanted[0] is not None and not locally_whole(world, root, wanted[0])
         assert answer(world, root) in allowed, f"seed {seed}"
         if seed % 10 == 0:
             assert answer(world, root)[0] in [step for step, _ in allowed], (
@@ -299,7 +299,7 @@ def test_every_corruption_is_noticed_and_answered_with_the_right_checkpoint(worl
     assert steps.count(5) > SEEDS // 7 and steps.count(4) > SEEDS // 14 and steps.count(3) > 1 and steps.count(2) > 0, (
         steps
     )
-    assert healed > SEEDS // 10 and sum(1 for _, passed in answers if passed) > SEEDS // 5
+    assert repaired > SEEDS // 10 and sum(1 for _, passed in answers if passed) > SEEDS // 5
 
 
 def locally_whole(world: World, root: Path, step: int) -> bool:

@@ -23,7 +23,7 @@ from tierd.daemon.remove import remove_from_spool
 from tierd.daemon.status import status
 from tierd.daemon.tiers.heads import rolled_back
 from tierd.events.journal import Journal
-from tierd.events.notices import SaveEvents
+from tierd.events.save_events import SaveEvents
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
@@ -217,7 +217,7 @@ def test_what_the_spool_remembers_goes_with_the_run(home) -> None:
     assert not list((spool.control / "timeline").iterdir())
 
 
-def told(home: Path, spool: str) -> list[tuple[str, str]]:
+def reported(home: Path, spool: str) -> list[tuple[str, str]]:
     """The rollbacks that the daemon of a spool tells of until it has looked some times."""
     with Daemon(home / spool, lambda: {"tier": FileStore(home / "tier")}) as daemon:
         for _ in range(3):
@@ -251,11 +251,11 @@ def test_an_older_copy_of_a_tier_is_told_of_once_whoever_writes_the_next_head(ho
     before = read(home)["counter"]
     saved_here(home, "spool", 40)
     after = read(home)["counter"]
-    assert after > before and not told(home, "spool")
+    assert after > before and not reported(home, "spool")
     copied(home / "copy", home / "tier")
     why = f"the run's head there is number {before} and was number {after} before"
-    assert [(place, text.startswith(why)) for place, text in told(home, "spool")] == [("tier", True)]
-    assert told(home, "spool") == []
+    assert [(place, text.startswith(why)) for place, text in reported(home, "spool")] == [("tier", True)]
+    assert reported(home, "spool") == []
 
 
 @pytest.mark.parametrize("harm", ["deleted", "empty"])
@@ -265,9 +265,9 @@ def test_a_head_that_went_is_told_of(home, harm) -> None:
         path.unlink()
     else:
         path.write_bytes(b"")
-    ((place, why),) = told(home, "spool")
+    ((place, why),) = reported(home, "spool")
     assert place == "tier" and "is gone, or cannot be read, and was number" in why
-    assert told(home, "spool") == []
+    assert reported(home, "spool") == []
 
 
 def test_a_rollback_that_nobody_writes_over_is_told_of_once_while_it_stays() -> None:
@@ -276,15 +276,15 @@ def test_a_rollback_that_nobody_writes_over_is_told_of_once_while_it_stays() -> 
     for why in ("old", "old", "older", None, "older"):
         notices.rolled_back("tier", "r", why)
     notices.rolled_back("tier", "s", "older")
-    told = [(one.run, one.why) for one in journal.events]
-    assert told == [("r", "old"), ("r", "older"), ("r", "older"), ("s", "older")]
+    reported = [(one.run, one.why) for one in journal.events]
+    assert reported == [("r", "old"), ("r", "older"), ("r", "older"), ("s", "older")]
 
 
 def test_a_head_that_another_node_replaced_is_no_rollback(home) -> None:
     saved_here(home, "other", 40, 50)
-    assert told(home, "spool") == []
+    assert reported(home, "spool") == []
     saved_here(home, "spool", 60)
-    assert told(home, "other") == []
+    assert reported(home, "other") == []
 
 
 def test_a_head_that_is_replaced_while_its_tier_is_looked_at_is_no_rollback(home) -> None:

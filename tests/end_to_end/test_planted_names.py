@@ -195,10 +195,10 @@ def test_an_answer_of_s3_is_shown_escaped(capsys, caplog, tmp_path):
 
 
 def test_events_and_what_systemd_shows_are_escaped(monkeypatch, tmp_path):
-    told = []
-    Journal(told.append).tell("corrupt", "tier", f"r{EVIL}", f"why{EVIL}\nMAINPID=1")
-    check(told[0].subject, says="r\\u202e")
-    check(told[0].why, says="why\\u202e")
+    reported = []
+    Journal(reported.append).record("corrupt", "tier", f"r{EVIL}", f"why{EVIL}\nMAINPID=1")
+    check(reported[0].subject, says="r\\u202e")
+    check(reported[0].why, says="why\\u202e")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "notify"))
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))

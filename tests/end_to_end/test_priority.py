@@ -41,7 +41,7 @@ def noting(module, name):
 """
 
 
-def told(script: str, **environment: str) -> dict:
+def reported(script: str, **environment: str) -> dict:
     """Run a script after `NOTING` in a process of its own; the JSON that it prints."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     done = subprocess.run(
@@ -102,7 +102,7 @@ def test_what_a_save_or_a_restore_waits_for_is_normal_and_a_flush_is_low(tmp_pat
         trainer.join()
         print(json.dumps(notes))
     """
-    notes = told(script)
+    notes = reported(script)
     assert notes["handed over"] == [1, 1, 1, 1]
     assert notes["write_part"] == [NORMAL] * 4
     assert notes["main"] == [NORMAL]
@@ -127,7 +127,7 @@ def test_threads_inherit_and_the_ones_there_before_stay_as_they_were():
         go.set(); before.join()
         print(json.dumps(notes))
     """
-    notes = told(script)
+    notes = reported(script)
     assert (notes["lowered"], notes["late"]) == (LOW, LOW)
     assert (notes["early"], notes["early's"]) == (NORMAL, NORMAL)
     assert notes["stderr"] == ""
@@ -135,14 +135,14 @@ def test_threads_inherit_and_the_ones_there_before_stay_as_they_were():
 
 @pytest.mark.parametrize(("before", "after"), [(0, 19), (5, 19), (19, 19)])
 def test_it_is_never_made_less_polite(before, after):
-    notes = told(f"os.nice({before}); priority.lower(); priority.lower(); print(json.dumps({{'now': seen()}}))")
+    notes = reported(f"os.nice({before}); priority.lower(); priority.lower(); print(json.dumps({{'now': seen()}}))")
     assert notes["now"] == [after, 3]
 
 
 def test_no_privilege_is_needed():
     if os.geteuid():
         pytest.skip("runs without privilege as it is")
-    notes = told("os.setgid(65534); os.setuid(65534); priority.lower(); print(json.dumps({'now': seen()}))")
+    notes = reported("os.setgid(65534); os.setuid(65534); priority.lower(); print(json.dumps({'now': seen()}))")
     assert (notes["now"], notes["stderr"]) == (LOW, "")
 
 

@@ -71,9 +71,9 @@ print(json.dumps(codes))
 
 def commands(env: dict[str, str], *lines: tuple[str | Path, ...]) -> list[int]:
     """Run commands at DEBUG; their exit codes. Nothing that they say holds a secret."""
-    told = [json.dumps(list(map(str, line))) for line in lines]
-    done = subprocess.run([sys.executable, "-c", COMMANDS, *told], env=env, capture_output=True, timeout=100)
-    search(f"what {told} say", done.stdout + done.stderr)
+    reported = [json.dumps(list(map(str, line))) for line in lines]
+    done = subprocess.run([sys.executable, "-c", COMMANDS, *reported], env=env, capture_output=True, timeout=100)
+    search(f"what {reported} say", done.stdout + done.stderr)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 

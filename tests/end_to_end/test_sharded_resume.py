@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support import sharded_trainer
 from support.ranked import Directory, Node
-from support.sharded_trainer import RUN, Orders, Told, told
+from support.sharded_trainer import RUN, Orders, Reported, reported
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -42,14 +42,14 @@ class Job:
     def log(self, rank: int, name: str = "rank") -> Path:
         return self.base / f"{name}-{rank}.log"
 
-    def told(self, world: int, name: str = "rank") -> list[Told]:
-        return [told(self.log(rank, name)) for rank in range(world)]
+    def reported(self, world: int, name: str = "rank") -> list[Reported]:
+        return [reported(self.log(rank, name)) for rank in range(world)]
 
     def until(self, reached: Callable[[], bool]) -> None:
         end = time.monotonic() + PATIENCE_S
         while not reached():
             for path in self.base.glob("*.log"):
-                assert not told(path).died, told(path).died
+                assert not reported(path).died, reported(path).died
             assert time.monotonic() < end, [path.read_text()[-300:] for path in self.base.glob("*.log")]
             time.sleep(0.02)
 
@@ -85,14 +85,14 @@ def node(tmp_path):
 def uninterrupted(job: Job, world: int, *, alike: bool = False) -> list[dict[int, str]]:
     number = job.launch(world, None, alike=alike, name="alone")
     job.end()
-    return [one.steps[number] for one in job.told(world, "alone")]
+    return [one.steps[number] for one in job.reported(world, "alone")]
 
 
 def kill_at(job: Job, number: int, world: int, halt: str) -> None:
     """Kill all ranks when each waits behind the line `halt`."""
     what, step = halt.split()
     seen = {"step": lambda one: one.steps.get(number, {}), "saved": lambda one: one.saved.get(number, ())}[what]
-    job.until(lambda: all(int(step) in seen(one) for one in job.told(world)))
+    job.until(lambda: all(int(step) in seen(one) for one in job.reported(world)))
     job.kill()
 
 
@@ -124,7 +124,7 @@ def test_a_killed_job_goes_on_exactly(job, node, place, world, halt, comes_back)
         home.start()
     second = job.launch(world, home.spool)
     job.end()
-    for one, steps in zip(job.told(world), expected, strict=True):
+    for one, steps in zip(job.reported(world), expected, strict=True):
         assert one.resumed == {first: "none", second: f"{comes_back} {place} restored"}
         assert second in one.ended and not one.died
         for seen in one.steps.values():
@@ -141,7 +141,7 @@ def test_a_killed_job_goes_on_exactly_on_other_ranks(job, node):
         halt = f"step {step + 1}"
         number = job.launch(world, home.spool, halt, alike=True)
         kill_at(job, number, world, halt)
-        for one in job.told(world):
+        for one in job.reported(world):
             assert one.steps[number] == {at: expected[0][at] for at in range(before + 1, step + 2)} and not one.died
             assert one.resumed[number] == (f"{before} local resharded" if before else "none")
         before = step

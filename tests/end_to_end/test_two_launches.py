@@ -115,12 +115,12 @@ def test_both_are_warned_and_neither_loses_anything_until_it_ends(launches, tmp_
     wait_until(lambda: kept(tmp_path) == (mine | other, mine | other), 60)
     for one, rival in ((first, second), (second, first)):
         wait_until(lambda one=one, rival=rival: f"attempt {rival.attempt}, process" in one.log.read_text(), 30)
-    told = status(tmp_path)
-    assert [(one["attempt"], one["pids"]) for one in told["launches"]] == [
+    reported = status(tmp_path)
+    assert [(one["attempt"], one["pids"]) for one in reported["launches"]] == [
         (first.attempt, [first.process.pid]),
         (second.attempt, [second.process.pid]),
     ]
-    assert [event["run"] for event in told["events"] if event["what"] == "two launches"] == ["r"]
+    assert [event["run"] for event in reported["events"] if event["what"] == "two launches"] == ["r"]
     wait_until(lambda: not any(tier["pending_prunes"] for tier in status(tmp_path)["tiers"]), 60)
     from tierd.cli import run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-from support.worlds import checkpoint, facts, part
+from support.inventories import checkpoint, facts, part
 
 from tierd.core.event_kinds import CHOICES, KINDS, MORE, USUAL, Event
 from tierd.core.planning.place import Place
@@ -16,7 +16,7 @@ from tierd.events.outbox import Outbox
 WORKER = ("worker", "s3")
 
 
-class Told:
+class Reported:
     """Alerts of strings, with a clock: `fail` and `work` give what is told."""
 
     def __init__(self) -> None:
@@ -25,8 +25,8 @@ class Told:
 
     def fail(self, subject: str = "a", thing: tuple[str, str] = WORKER, after: float = 1.0) -> str:
         self.now += after
-        told = self.alerts.failed(thing, "flush", "s3", subject, f"no {subject}", self.now, f"at {self.now:.0f}")
-        return f"{told[0].tries} tries of {told[0].subject}{', new' * told[1]}" if told else ""
+        reported = self.alerts.failed(thing, "flush", "s3", subject, f"no {subject}", self.now, f"at {self.now:.0f}")
+        return f"{reported[0].tries} tries of {reported[0].subject}{', new' * reported[1]}" if reported else ""
 
     def work(self, subject: str | None = None, *, others: bool = True) -> str:
         over = self.alerts.worked(WORKER, subject, others=others)
@@ -34,7 +34,7 @@ class Told:
 
 
 def test_the_third_failure_in_a_row_is_an_alert_told_once_and_told_when_it_is_over() -> None:
-    one = Told()
+    one = Reported()
     assert [one.fail(), one.fail()] == ["", ""] and one.alerts.lasting() == []
     assert one.work("a") == ""  # two are none, and it begins anew
     assert [one.fail() for _ in range(5)] == ["", "", "3 tries of a, new", "", ""]
@@ -44,14 +44,14 @@ def test_the_third_failure_in_a_row_is_an_alert_told_once_and_told_when_it_is_ov
 
 
 def test_an_alert_that_lasts_is_told_again_ever_more_seldom() -> None:
-    one = Told()
-    told = [one.now for _ in range(30_000) if one.fail(after=60.0)]
-    waits = [after - before for before, after in pairwise(told)]
+    one = Reported()
+    reported = [one.now for _ in range(30_000) if one.fail(after=60.0)]
+    waits = [after - before for before, after in pairwise(reported)]
     assert waits[:4] == [600, 720, 1440, 2880] and waits[-1] == max(waits) == 86_400
 
 
 def test_a_tier_that_takes_all_but_one_still_fails() -> None:
-    one = Told()
+    one = Reported()
     for _ in range(2):
         assert one.fail("bad") == "" and one.work("good") == ""
     assert one.fail("bad") == "3 tries of bad, new"
@@ -60,7 +60,7 @@ def test_a_tier_that_takes_all_but_one_still_fails() -> None:
 
 
 def test_a_tier_that_takes_nothing_fails_whichever_part_it_is() -> None:
-    one = Told()
+    one = Reported()
     assert [one.fail("a"), one.fail("b"), one.fail("c")] == ["", "", "3 tries of c, new"]
     assert one.work("looking", others=False) == ""  # that it can be looked at says nothing of that
     assert one.fail("a") == "" and one.work("b") == "a after 4"
@@ -69,7 +69,7 @@ def test_a_tier_that_takes_nothing_fails_whichever_part_it_is() -> None:
 
 
 def test_a_place_that_can_be_looked_at_again_works() -> None:
-    one = Told()
+    one = Reported()
     assert [one.fail("looking") for _ in range(3)][-1] == "3 tries of looking, new"
     assert one.work("looking", others=False) == "looking after 3"
     assert [one.fail("a"), one.fail("a", ("worker", "nfs")), one.fail("a"), one.fail("a", ("worker", "nfs"))] == [
@@ -139,24 +139,26 @@ def place(*parts) -> Place:
 
 
 def test_a_part_is_news_once_and_not_at_the_first_look_nor_when_it_was_fetched() -> None:
-    news, old, own, given, fetched = FirstSeen(), *(part(checkpoint(1, step), 0, 1) for step in range(4))
-    assert news.came(place(old)) == []
-    assert news.take(given) and news.take(fetched)  # told when it was given; being fetched
-    assert news.came(place(old)) == []  # a look that began before
-    assert news.came(place(old, own, given, fetched)) == [own] and not news.take(own)
-    assert news.came(place(own, given)) == [] and news.came(place(old, own, given)) == [old]
+    first_seen, old, own, given, fetched = FirstSeen(), *(part(checkpoint(1, step), 0, 1) for step in range(4))
+    assert first_seen.came(place(old)) == []
+    assert first_seen.take(given) and first_seen.take(fetched)  # told when it was given; being fetched
+    assert first_seen.came(place(old)) == []  # a look that began before
+    assert first_seen.came(place(old, own, given, fetched)) == [own] and not first_seen.take(own)
+    assert first_seen.came(place(own, given)) == [] and first_seen.came(place(old, own, given)) == [old]
 
 
 def test_a_checkpoint_is_whole_once_where_its_rank_0_is() -> None:
     one, two = checkpoint(1, 100), checkpoint(1, 200)
     here, there = place(part(one, 0, 2)), place(part(two, 1, 2))
-    news = FirstSeen()
-    assert news.whole("s3", here, place(), 1.0) == [] == news.whole("s3", here, place(part(one, 0, 2)), 2.0)
-    assert news.whole("s3", place(), place(part(one, 0, 2), part(one, 1, 2)), 4.0) == [
+    first_seen = FirstSeen()
+    assert first_seen.whole("s3", here, place(), 1.0) == [] == first_seen.whole("s3", here, place(part(one, 0, 2)), 2.0)
+    assert first_seen.whole("s3", place(), place(part(one, 0, 2), part(one, 1, 2)), 4.0) == [
         (one, 3.0)
     ]  # pruned here by then
-    assert news.whole("s3", here, place(part(one, 0, 2)), 5.0) == []  # quarantined,
-    assert news.whole("s3", here, place(part(one, 0, 2), part(one, 1, 2)), 6.0) == []  # and repaired
-    assert news.whole("nfs", here, place(part(one, 0, 2), part(one, 1, 2)), 6.0) == []  # was so when it was first seen
-    assert news.whole("s3", there, place(), 7.0) == []
-    assert news.whole("s3", there, place(part(two, 0, 2), part(two, 1, 2)), 8.0) == []  # another node tells
+    assert first_seen.whole("s3", here, place(part(one, 0, 2)), 5.0) == []  # quarantined,
+    assert first_seen.whole("s3", here, place(part(one, 0, 2), part(one, 1, 2)), 6.0) == []  # and repaired
+    assert (
+        first_seen.whole("nfs", here, place(part(one, 0, 2), part(one, 1, 2)), 6.0) == []
+    )  # was so when it was first seen
+    assert first_seen.whole("s3", there, place(), 7.0) == []
+    assert first_seen.whole("s3", there, place(part(two, 0, 2), part(two, 1, 2)), 8.0) == []  # another node tells

@@ -40,11 +40,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def telling(
-    spool: Spool, stores: dict[str, Store], *tells: NotifyConfig
+async def notifying(
+    spool: Spool, stores: dict[str, Store], *hooks: NotifyConfig
 ) -> AsyncIterator[tuple[Reconciler, Notifier]]:
     """A daemon at work that tells."""
-    notifier = Notifier(tells, str(spool.root))
+    notifier = Notifier(hooks, str(spool.root))
     daemon = Reconciler(config(spool, *stores), spool, stores, notifier.offer)
     notifier.start(daemon.journal)
     try:
@@ -72,13 +72,13 @@ def test_a_webhook_hears_of_a_save_and_of_its_being_durable(spool, monkeypatch):
     async def work():
         with receiving() as receiver:
             one = hook(receiver, headers={"Authorization": "env:HOOK_TOKEN"})
-            async with telling(spool, {"first": MemoryStore(), "second": MemoryStore()}, one) as (daemon, _):
+            async with notifying(spool, {"first": MemoryStore(), "second": MemoryStore()}, one) as (daemon, _):
                 for rank in (0, 1):
                     commit(spool, part(7, rank=rank, world=2))
                 await settle(daemon)
-                await until(lambda: len(receiver.told) == 4, PATIENT)
+                await until(lambda: len(receiver.reported) == 4, PATIENT)
                 assert sorted(receiver.what()) == ["durable", "durable", "persisted", "persisted"]
-                durable = next(one for one in receiver.told if one["what"] == "durable")
+                durable = next(one for one in receiver.reported if one["what"] == "durable")
                 size = 2 * daemon.inventory().spool.facts(part(7, rank=0, world=2)).size
                 assert {
                     name: durable[name] for name in ("run", "step", "world_size", "raw_bytes", "level", "spool")
@@ -91,14 +91,17 @@ def test_a_webhook_hears_of_a_save_and_of_its_being_durable(spool, monkeypatch):
                     "spool": str(spool.root),
                 }
                 assert {"rank", "tries", "counts"} & set(durable) == set() and durable["stored_bytes"] > 0
-                assert sorted(one["place"] for one in receiver.told if one["what"] == "durable") == ["first", "second"]
-                assert sorted(one["rank"] for one in receiver.told if one["what"] == "persisted") == [0, 1]
-                assert len({one["id"] for one in receiver.told}) == 4
+                assert sorted(one["place"] for one in receiver.reported if one["what"] == "durable") == [
+                    "first",
+                    "second",
+                ]
+                assert sorted(one["rank"] for one in receiver.reported if one["what"] == "persisted") == [0, 1]
+                assert len({one["id"] for one in receiver.reported}) == 4
                 path, headers = receiver.asked[0]
                 assert path == f"/{SECRET}" and headers["Authorization"] == f"Bearer {SECRET}"
                 assert headers["Content-Type"] == "application/json"
                 await settle(daemon)
-                assert len(receiver.told) == 4
+                assert len(receiver.reported) == 4
 
     asyncio.run(work())
 
@@ -109,14 +112,16 @@ def test_events_of_saves_and_flushes_carry_metrics(spool):
     async def work():
         with receiving() as receiver:
             one = hook(receiver, events=("persisted", "flushed", "durable"))
-            async with telling(spool, {"tier": MemoryStore()}, one) as (daemon, _):
+            async with notifying(spool, {"tier": MemoryStore()}, one) as (daemon, _):
                 commit(spool, part(7), metrics={"loss": 0.25, "bad": "nan"})
                 daemon.taken(part(8), CommittedPart(3, direct=True, recycled=False, metrics={"loss": 0.125}))
                 await settle(daemon)
-                await until(lambda: len(receiver.told) == 4, PATIENT)
-                told = {(one["what"], one["step"]): one.get("metrics") for one in receiver.told}
-                assert told.pop(("persisted", 8)) == {"loss": 0.125}
-                assert told == {(what, 7): {"bad": None, "loss": 0.25} for what in ("persisted", "flushed", "durable")}
+                await until(lambda: len(receiver.reported) == 4, PATIENT)
+                reported = {(one["what"], one["step"]): one.get("metrics") for one in receiver.reported}
+                assert reported.pop(("persisted", 8)) == {"loss": 0.125}
+                assert reported == {
+                    (what, 7): {"bad": None, "loss": 0.25} for what in ("persisted", "flushed", "durable")
+                }
 
     asyncio.run(work())
 
@@ -126,13 +131,13 @@ def test_a_daemon_that_starts_tells_of_nothing_that_was_so_before(spool):
         store = MemoryStore()
         commit(spool, part(1))
         with receiving() as receiver:
-            async with telling(spool, {"tier": store}, hook(receiver)) as (daemon, _):
+            async with notifying(spool, {"tier": store}, hook(receiver)) as (daemon, _):
                 await until(lambda: receiver.what() == ["durable"], PATIENT)  # that became so under its eyes
-            async with telling(spool, {"tier": store}, hook(receiver)) as (daemon, _):
+            async with notifying(spool, {"tier": store}, hook(receiver)) as (daemon, _):
                 commit(spool, part(2))
                 await settle(daemon)
-                await until(lambda: len(receiver.told) == 3, PATIENT)
-                assert {one["step"] for one in receiver.told[1:]} == {2}
+                await until(lambda: len(receiver.reported) == 3, PATIENT)
+                assert {one["step"] for one in receiver.reported[1:]} == {2}
 
     asyncio.run(work())
 
@@ -145,7 +150,7 @@ def test_flushes_go_on_while_a_receiver_hangs(spool, answer):
         store = MemoryStore()
         with receiving() as receiver:
             receiver.answer = answer
-            async with telling(spool, {"tier": store}, hook(receiver, timeout_s=600.0)) as (daemon, notifier):
+            async with notifying(spool, {"tier": store}, hook(receiver, timeout_s=600.0)) as (daemon, notifier):
                 for step in range(25):
                     commit(spool, part(step))
                 await settle(daemon, PATIENT)
@@ -166,7 +171,7 @@ def test_a_receiver_that_fails_is_an_alert_until_it_works(spool, answer, caplog)
     async def work():
         with receiving() as bad, receiving() as good:
             one = hook(bad, timeout_s=0.3 if answer in ("drip", "hang") else 10.0, per_minute=1000)
-            async with telling(spool, {"tier": MemoryStore()}, one, hook(good)) as (daemon, notifier):
+            async with notifying(spool, {"tier": MemoryStore()}, one, hook(good)) as (daemon, notifier):
                 port = bad.port
                 bad.answer = answer
                 if answer == "refused":
@@ -175,7 +180,7 @@ def test_a_receiver_that_fails_is_an_alert_until_it_works(spool, answer, caplog)
                     commit(spool, part(step))
                 await settle(daemon, PATIENT)
                 await until(lambda: "failing" in good.what(), PATIENT)
-                alert = next(one for one in good.told if one["what"] == "failing")
+                alert = next(one for one in good.reported if one["what"] == "failing")
                 assert (alert["place"], alert["doing"], alert["level"]) == ("notify[0]", "notify", "alert")
                 assert alert["tries"] == 3 and alert["subject"] == f"http://127.0.0.1:{port}/…"
                 assert [(one.place, one.doing) for one in daemon.journal.alerts()] == [("notify[0]", "notify")]
@@ -187,7 +192,7 @@ def test_a_receiver_that_fails_is_an_alert_until_it_works(spool, answer, caplog)
                     assert 1 <= len(bad.asked) <= asked
                 else:
                     assert len(bad.asked) == (0 if answer == "refused" else asked)
-                assert not bad.told
+                assert not bad.reported
                 if answer == "drip":
                     await until(lambda: len(bad.gone) == len(bad.asked), PATIENT)
                 bad.answer = 200
@@ -198,9 +203,9 @@ def test_a_receiver_that_fails_is_an_alert_until_it_works(spool, answer, caplog)
                 await until(lambda: "works again" in good.what(), PATIENT)
                 assert daemon.journal.alerts() == () and daemon.journal.counters["alerts"] == 1
                 await until(lambda: "works again" in bad.what() and "durable" in bad.what(), PATIENT)
-            assert bad.told[-1]["what"] == "more"  # at the latest when the daemon ends
-            assert bad.told[-1]["counts"] == {"persisted": 3, "durable": 3}
-            said = msgspec.json.encode([notifier.status(), list(daemon.journal.events), good.told]).decode()
+            assert bad.reported[-1]["what"] == "more"  # at the latest when the daemon ends
+            assert bad.reported[-1]["counts"] == {"persisted": 3, "durable": 3}
+            said = msgspec.json.encode([notifier.status(), list(daemon.journal.events), good.reported]).decode()
             assert SECRET not in said and "elsewhere" not in str(bad.asked)
 
     with caplog.at_level(logging.DEBUG):
@@ -213,12 +218,12 @@ def test_a_receiver_that_fails_is_an_alert_until_it_works(spool, answer, caplog)
 def test_what_is_too_much_a_minute_is_told_as_one(spool):
     async def work():
         with receiving() as receiver:
-            async with telling(spool, {"tier": MemoryStore()}, hook(receiver, per_minute=2)) as (daemon, notifier):
+            async with notifying(spool, {"tier": MemoryStore()}, hook(receiver, per_minute=2)) as (daemon, notifier):
                 for step in range(5):
                     commit(spool, part(step))
                 await settle(daemon)
-                await until(lambda: notifier.status()[0].held == 8 and len(receiver.told) == 2, PATIENT)
-            (more,) = receiver.told[2:]
+                await until(lambda: notifier.status()[0].held == 8 and len(receiver.reported) == 2, PATIENT)
+            (more,) = receiver.reported[2:]
             assert more["subject"] == "8 more" and sum(more["counts"].values()) == 8
 
     asyncio.run(work())
@@ -239,7 +244,7 @@ def test_a_command_gets_an_event_on_its_standard_input_and_nothing_else(spool, t
 
     async def work():
         one = script(tmp_path, NOTE, events=("durable",))
-        async with telling(spool, {"tier": MemoryStore()}, one) as (daemon, notifier):
+        async with notifying(spool, {"tier": MemoryStore()}, one) as (daemon, notifier):
             commit(spool, part(3))
             await settle(daemon)
             await until(lambda: notifier.status()[0].delivered == 1, PATIENT)
@@ -271,7 +276,7 @@ def test_nothing_of_a_command_goes_on(spool, tmp_path, text):
 
     async def work():
         one = script(tmp_path, text, events=("persisted",), timeout_s=20.0 if text is LEAVE else 3.0)
-        async with telling(spool, {"tier": MemoryStore()}, one) as (daemon, notifier):
+        async with notifying(spool, {"tier": MemoryStore()}, one) as (daemon, notifier):
             commit(spool, part(3))
             daemon.wake()
             await until(lambda: notifier.status()[0].delivered + notifier.status()[0].dropped, PATIENT)
@@ -291,8 +296,8 @@ def test_the_end_of_the_daemon_gives_what_is_queued_a_short_time(spool, tmp_path
         with receiving() as fine, receiving() as hung:
             hung.answer = "hang"
             one = script(tmp_path, HANG, timeout_s=600.0)
-            tells = hook(fine), hook(hung, timeout_s=600.0), one
-            async with telling(spool, {"tier": MemoryStore()}, *tells) as (daemon, _):
+            hooks = hook(fine), hook(hung, timeout_s=600.0), one
+            async with notifying(spool, {"tier": MemoryStore()}, *hooks) as (daemon, _):
                 commit(spool, part(1))
                 await settle(daemon)
                 await until(lambda: (tmp_path / "pids").exists() and hung.asked, PATIENT)
@@ -308,7 +313,7 @@ def test_a_command_that_fails_three_times_is_an_alert(spool, tmp_path):
     async def work():
         bad = script(tmp_path, "import sys; sys.exit(3)", events=("persisted",))
         lost = NotifyConfig(command=("/nowhere/at/all",), events=("persisted",))
-        async with telling(spool, {"tier": MemoryStore()}, bad, lost) as (daemon, notifier):
+        async with notifying(spool, {"tier": MemoryStore()}, bad, lost) as (daemon, notifier):
             for step in (1, 2, 3):
                 commit(spool, part(step))
             await settle(daemon)
@@ -336,25 +341,25 @@ def test_a_tier_that_fails_three_times_in_a_row_is_an_alert_until_it_works(spool
         store = Double()
         with receiving() as receiver:
             one = hook(receiver, events=("failing", "works again"))
-            async with telling(spool, {"tier": store, "other": MemoryStore()}, one) as (daemon, notifier):
+            async with notifying(spool, {"tier": store, "other": MemoryStore()}, one) as (daemon, notifier):
                 if all_of_it:
                     store.error = error
                 else:
                     store.before = refuse
                 commit(spool, part(1))
                 daemon.wake()
-                await until(lambda: receiver.told, PATIENT)
-                (alert,) = receiver.told
+                await until(lambda: receiver.reported, PATIENT)
+                (alert,) = receiver.reported
                 assert (alert["what"], alert["place"], alert["tries"]) == ("failing", "tier", 3)
-                assert alert["doing"] == ("look" if all_of_it else "flush") and str(error) in alert["why"]
+                assert alert["doing"] == ("observe" if all_of_it else "flush") and str(error) in alert["why"]
                 assert alert.get("step") == (None if all_of_it else 1) and alert["seconds"] >= 0
                 await until(lambda: daemon.journal.counters["errors"] > 6, PATIENT)
                 found = status(daemon, 0, 0, notifier.status())
                 assert [one.place for one in found.alerts] == ["tier"] and found.counters["alerts"] == 1
                 store.error = store.before = None
                 await settle(daemon, PATIENT)
-                await until(lambda: len(receiver.told) == 2, PATIENT)
-                assert receiver.told[1]["what"] == "works again" and receiver.told[1]["tries"] > 3
+                await until(lambda: len(receiver.reported) == 2, PATIENT)
+                assert receiver.reported[1]["what"] == "works again" and receiver.reported[1]["tries"] > 3
                 assert not daemon.journal.alerts()
 
     asyncio.run(work())
@@ -362,7 +367,7 @@ def test_a_tier_that_fails_three_times_in_a_row_is_an_alert_until_it_works(spool
 
 def test_saves_that_fail_three_times_in_a_row_are_an_alert_and_a_later_launch_ends_it(spool):
     async def work():
-        async with telling(spool, {"tier": MemoryStore()}) as (daemon, _):
+        async with notifying(spool, {"tier": MemoryStore()}) as (daemon, _):
             for step in (1, 2, 3):
                 daemon.taken(part(step), StoreUnavailable("no room"))
                 daemon.save_events.given_up(part(step), "as its trainer says, too")
@@ -388,8 +393,8 @@ def test_what_a_reference_leads_to_is_read_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setenv("HOOK", f"http://127.0.0.1:80/{SECRET}")
     monkeypatch.setenv("PLAIN", f"http://hooks.example/{SECRET}")
     monkeypatch.setenv("EMPTY", "")
-    tells = NotifyConfig(url=f"file:{good}"), NotifyConfig(url="env:HOOK")
-    assert [one.to for one in Notifier(tells).status()] == ["https://hooks.example/…", "http://127.0.0.1:80/…"]
+    hooks = NotifyConfig(url=f"file:{good}"), NotifyConfig(url="env:HOOK")
+    assert [one.to for one in Notifier(hooks).status()] == ["https://hooks.example/…", "http://127.0.0.1:80/…"]
     for url, why in (
         (f"file:{bad}", "opens it to others"),
         (f"file:{tmp_path}/none", "No such file"),
@@ -398,7 +403,7 @@ def test_what_a_reference_leads_to_is_read_at_the_start(tmp_path, monkeypatch):
         ("env:NEVER_SET", "env:NEVER_SET holds nothing"),
     ):
         with pytest.raises(ConfigError, match=why) as caught:
-            Notifier([*tells, NotifyConfig(url=url)])
+            Notifier([*hooks, NotifyConfig(url=url)])
         assert str(caught.value).startswith("notify[2].url: ") and SECRET not in str(caught.value)
     with pytest.raises(ConfigError, match=r"notify\[0\].headers.X-Key: "):
         Notifier([NotifyConfig(url="https://host", headers={"X-Key": "env:NEVER_SET"})])

@@ -87,9 +87,9 @@ def test_the_grace_period_covers_the_drain(name: str, config: Config) -> None:
     grace = spec["terminationGracePeriodSeconds"]
     before = seconds(words[words.index("--deadline") + 1])
     assert before + seconds(config.drain) + END_S <= grace
-    told = {it["name"]: it["value"] for it in daemon["env"]}["TIERD_GRACE_PERIOD"]
-    assert seconds(told) == grace
-    assert ending.pod(seconds(told), seconds(config.drain)).severity == "ok"
+    reported = {it["name"]: it["value"] for it in daemon["env"]}["TIERD_GRACE_PERIOD"]
+    assert seconds(reported) == grace
+    assert ending.pod(seconds(reported), seconds(config.drain)).severity == "ok"
 
 
 def test_every_path_that_the_daemon_uses_is_mounted(name: str, config: Config) -> None:

@@ -33,7 +33,7 @@ class Mutant:
     """One line of tierd made wrong, which `by`, the arguments of a short run of its kit, must find.
 
     `old` stands once in the file at `path`, below the project's root, and becomes `new`. What a kit says of its loss
-    contains `told`, or one of several between bars, so that nothing else that is red is taken for it.
+    contains `reported`, or one of several between bars, so that nothing else that is red is taken for it.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Mutant:
     old: str
     new: str
     by: str
-    told: str = ""
+    reported: str = ""
 
 
 class Kit(Protocol):
@@ -81,7 +81,7 @@ class Round:
     notes: Counter[str] = field(default_factory=Counter)
     skipped: list[str] = field(default_factory=list)
     _begun: float = field(default_factory=time.monotonic)
-    _told: float = field(default_factory=time.monotonic)
+    _reported: float = field(default_factory=time.monotonic)
     _used: int = 0
 
     def seeds(self) -> Iterator[int]:
@@ -96,8 +96,8 @@ class Round:
     def passed(self, units: int = 1, *notes: str) -> None:
         self.done += units
         self.notes.update(notes)
-        if time.monotonic() - self._told > _EVERY:
-            self._told = time.monotonic()
+        if time.monotonic() - self._reported > _EVERY:
+            self._reported = time.monotonic()
             print(f"   {self.kind}: {self.done:,} of {self.trials:,} {self.unit}, {self._seconds:.0f} s", flush=True)
 
     def lost(self, seed: int, why: str | BaseException, units: int = 1) -> None:

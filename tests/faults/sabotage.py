@@ -79,7 +79,7 @@ def run(work: Round) -> None:
             if not green(mutant.by):
                 raise Lost(f"{mutant.by} is red without any mutant")
             with _planted(mutant, own):
-                if not _reds(mutant.by, mutant.told, own, warm):
+                if not _reds(mutant.by, mutant.reported, own, warm):
                     raise Lost(f"mutant survived: {mutant.name} ({mutant.path}), by {mutant.by}")
             return 1, [f"by {mutant.by.split()[0]}"]
 
@@ -109,8 +109,8 @@ def _planted(mutant: Mutant, tree: Path) -> Iterator[None]:
         path.write_text(source)
 
 
-def _reds(by: str, told: str, tree: Path, warm: Warm) -> bool:
-    """Whether what `by` names fails in `tree`, because of what it found there, and says `told` of it."""
+def _reds(by: str, reported: str, tree: Path, warm: Warm) -> bool:
+    """Whether what `by` names fails in `tree`, because of what it found there, and says `reported` of it."""
     what, *arguments = shlex.split(by)  # `-k 'one or another'` is one argument
     plain = what == "pytest"
     if plain:
@@ -131,8 +131,8 @@ def _reds(by: str, told: str, tree: Path, warm: Warm) -> bool:
         return False
     if (plain and status != 1) or (not plain and "\nLOST " not in said):
         raise Lost(f"{by} did not come to an answer:\n{said[-4000:]}")
-    if not any(word in said for word in told.split(" | ")):
-        raise Lost(f"{by} is red, but not by {told!r}:\n{said[-4000:]}")
+    if not any(word in said for word in reported.split(" | ")):
+        raise Lost(f"{by} is red, but not by {reported!r}:\n{said[-4000:]}")
     return True
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.worlds import checkpoint, part
+from support.inventories import checkpoint, part
 
 from tierd.core import errors
 from tierd.core.errors import DaemonUnavailable, TierdError
@@ -37,7 +37,7 @@ ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if iss
         messages.Wait(part=PART, tier="s3", timeout_s=1.5),
         messages.Pin(checkpoint=OWNER, pinned=False),
         messages.Failed(part=PART, why="no room"),
-        messages.FellBack(checkpoint=OWNER, skipped=("\U0001f4a9" * messages.MAX_TOLD,) * messages.MOST_TOLD),
+        messages.FellBack(checkpoint=OWNER, skipped=("\U0001f4a9" * messages.MAX_REASON,) * messages.MOST_REASONS),
         messages.Pause(),
         messages.Pause(for_s=7200.0),
         messages.Resume(),

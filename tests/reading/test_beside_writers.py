@@ -96,14 +96,14 @@ class History:
         return True
 
     async def _flush(self, which: PartId, store: Store) -> None:
-        lender = None
+        base = None
         for key in sorted((key for key in await contents(store) if "/manifests/" in key), reverse=True):
             other = PartId.parse_key(key)
             if other and other.rank == which.rank and other != which:
                 with suppress(ManifestError, ObjectNotFound):
-                    lender = await read_manifest(store, other)
+                    base = await read_manifest(store, other)
                     break
-        await flush(self.spool, which, Route(store), lender=lender)
+        await flush(self.spool, which, Route(store), base=base)
 
     async def _prune(self, store: Store) -> None:
         there = sorted({key.split("/")[2] for key in await contents(store) if "/manifests/" in key})

@@ -96,10 +96,10 @@ def test_safetensors_of_one_entry(tier):
 
 @pytest.mark.parametrize("format", ["safetensors", "torch", "dcp"])
 def test_it_tells_how_far_it_is(tier, format):
-    told = []
+    reported = []
     only = "model" if format == "safetensors" else None
-    exported(tier, format, only=only, told=lambda done, total: told.append((done, total)))
-    assert told == sorted(told) and {total for _, total in told} == {told[-1][0]} and len(told) > 1
+    exported(tier, format, only=only, on_progress=lambda done, total: reported.append((done, total)))
+    assert reported == sorted(reported) and {total for _, total in reported} == {reported[-1][0]} and len(reported) > 1
 
 
 def test_a_dtype_is_of_floating_point_tensors_alone(tier):

@@ -109,16 +109,16 @@ def test_what_lacks_a_rank_or_has_a_bad_manifest_waits(full, tier, tmp_path):
 
 def test_the_tiers_are_listed_once_in_a_period_at_most(full, tier, tmp_path, monkeypatch):
     listed: list[float] = []
-    look = RunOnTiers.look
+    observe = RunOnTiers.observe
 
     def counted(self):
         listed.append(time.monotonic())
         arrive(full, tier, len(listed))
         if len(listed) == 2:
             raise StoreUnavailable("a tier rests")  # the follower goes on
-        return look(self)
+        return observe(self)
 
-    monkeypatch.setattr(RunOnTiers, "look", counted)
+    monkeypatch.setattr(RunOnTiers, "observe", counted)
     with tierd.open(f"file://{tier}", RUN) as reader:
         found = reader.follow(period_s=0.2)
         assert [next(found).step for _ in range(4)] == [1, 2, 3, 4]

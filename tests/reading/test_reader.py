@@ -385,9 +385,11 @@ def test_what_others_wrote_is_refused_with_the_way_out(tmp_path, spool):
         asyncio.run(work(2, {"__0_0.distcp": b"x", ".metadata": b"y"}))
         with pytest.raises(StateMismatch, match=r"through DCP: tierd\.dcp\.load.*download\(DIR\)"):
             opened.restore(into())
-        told: list[tuple[int, int]] = []
-        found = opened.download(tmp_path / "out", told=lambda done, total: told.append((done, total)))
-        assert told == sorted(told) and told[0] == (0, found.size) and told[-1] == (found.size, found.size)
+        reported: list[tuple[int, int]] = []
+        found = opened.download(tmp_path / "out", on_progress=lambda done, total: reported.append((done, total)))
+        assert (
+            reported == sorted(reported) and reported[0] == (0, found.size) and reported[-1] == (found.size, found.size)
+        )
         assert {path.name for path in Path(found.directories[0]).iterdir()} == {
             "__0_0.distcp",
             ".metadata",

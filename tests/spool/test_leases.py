@@ -154,9 +154,9 @@ def test_status_tells_who_saves_and_since_when_also_of_one_launch_alone(spool, c
             from tierd.cli import run
 
             assert run(["status", "--spool", str(spool.root)]) == 0
-            told = " ".join(capsys.readouterr().out.split())
+            reported = " ".join(capsys.readouterr().out.split())
             who = f"saves rank 0 (process {os.getpid()}) since {lease['since']}, its last checkpoint {lease['renewed']}"
-            assert f"run run: attempt {ckpt.attempt} {who}" in told
+            assert f"run run: attempt {ckpt.attempt} {who}" in reported
         daemon.settle()
         with Link(spool) as link:
             assert link.ask(Status())["status"]["leases"] == [], "it was closed"
@@ -209,7 +209,7 @@ def saving(nodes, *ranks: tuple[int, int, int], attempt: str | None = None) -> l
     ]
 
 
-def told_of(caplog, attempt: str) -> int:
+def reported(caplog, attempt: str) -> int:
     """How many trainers were warned of a launch on another node."""
     said = [record.getMessage() for record in caplog.records if record.name == "tierd"]
     return sum("save at the same time" in line and f"{attempt} (on another node" in line for line in said)
@@ -229,14 +229,14 @@ def test_array_tasks_on_two_nodes_with_one_run_name_are_both_warned_once_a_tier_
         one.settle()
         (second,) = saving((one, other), (1, 0, 1))
         save(second, 1)
-        wait_until(lambda: told_of(caplog, second.attempt), 60)
-        assert not told_of(caplog, first.attempt), "a launch that saves no more may have ended"
+        wait_until(lambda: reported(caplog, second.attempt), 60)
+        assert not reported(caplog, first.attempt), "a launch that saves no more may have ended"
         save(first, 2)
-        wait_until(lambda: told_of(caplog, first.attempt), 60)
+        wait_until(lambda: reported(caplog, first.attempt), 60)
         for node in (one, other):
             shown = node.call(_launches(node))
             assert {rival.attempt for rival in shown} == {first.attempt, second.attempt}
-        assert told_of(caplog, first.attempt) == told_of(caplog, second.attempt) == 1, "once each"
+        assert reported(caplog, first.attempt) == reported(caplog, second.attempt) == 1, "once each"
         for ckpt in (first, second):
             ckpt.close()
 

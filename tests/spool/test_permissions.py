@@ -116,11 +116,11 @@ def test_a_link_in_place_of_a_room_is_refused_and_leads_nowhere(tmp_path: Path, 
 
 def test_a_directory_above_in_which_everybody_may_rename_is_told(tmp_path: Path, caplog) -> None:
     (tmp_path / "scratch").mkdir()
-    for bits, told in ((0o777, 1), (0o1777, 0), (0o755, 0)):
+    for bits, reported in ((0o777, 1), (0o1777, 0), (0o755, 0)):
         (tmp_path / "scratch").chmod(bits)
         caplog.clear()
         Spool(tmp_path / "scratch" / "spool")
-        assert sum("so replace the spool" in record.getMessage() for record in caplog.records) == told
+        assert sum("so replace the spool" in record.getMessage() for record in caplog.records) == reported
 
 
 # -- the sockets ------------------------------------------------------------------------------------------------------

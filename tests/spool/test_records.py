@@ -153,7 +153,7 @@ def test_a_launch_that_ends_before_its_first_commit_takes_nothing_from_the_one_b
     commit(spool, part(1, launch=1))
     spool.stage(part(2, launch=2)).abandon()
     assert saved(spool.control, [RUN]) == {RUN: {attempt(1), attempt(2)}}
-    assert SpoolEye(spool).look().restored == frozenset()
+    assert SpoolEye(spool).observe().restored == frozenset()
     commit(spool, part(2, launch=3))
     assert saved(spool.control, [RUN]) == {RUN: {attempt(3)}}
 

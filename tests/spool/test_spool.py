@@ -492,8 +492,8 @@ def test_a_part_that_went_bad_again_after_a_fetch_replaces_the_one_set_aside(spo
     commit(spool, part())
     (spool.path(part()) / "one").write_bytes(b"bad again")
     spool.quarantine(part())
-    aside = spool.control / "quarantine" / part().path
-    assert (aside / "one").read_bytes() == b"bad again"
+    quarantined = spool.control / "quarantine" / part().path
+    assert (quarantined / "one").read_bytes() == b"bad again"
     assert spool.leftovers() == []
     spool.discard(f"quarantine/{part().path}")
     assert spool.quarantined() == {}

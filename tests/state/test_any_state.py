@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from support.exact import told
+from support.exact import described
 from torch import nn
 
 import tierd
@@ -236,14 +236,16 @@ class Kept:
     """A spool, what was saved there, and what of it comes back."""
 
     def __init__(self, home):
-        self.home, self.told, self.names = home, [], []
+        self.home, self.described, self.names = home, [], []
         self.checkpointer = tierd.Checkpointer(home / "spool", "run", to=[])
 
     def save(self, state):
         groups = {}
-        self.told.append([[*told(name), told(value, groups, live=True)] for name, value in state.items()])
+        self.described.append(
+            [[*described(name), described(value, groups, live=True)] for name, value in state.items()]
+        )
         self.names.append([len(self.names), list(state)])
-        self.checkpointer.save(len(self.told) - 1, state).wait()
+        self.checkpointer.save(len(self.described) - 1, state).wait()
 
     def check(self, first=0):
         """Restore every step from `first` on in a new process, into nothing and into blank targets, and compare."""
@@ -254,10 +256,10 @@ class Kept:
         done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         back = [json.loads(line) for line in done.stdout.splitlines()]
-        assert [step for step, *_ in back] == list(range(first, len(self.told)))
+        assert [step for step, *_ in back] == list(range(first, len(self.described)))
         for step, found, again in back:
-            assert found == self.told[step]
-            assert again == untied(self.told[step])
+            assert found == self.described[step]
+            assert again == untied(self.described[step])
 
 
 @pytest.fixture

@@ -666,7 +666,7 @@ def test_an_optimizer_keeps_its_tensors_where_they_were_read_and_the_rest_is_giv
     fresh = {"model": Large(), "log": {}, "ema": torch.zeros(64, 64)}
     fresh = {"model": fresh["model"], "optimizer": torch.optim.AdamW(fresh["model"].parameters()), **fresh}
     restored = unflatten(tree, file)
-    load(fresh, restored, lent=False, file=file)
+    load(fresh, restored, handed_over=False, file=file)
     assert restored == {}
     moments = [value for state in fresh["optimizer"].state.values() for value in state.values()]
     assert [lies_in(moment, file) for moment in moments] == [moment.nbytes >= 4096 for moment in moments]
@@ -709,7 +709,7 @@ def test_what_somebody_kept_is_not_given_back(how):
         kept = lambda: product.grad_fn._saved_other  # noqa: E731
     before = kept().clone() if how != "hook" else weight.clone()
     del weight
-    load(fresh, restored, lent=False, file=file)
+    load(fresh, restored, handed_over=False, file=file)
     assert torch.equal(kept(), before)
     entries = parse_layout(bytes(file[: 1 << 20]) + bytes(file[1 << 20 :])).entries
     other = entries["model/b.weight"]
@@ -729,11 +729,11 @@ def keeper(module, keeps):
 
 
 def test_nothing_is_given_back_of_memory_that_is_lent_or_no_mapping():
-    for make, lent in ((mapped, True), (stored, False)):
+    for make, handed_over in ((mapped, True), (stored, False)):
         old, fresh = trained(), trained()
         tree, file = make(old)
         before = bytes(file)
-        load(fresh, unflatten(tree, file), lent=lent, file=file)
+        load(fresh, unflatten(tree, file), handed_over=handed_over, file=file)
         assert bytes(file) == before
         assert same_tensors(fresh, old)
 
@@ -741,7 +741,7 @@ def test_nothing_is_given_back_of_memory_that_is_lent_or_no_mapping():
 def test_lent_memory_may_be_overwritten():
     old, fresh = trained(), trained()
     tree, file = mapped(old)
-    load(fresh, unflatten(tree, file), lent=True)
+    load(fresh, unflatten(tree, file), handed_over=True)
     file[:] = b"\xff" * len(file)
     assert same_tensors(fresh, old)
 
@@ -755,7 +755,7 @@ def test_what_an_optimizer_shares_with_another_entry_stays_shared():
     tree, file = mapped({"a": saved, "b": Keeps(t=tensor), "c": [tensor]})
     one = Owns.__new__(Owns)
     fresh = {"a": one, "b": Keeps(), "c": None}
-    load(fresh, unflatten(tree, file), lent=False, file=file)
+    load(fresh, unflatten(tree, file), handed_over=False, file=file)
     assert one.state["state"]["t"] is fresh["b"].state["t"] is fresh["c"][0]
     assert torch.equal(fresh["c"][0], tensor)
 
@@ -765,7 +765,7 @@ def test_a_mismatch_leaves_the_memory_alone():
     before = bytes(file)
     restored = unflatten(tree, file)
     with pytest.raises(StateMismatch):
-        load({"model": nn.Linear(1, 1)}, restored, lent=False, file=file)
+        load({"model": nn.Linear(1, 1)}, restored, handed_over=False, file=file)
     assert restored.keys() == {"model", "optimizer", "ema", "log"}
     assert bytes(file) == before
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.exact import told
+from support.exact import described
 from support.hostile_trees import FILE, TREES
 from support.training import stored, through
 
@@ -90,7 +90,7 @@ EXACT = {
 def test_what_a_save_takes_is_what_a_restore_takes(name, local, monkeypatch):
     monkeypatch.setattr(tree_budget, "MAX_NODES", 102)
     good, bad = ({"w": torch.ones(1), "x": EXACT[name](number)} for number in (96, 99))
-    assert told(through(good)) == told(good, live=True)
+    assert described(through(good)) == described(good, live=True)
     local.save(1, good).wait()
     for _ in range(2):  # the second time by the structure that the first one found
         with pytest.raises(StateRefused, match=r'^state\["x"\]: ') as caught:
@@ -145,7 +145,7 @@ HELD = {
 def test_keys_of_one_hash_are_refused_at_save_by_their_path(name, held, local, monkeypatch):
     good = {"x": [HELD[held](ALIKE[name](tree_budget.MOST_ALIKE))]}
     bad = {"x": [HELD[held](ALIKE[name](tree_budget.MOST_ALIKE + 1))]}
-    assert told(through(good)) == told(good)
+    assert described(through(good)) == described(good)
     for step, state in enumerate((bad, good, bad)):
         if state is good:
             local.save(step, good).wait()
@@ -161,7 +161,7 @@ def test_keys_of_one_hash_are_refused_at_save_by_their_path(name, held, local, m
 
 def test_an_array_has_a_tensor_of_its_own():
     one = np.arange(4.0)
-    assert told(through({"a": one, "b": [one, one], "c": np.empty(0)})) == told(
+    assert described(through({"a": one, "b": [one, one], "c": np.empty(0)})) == described(
         {"a": one, "b": [one, one], "c": one[:0]}
     )
     array = b'{"$array":["t","<f4",[262144]]}'

@@ -628,13 +628,13 @@ def test_a_mark_made_between_a_call_and_its_look_is_no_lost_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two first puts at once: one finds no mark, the other makes it, and the first goes on."""
-    store, look = FileStore(tmp_path), os.stat
+    store, observe = FileStore(tmp_path), os.stat
 
     def late(path: str | Path, **kwargs: object) -> os.stat_result:
         try:
-            return look(path, **kwargs)  # type: ignore[arg-type]
+            return observe(path, **kwargs)  # type: ignore[arg-type]
         except FileNotFoundError:
-            monkeypatch.setattr(os, "stat", look)
+            monkeypatch.setattr(os, "stat", observe)
             asyncio.run(store.put("other", b"1"))
             raise
 

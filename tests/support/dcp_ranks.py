@@ -251,14 +251,14 @@ def save_apart(rank: int, spools: list[str]) -> Any:
 
     import tierd.dcp
 
-    told = []
+    reported = []
     with checkpointer(spools[rank]) as ckpt:
         for step in (5 + rank, 6):
             try:
                 dcp.save({f"{rank}": torch.ones(3)}, storage_writer=tierd.dcp.StorageWriter(ckpt, step))
             except CheckpointException as error:
-                told.append([str(one[0]) for one in error.failures.values()])
-    return told
+                reported.append([str(one[0]) for one in error.failures.values()])
+    return reported
 
 
 def save_two(rank: int, spools: list[str]) -> None:

@@ -35,10 +35,10 @@ class Agents:
         command += ["--local-addr=127.0.0.1", "--monitor-interval=0.2", "--max-restarts=20"]
         command += [elastic.__file__, str(self.home), str(STEPS)]
         orders = json.dumps({"home": str(self.home)}).replace(" ", "")
-        told = {ORDERS: orders, NODE: str(node), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        reported = {ORDERS: orders, NODE: str(node), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with (self.home / "output").open("ab") as output:
             self.running[node] = subprocess.Popen(
-                command, env=environment(**told), stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                command, env=environment(**reported), stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
 
     def lose(self, node: int) -> None:
@@ -84,7 +84,7 @@ def cycle(seed: int, home: Path) -> tuple[list[str], float]:
             that of an uninterrupted run.
     """
     chance, made = random.Random(seed), Agents(home)
-    told = f"seed {seed}"
+    reported = f"seed {seed}"
     try:
         for node in range(4):
             made.start(node)
@@ -98,9 +98,9 @@ def cycle(seed: int, home: Path) -> tuple[list[str], float]:
         made.start(lost[0])
         await_that(lambda: len(made.worlds()) > before or (home / "final").exists(), 240)
         for agent in made.running.values():
-            assert agent.wait(300) == 0, told
+            assert agent.wait(300) == 0, reported
     except AssertionError as error:
-        error.add_note(f"{told}: {made.said()[-20:]}\n{(home / 'output').read_text(errors='replace')[-4000:]}")
+        error.add_note(f"{reported}: {made.said()[-20:]}\n{(home / 'output').read_text(errors='replace')[-4000:]}")
         raise
     finally:
         output = (home / "output").read_text(errors="replace")[-4000:]
@@ -108,16 +108,16 @@ def cycle(seed: int, home: Path) -> tuple[list[str], float]:
             agent.kill()
             agent.wait()
         end_all(home)
-    judge(made.said(), f"{told}, lost {lost}\n{output}")
-    assert min(made.worlds()) == 4 - len(lost), f"{told}: {made.worlds()}"
+    judge(made.said(), f"{reported}, lost {lost}\n{output}")
+    assert min(made.worlds()) == 4 - len(lost), f"{reported}: {made.worlds()}"
     expected = elastic.fresh()
     for _ in range(STEPS):
         elastic.advance(expected)
-    assert (home / "final").read_text() == elastic.digest(expected), f"{told}: not as in an uninterrupted run"
-    return [f"{len(lost)} of 4 nodes lost"], judge_waits((home / "waits").read_text().splitlines(), told)
+    assert (home / "final").read_text() == elastic.digest(expected), f"{reported}: not as in an uninterrupted run"
+    return [f"{len(lost)} of 4 nodes lost"], judge_waits((home / "waits").read_text().splitlines(), reported)
 
 
-def judge(said: list[list[str]], told: str) -> None:
+def judge(said: list[list[str]], reported: str) -> None:
     """All ranks of a launch resume from one step, and nothing that all were told is durable is passed over."""
     acked: dict[tuple[str, int], set[str]] = {}
     worlds: dict[str, int] = {}
@@ -131,11 +131,11 @@ def judge(said: list[list[str]], told: str) -> None:
                 whole.append(point)
         else:
             world, step, attempt = int(words[0]), int(words[1]), words[2]
-            assert worlds.setdefault(attempt, world) == world, f"{told}: one attempt of two launches: {attempt}"
+            assert worlds.setdefault(attempt, world) == world, f"{reported}: one attempt of two launches: {attempt}"
             ranks = resumed.setdefault(attempt, {})
-            assert rank not in ranks, f"{told}: rank {rank} twice in {attempt}"
+            assert rank not in ranks, f"{reported}: rank {rank} twice in {attempt}"
             ranks[rank] = step
-            assert len(set(ranks.values())) == 1, f"{told}: ranks do not go together: {ranks}"
+            assert len(set(ranks.values())) == 1, f"{reported}: ranks do not go together: {ranks}"
             before = max(point for point in whole if point[0] < attempt)
-            assert step >= before[1], f"{told}: resumed from {step}, and {before} was durable on all ranks"
-    assert list(resumed) == sorted(resumed), f"{told}: {list(resumed)}"
+            assert step >= before[1], f"{reported}: resumed from {step}, and {before} was durable on all ranks"
+    assert list(resumed) == sorted(resumed), f"{reported}: {list(resumed)}"

@@ -21,7 +21,7 @@ Groups = dict[object, int]
 _BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def told(value: Any, groups: Groups | None = None, *, live: bool = False) -> Any:
+def described(value: Any, groups: Groups | None = None, *, live: bool = False) -> Any:
     """JSON that is equal for equal values alone, types, order and NaNs included.
 
     Args:
@@ -30,7 +30,7 @@ def told(value: Any, groups: Groups | None = None, *, live: bool = False) -> Any
             memory seen the same way as one tensor.
     """
     if live and callable(getattr(value, "state_dict", None)):
-        return told(value.state_dict(), groups, live=live)
+        return described(value.state_dict(), groups, live=live)
     if isinstance(value, torch.Tensor):
         return ["tensor", *_tensor(value), None if groups is None else _group(value, groups, live)]
     if type(value) is torch.Generator:
@@ -44,19 +44,21 @@ def told(value: Any, groups: Groups | None = None, *, live: bool = False) -> Any
     if isinstance(value, dict):
         extra = [vars(value).get("_metadata")] if type(value) is OrderedDict else []
         extra += [getattr(value, "default_factory", None) and value.default_factory.__name__]
-        pairs = [[told(key, groups, live=live), told(inner, groups, live=live)] for key, inner in value.items()]
-        return [kind, pairs, [told(one, groups, live=live) for one in extra]]
+        pairs = [
+            [described(key, groups, live=live), described(inner, groups, live=live)] for key, inner in value.items()
+        ]
+        return [kind, pairs, [described(one, groups, live=live) for one in extra]]
     if isinstance(value, (set, frozenset)):
-        return [kind, sorted(json.dumps(told(member)) for member in value)]
+        return [kind, sorted(json.dumps(described(member)) for member in value)]
     if isinstance(value, (list, tuple, deque)):
         inside = list(value) if type(value) is not torch.Size else [int(n) for n in value]
-        return [kind, getattr(value, "maxlen", None), [told(inner, groups, live=live) for inner in inside]]
+        return [kind, getattr(value, "maxlen", None), [described(inner, groups, live=live) for inner in inside]]
     if isinstance(value, (slice, range)):
-        return [kind, [told(part) for part in (value.start, value.stop, value.step)]]
+        return [kind, [described(part) for part in (value.start, value.stop, value.step)]]
     if isinstance(value, float):
         return [kind, struct.pack(">d", value).hex()]
     if isinstance(value, complex):
-        return [kind, told(value.real), told(value.imag)]
+        return [kind, described(value.real), described(value.imag)]
     if isinstance(value, (bytes, bytearray)):
         return [kind, value.hex()]
     if isinstance(value, str):
@@ -118,10 +120,10 @@ def main(spool: Path, asked: Path) -> None:
             state: dict[str, Any] = dict.fromkeys(names)
             checkpointer.restore(state, step=step)
             groups: Groups = {}
-            first = [[*told(name), told(value, groups)] for name, value in state.items()]
+            first = [[*described(name), described(value, groups)] for name, value in state.items()]
             targets = {name: blank(value) for name, value in state.items()}
             checkpointer.restore(targets, step=step)
-            again = [[*told(name), told(value)] for name, value in targets.items()]
+            again = [[*described(name), described(value)] for name, value in targets.items()]
             print(json.dumps([step, first, again]))
 
 

@@ -49,9 +49,9 @@ def arrive(full: Path, tier: Path, step: int) -> None:
                 target.mkdir(parents=True, exist_ok=True)
             else:
                 target.parent.mkdir(parents=True, exist_ok=True)
-                aside = target.with_name(f".{target.name}.part")
-                shutil.copyfile(source, aside)
-                aside.rename(target)
+                quarantined = target.with_name(f".{target.name}.part")
+                shutil.copyfile(source, quarantined)
+                quarantined.rename(target)
 
 
 def name(step: int) -> CheckpointId:

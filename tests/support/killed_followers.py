@@ -73,8 +73,8 @@ def play(seed: int, group: bool, full: Path, home: Path) -> list[str]:
 def _moment(log: Path) -> str:
     words = [line.split(" ")[0] for line in log.read_text().splitlines()] if log.exists() else []
     last = next((word for word in reversed(words) if word in ("begin", "end")), "")
-    told = {"begin": "while a command runs", "end": "between commands", "": "before the first command"}
-    return f"killed {told[last]}"
+    reported = {"begin": "while a command runs", "end": "between commands", "": "before the first command"}
+    return f"killed {reported[last]}"
 
 
 def _judge(lines: list[str], group: bool) -> None:

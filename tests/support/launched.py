@@ -178,7 +178,7 @@ def train(orders: Orders, rank: int) -> None:
     home = Path(orders.home)
     spool = home / (f"spool-{os.environ[NODE]}" if orders.tier else "spool")
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         note(str(home / "log"), f"{rank} {line}")
 
     def maybe_die(place: str) -> None:
@@ -188,7 +188,7 @@ def train(orders: Orders, rank: int) -> None:
                     os.close(os.open(home / f"killed-{number}", os.O_CREAT | os.O_EXCL))
                 except FileExistsError:
                     continue
-                tell(f"killed {fault.step} {place} {fault.what}")
+                report(f"killed {fault.step} {place} {fault.what}")
                 fault.happen(spool)
 
     training = Training(rank)
@@ -200,7 +200,7 @@ def train(orders: Orders, rank: int) -> None:
     with timed(home, rank, "restore"):
         found = checkpointer.restore(state)
     assert state["rank"] == rank, f"rank {rank} restored what rank {state['rank']} saved"
-    tell(f"resumed {found.step if found else 0} {checkpointer.attempt}")
+    report(f"resumed {found.step if found else 0} {checkpointer.attempt}")
     while state["step"] < orders.steps:
         due = (state["step"] + 1) % orders.every == 0
         maybe_die("before")
@@ -215,7 +215,7 @@ def train(orders: Orders, rank: int) -> None:
             maybe_die("saving")
             with timed(home, rank, "wait"):
                 save.wait(timeout=60)
-            tell(f"acked {state['step']} {checkpointer.attempt}")
+            report(f"acked {state['step']} {checkpointer.attempt}")
             maybe_die("saved")
     with timed(home, rank, "close"):
         checkpointer.close()

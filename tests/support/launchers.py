@@ -155,7 +155,7 @@ def cycle(launcher: Launcher, seed: int, home: Path) -> tuple[list[str], float]:
             is durable, or shared no attempt, or waited for too long. It names the launcher and the seed.
     """
     planned = faults(launcher, seed)
-    told = f"launcher {launcher}, seed {seed}, {planned}"
+    reported = f"launcher {launcher}, seed {seed}, {planned}"
     deadly, exact = sum(one.is_deadly for one in planned), all(one.is_exact for one in planned)
     if launcher.tier:
         (home / "tier").mkdir()
@@ -174,18 +174,18 @@ def cycle(launcher: Launcher, seed: int, home: Path) -> tuple[list[str], float]:
         status, said = call(launcher, orders)
         if status == 0:
             break
-        assert not launcher.restarts, f"{told}: status {status}\n{said}"
+        assert not launcher.restarts, f"{reported}: status {status}\n{said}"
     done = len(list(home.glob("killed-*")))
-    assert (status, done) == (0, len(planned)), f"{told}: launch {number}, status {status}, {done} killed\n{said}"
-    assert launcher.restarts or not exact or number == deadly, f"{told}: {number} launches ended by themselves"
-    judge((home / "log").read_text().splitlines(), told, deadly + 1 if exact else None)
+    assert (status, done) == (0, len(planned)), f"{reported}: launch {number}, status {status}, {done} killed\n{said}"
+    assert launcher.restarts or not exact or number == deadly, f"{reported}: {number} launches ended by themselves"
+    judge((home / "log").read_text().splitlines(), reported, deadly + 1 if exact else None)
     final = [(home / f"final-{rank}").read_text() for rank in range(WORLD)]
-    assert final == launched.uninterrupted(STEPS, bool(launcher.group)), f"{told}: not as in an uninterrupted run"
-    waited = judge_waits((home / "waits").read_text().splitlines(), told)
+    assert final == launched.uninterrupted(STEPS, bool(launcher.group)), f"{reported}: not as in an uninterrupted run"
+    waited = judge_waits((home / "waits").read_text().splitlines(), reported)
     return [f"{one.what}, {one.place}" for one in planned], waited
 
 
-def judge(log: list[str], told: str, launches: int | None) -> None:
+def judge(log: list[str], reported: str, launches: int | None) -> None:
     """What both ranks were told is durable is resumed from, by both, under a later attempt that they share.
 
     Args:
@@ -200,22 +200,26 @@ def judge(log: list[str], told: str, launches: int | None) -> None:
             begun.append(Resumed(int(rank), int(words[0]), words[1]))
             # The other rank of this launch may have saved since, and nothing of that is whole without this one.
             attempt, whole = max(set.intersection(*acked))
-            assert begun[-1].step >= whole, f"{told}: {begun[-1]}, and {whole} of {attempt} was durable on all ranks"
+            assert begun[-1].step >= whole, (
+                f"{reported}: {begun[-1]}, and {whole} of {attempt} was durable on all ranks"
+            )
     # Without a group, a rank may be killed before the other one has come to restore.
     attempts = list(dict.fromkeys(one.attempt for one in begun))
-    assert launches in (None, len(attempts)) and attempts == sorted(attempts), f"{told}: {launches} launches: {begun}"
+    assert launches in (None, len(attempts)) and attempts == sorted(attempts), (
+        f"{reported}: {launches} launches: {begun}"
+    )
     for attempt in attempts:
         together = [one for one in begun if one.attempt == attempt]
         ranks, steps = [one.rank for one in together], {one.step for one in together}
-        assert len(steps) == 1 and len(ranks) == len(set(ranks)), f"{told}: ranks do not go together: {together}"
-    assert len(together) == WORLD, f"{told}: the last launch is not whole: {together}"
+        assert len(steps) == 1 and len(ranks) == len(set(ranks)), f"{reported}: ranks do not go together: {together}"
+    assert len(together) == WORLD, f"{reported}: the last launch is not whole: {together}"
 
 
-def judge_waits(log: list[str], told: str) -> float:
+def judge_waits(log: list[str], reported: str) -> float:
     """The longest time that a call of tierd took, in seconds, whether it succeeded or raised."""
     waits = [(float(seconds), f"rank {rank} in {what}") for rank, what, seconds in map(str.split, log)]
     longest, where = max(waits)
-    assert longest <= _LONGEST, f"{told}: {where} for {longest} s"
+    assert longest <= _LONGEST, f"{reported}: {where} for {longest} s"
     return longest
 
 
@@ -257,8 +261,8 @@ def ours(process: Path, home: Path) -> bool:
         return False
 
 
-def await_that(look: Callable[[], bool], patience: float = 30) -> None:
+def await_that(observe: Callable[[], bool], patience: float = 30) -> None:
     end = time.monotonic() + patience
-    while not look():
+    while not observe():
         assert time.monotonic() < end
         time.sleep(0.02)

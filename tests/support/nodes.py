@@ -31,7 +31,7 @@ from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.candidates import RestoreOrder, restore_candidates
 from tierd.core.timeline.chain import timeline
 from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.tiers.observe import observe_places
 from tierd.spool.spool import Spool
 from tierd.stores.base import Buffer, ObjectInfo
 from tierd.stores.memory import MemoryStore
@@ -63,7 +63,7 @@ def one_thread(monkeypatch) -> None:
         return call(*args, **kwargs)
 
     monkeypatch.setattr(asyncio, "to_thread", to_thread)
-    timed(monkeypatch, wall_ns=Ticking(), own_stale_ms=NEVER_MS, mark_looks=20, mark_pause_s=0.0)
+    timed(monkeypatch, wall_ns=Ticking(), own_stale_ms=NEVER_MS, mark_reads=20, mark_pause_s=0.0)
 
 
 def launch_of(checkpoint: CheckpointId) -> int:
@@ -154,13 +154,13 @@ class Tier(MemoryStore):
     async def take(self, keys: Sequence[str], who: str) -> None:
         await asyncio.sleep(0)
         gone = {PartId.parse_key(key).checkpoint for key in keys if is_manifest(key) and key in self.objects}
-        aside = set(self.manifests("quarantine"))
+        quarantined = set(self.manifests("quarantine"))
         held = {which for which in self.manifests() if which.checkpoint in gone}
         before = self.first() if gone else set()
         for key in keys:  # at once, so that nothing comes between what was and what is
             if self.objects.pop(key, None) is not None:
                 self.keys.remove(key)
-        if gone and not held & aside:
+        if gone and not held & quarantined:
             self.pruned += [(who, one) for one in sorted(gone)]
             lost = before - self.whole()
             assert not lost, f"{who} deleted {', '.join(map(str, lost))}, which a resume would take"
@@ -280,7 +280,7 @@ class Node:
 
     async def planned(self) -> list[Action]:
         """What the daemon would do now, from a fresh look."""
-        await self.daemon.look(TIER)
+        await self.daemon.observe(TIER)
         return list(plan(self.daemon.inventory(), self.daemon.config, {}, 0.0))
 
     async def turn(self, rng: random.Random | None = None) -> Action | None:
@@ -388,7 +388,7 @@ class Nodes:
     async def resume(self, name: str | None = None) -> RestoreOrder:
         """What a restore on this node has to go on, from a fresh look; without one, on a fresh node."""
         spool = self._all[name].spool if name else None
-        return restore_candidates(await look_around(spool, {TIER: self.tier}, RUN), RUN)
+        return restore_candidates(await observe_places(spool, {TIER: self.tier}, RUN), RUN)
 
     async def offered(self, name: str | None = None) -> list[tuple[int, int]]:
         """`(launch, step)` of what a restore would try, in order."""

@@ -263,7 +263,7 @@ class Cluster:
                 meeting=str(meeting),
                 steps=steps,
                 every=self.every,
-                pace=0.0 if tierless else self.pace,
+                throughput=0.0 if tierless else self.pace,
             )
             process = nursery.Process(target=ranked_trainer.main, args=(orders,))
             launch.processes.append(process)
@@ -297,12 +297,12 @@ class Cluster:
             if number == launch.number and words[0] == what
         ]
 
-    def await_that(self, what: str, look: Callable[[], object], launch: Launch | None = None) -> bool:
-        """Wait until `look` gives something true; False when a rank of `launch` has ended by itself before."""
+    def await_that(self, what: str, observe: Callable[[], object], launch: Launch | None = None) -> bool:
+        """Wait until `observe` gives something true; False when a rank of `launch` has ended by itself before."""
         end = time.monotonic() + PATIENCE
-        while not look():
+        while not observe():
             if launch is not None and not launch.running():
-                return bool(look())
+                return bool(observe())
             assert time.monotonic() < end, f"waited {PATIENCE:.0f} s in vain until {what}"
             time.sleep(0.02)
         return True
@@ -347,12 +347,12 @@ class Cluster:
 
     def check_resumed(self, launch: Launch) -> None:
         """All ranks that came so far resumed from one checkpoint, that was whole, and none newer had survived."""
-        told = {tuple(words) for words in (one[:2] for one in self.said(launch, "resumed"))}
-        if not told:
+        reported = {tuple(words) for words in (one[:2] for one in self.said(launch, "resumed"))}
+        if not reported:
             return
         here = f"launch {launch.number}"
-        assert len(told) == 1, f"{here}: the ranks resumed from different checkpoints: {told}"
-        (words,) = told
+        assert len(reported) == 1, f"{here}: the ranks resumed from different checkpoints: {reported}"
+        (words,) = reported
         point = None if words == ("none",) else Point(words[1], int(words[0]))
         if point is None:
             assert launch.expected is None, f"{here}: began anew, and {launch.expected} had survived"
@@ -368,9 +368,11 @@ class Cluster:
 
     def progress(self, launch: Launch | None = None) -> int:
         """The last step that any rank has made, in any launch or in this one."""
-        told = (line for rank in range(WORLD) for line in self.lines(rank))
+        reported = (line for rank in range(WORLD) for line in self.lines(rank))
         return max(
-            int(words[1]) for number, words in told if words[0] == "step" and launch in (None, self.launches[number])
+            int(words[1])
+            for number, words in reported
+            if words[0] == "step" and launch in (None, self.launches[number])
         )
 
     def check_training(self, steps: int) -> None:
@@ -385,8 +387,8 @@ class Cluster:
                 assert words[0] != "failed", f"launch {number}, rank {rank}: a save failed: {words}"
                 if words[0] == "step":
                     last[int(words[1])] = words[2:]
-                    told = f"launch {number}, rank {rank}, step {words[1]}"
-                    assert words[2:] == alone[int(words[1])], f"{told}: {words[2:]}, not {alone[int(words[1])]}"
+                    reported = f"launch {number}, rank {rank}, step {words[1]}"
+                    assert words[2:] == alone[int(words[1])], f"{reported}: {words[2:]}, not {alone[int(words[1])]}"
             assert set(range(1, steps + 1)) <= last.keys(), f"rank {rank}: steps are missing"
 
     def converge(self) -> None:

@@ -35,9 +35,9 @@ def a_node_is_replaced(made: Cluster) -> None:
     second = made.launch("AACC", 9 * made.every)
     second.join()
     made.check_resumed(second)
-    told = {rank: words for rank in range(WORLD) for words in made.said(second, "resumed", rank)}
-    assert {words[0] for words in told.values()} == {str(6 * made.every)}
-    assert [told[rank][2] for rank in (2, 3)] == [made.tier.name] * 2
+    reported = {rank: words for rank in range(WORLD) for words in made.said(second, "resumed", rank)}
+    assert {words[0] for words in reported.values()} == {str(6 * made.every)}
+    assert [reported[rank][2] for rank in (2, 3)] == [made.tier.name] * 2
     made.converge()
     halved = made.launch("AA", 12 * made.every)
     made.await_that("both ranks have refused", lambda: not any(process.is_alive() for process in halved.processes))
@@ -82,8 +82,8 @@ def a_launch_lives_on(made: Cluster) -> None:
 
 def _kept_by_all(made: Cluster, launch: Launch) -> set[int]:
     """The steps that every rank of a launch was told are verified on the tier."""
-    told = [{int(words[0]) for words in made.said(launch, "kept", rank)} for rank in range(WORLD)]
-    return set.intersection(*told)
+    reported = [{int(words[0]) for words in made.said(launch, "kept", rank)} for rank in range(WORLD)]
+    return set.intersection(*reported)
 
 
 def _await_kept(made: Cluster, launch: Launch, more: int) -> None:

@@ -113,8 +113,8 @@ def average(model: nn.Module, world: int) -> None:
 class Witness:
     """Writes down what was promised, from threads of its own."""
 
-    def __init__(self, tell: Any, tier: str) -> None:
-        self._tell, self._tier = tell, tier
+    def __init__(self, report: Any, tier: str) -> None:
+        self._report, self._tier = report, tier
         self._few = threading.Semaphore(AHEAD)
         self._saves: queue.SimpleQueue[tierd.Save] = queue.SimpleQueue()
         self._acked: queue.SimpleQueue[tierd.Save] = queue.SimpleQueue()
@@ -131,10 +131,10 @@ class Witness:
             save = self._saves.get()
             try:
                 save.wait(timeout=60)
-                self._tell(f"acked {save.step}")
+                self._report(f"acked {save.step}")
                 self._acked.put(save)
             except (TierdError, TimeoutError) as error:
-                self._tell(f"failed {save.step} {error}")
+                self._report(f"failed {save.step} {error}")
                 self._few.release()
 
     def _kept(self) -> None:
@@ -142,25 +142,25 @@ class Witness:
             save = self._acked.get()
             try:
                 save.wait(self._tier, timeout=60)
-                self._tell(f"kept {save.step}")
+                self._report(f"kept {save.step}")
             except (TierdError, TimeoutError):
                 pass  # no promise was made: the daemon was killed, or a newer one has retired this
             finally:
                 self._few.release()
 
 
-def train(orders: Orders, tell: Any) -> None:
+def train(orders: Orders, report: Any) -> None:
     """Train from where `restore` says to the last step."""
     state = fresh(orders.rank, orders.world)
     checkpointer = witness = None
     if orders.spool is not None:
-        tell("restoring")
-        checkpointer, witness = tierd.Checkpointer(orders.spool, RUN), Witness(tell, orders.tier)
+        report("restoring")
+        checkpointer, witness = tierd.Checkpointer(orders.spool, RUN), Witness(report, orders.tier)
         found = checkpointer.restore(state)
-        tell(f"resumed {found.step} {found.attempt} {found.tier}" if found else "resumed none")
+        report(f"resumed {found.step} {found.attempt} {found.tier}" if found else "resumed none")
         for one in found.skipped if found else ():
-            tell(f"skipped {one}")
-        tell(f"attempt {checkpointer.attempt} {f'{found.step}.{found.attempt}' if found else 'none'}")
+            report(f"skipped {one}")
+        report(f"attempt {checkpointer.attempt} {f'{found.step}.{found.attempt}' if found else 'none'}")
     model, optimizer, batches = state["model"], state["optimizer"], iter(state["data"])
     while state["step"] < orders.steps:
         state["step"] += 1
@@ -172,9 +172,9 @@ def train(orders: Orders, tell: Any) -> None:
         average(model, orders.world)
         optimizer.step()
         state["scheduler"].step()
-        tell(f"step {state['step']} {loss.item().hex()} {','.join(map(str, numbers))}")
+        report(f"step {state['step']} {loss.item().hex()} {','.join(map(str, numbers))}")
         if checkpointer and witness and state["step"] % orders.every == 0:
-            tell(f"saving {state['step']}")
+            report(f"saving {state['step']}")
             witness.watch(checkpointer.save(state["step"], state))
         time.sleep(orders.pace)
     if checkpointer:
@@ -188,7 +188,7 @@ def main(orders: Orders) -> None:
     errors = os.open(f"{orders.log}.err", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(errors, 2)
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         note(orders.log, f"{orders.launch} {line}")
 
     try:
@@ -202,9 +202,9 @@ def main(orders: Orders) -> None:
             world_size=orders.world,
             timeout=timedelta(seconds=100),
         )
-        train(orders, tell)
-        tell("ended")
+        train(orders, report)
+        report("ended")
         distributed.destroy_process_group()
     except BaseException as error:
-        tell(f"died {type(error).__name__}: {error}".replace("\n", " | "))
+        report(f"died {type(error).__name__}: {error}".replace("\n", " | "))
         raise

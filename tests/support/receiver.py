@@ -16,7 +16,7 @@ class Receiver:
 
     def __init__(self) -> None:
         self.answer: int | str = 200
-        self.told: list[dict[str, Any]] = []  # what was answered with 200
+        self.reported: list[dict[str, Any]] = []  # what was answered with 200
         self.asked: list[tuple[str, dict[str, str]]] = []  # path and headers of every request
         self.gone: list[str] = []  # paths of requests whose sender hung up on a drip
         self.release = threading.Event()
@@ -26,7 +26,7 @@ class Receiver:
         return f"http://127.0.0.1:{self.port}{path}"
 
     def what(self) -> list[str]:
-        return [one["what"] for one in self.told]
+        return [one["what"] for one in self.reported]
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def receiving() -> Iterator[Receiver]:
                 self.wfile.write(b"\x00 no HTTP at all\r\n\r\n")
             elif answer != "close":
                 if answer == 200:
-                    receiver.told.append(body)
+                    receiver.reported.append(body)
                 self.send_response(int(answer))
                 self.send_header("Location", receiver.url("/elsewhere"))
                 self.end_headers()

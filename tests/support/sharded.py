@@ -151,7 +151,7 @@ def restore_otherwise(rank: int, spools: list[str]) -> list[str]:
 
     from tierd import StateMismatch
 
-    told = []
+    reported = []
     meshes = (
         init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp")),
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
@@ -164,16 +164,16 @@ def restore_otherwise(rank: int, spools: list[str]) -> list[str]:
             before = locals_of(state)
             try:
                 ckpt.restore({"tensors": state}, only="tensors")
-                told.append("nothing")
+                reported.append("nothing")
             except StateMismatch as error:
-                told.append(str(error))
+                reported.append(str(error))
             assert locals_of(state) == before
     with checkpointer(spools[rank]) as ckpt:
         try:
             ckpt.restore({"tensors": None, "extra": tensors(meshes[1], 1)["rows"]})  # a mesh, and another one
         except StateMismatch as error:
-            told.append(str(error))
-    return told
+            reported.append(str(error))
+    return reported
 
 
 def refused(rank: int, spools: list[str]) -> list[str]:
@@ -189,15 +189,15 @@ def refused(rank: int, spools: list[str]) -> list[str]:
         DTensor.from_local(torch.ones(3 + rank), mesh, [Shard(0), Shard(0)], shape=torch.Size((16,)), stride=(1,)),
         DTensor.from_local(torch.ones(4, device="meta"), mesh, [Shard(0), Replicate()]),
     ]
-    told = []
+    reported = []
     with checkpointer(spools[rank]) as ckpt:
         for step, tensor in enumerate(states):
             try:
                 ckpt.save(step, {"x": {"y": tensor}})
-                told.append("nothing")
+                reported.append("nothing")
             except StateRefused as error:
-                told.append(str(error))
-    return told
+                reported.append(str(error))
+    return reported
 
 
 def counting(state: dict[str, Any]) -> tuple[Callable[[], int], Any]:
@@ -243,19 +243,19 @@ def captures(rank: int) -> list[Any]:
     state = whole(mesh, 1)
     again, capturer = counting(state)
     first = capturer.capture(state)
-    told = []
-    told.append(again())
+    reported = []
+    reported.append(again())
     assert first.tree() == capturer.capture(state).tree()
     rows = state["tensors"]["rows"]
     state["tensors"]["rows"] = rows.redistribute(placements=[Replicate(), Shard(0)])  # of the same local shape
-    told.append(again())
-    told.append(again())
+    reported.append(again())
+    reported.append(again())
     state["tensors"]["rows"] = rows.to_local()
-    told.append(again())
+    reported.append(again())
     with torch.no_grad():
         state["tensors"]["both"] = state["tensors"]["both"].clone()  # placed alike, elsewhere
-    told.append(again())
-    return told
+    reported.append(again())
+    return reported
 
 
 def with_values(mesh: Any, seed: int) -> dict[str, Any]:
@@ -283,27 +283,27 @@ def grows(rank: int) -> list[Any]:
     def placed(size: int) -> Any:
         return distribute_tensor(torch.full((size,), float(size)), mesh, [Shard(0), Shard(0)])
 
-    told = []
+    reported = []
     for step in range(3):
         state["losses"].append(float(step))  # there is room for some in the tensor file
         state["tensors"][f"plain {step}"] = torch.full((64,), float(step))
-        told.append(again())
+        reported.append(again())
     state["tensors"]["new"] = placed(40)
-    told.append(again())
+    reported.append(again())
     state["losses"].append(1.0)
     state["tensors"]["behind a DTensor"] = torch.ones(64)
     state["at the root"] = torch.ones(8)
-    told.append(again())
+    reported.append(again())
     state["both"] = {"sharded": placed(24), "more": [0.5] * 2000}
-    told.append(again())
+    reported.append(again())
     state["both"]["plain"] = torch.ones(16)
     state["both"]["more"].append(2.0)
-    told.append(again())
+    reported.append(again())
     state["losses"] += [0.25] * 5000  # more than there is room for
-    told.append(again())
+    reported.append(again())
     state["tensors"]["the same memory"] = state["both"]["sharded"].to_local()
-    told.append(again())
-    return told
+    reported.append(again())
+    return reported
 
 
 def save_values(rank: int, spools: list[str]) -> None:
@@ -341,7 +341,7 @@ def torn(rank: int, spools: list[str]) -> list[str]:
     import torch
     from torch.distributed.fsdp import fully_shard
 
-    told = []
+    reported = []
     mesh = square()
     for step, write in enumerate(
         (_in_place, _behind, _together)
@@ -357,10 +357,10 @@ def torn(rank: int, spools: list[str]) -> list[str]:
                 write(model)
             try:
                 save.wait(timeout=30)
-                told.append("kept")
+                reported.append("kept")
             except Exception as error:
-                told.append(str(error))
-    return told
+                reported.append(str(error))
+    return reported
 
 
 def _in_place(model: Any) -> None:
@@ -403,7 +403,7 @@ def gathered_at_the_save(rank: int, spools: list[str]) -> list[str]:
             state["model"](torch.ones(4, 64))
         return " ".join(sorted({type(one).__name__ for one in state["model"].parameters()}))
 
-    told = []
+    reported = []
     state, expected = made(1), {}
     with checkpointer(spools[rank]) as ckpt:
         for step in range(
@@ -412,17 +412,17 @@ def gathered_at_the_save(rank: int, spools: list[str]) -> list[str]:
             if step == 2:
                 ckpt.attach(state["optimizer"])
             learn(state)
-            told.append(evaluate(state))
+            reported.append(evaluate(state))
             save = ckpt.save(step, state)
             expected[step] = locals_of(state)
             save.wait(timeout=30)
     for step in range(4):
         other = made(2)
-        told.append(evaluate(other))
+        reported.append(evaluate(other))
         with checkpointer(spools[rank]) as ckpt:
             ckpt.restore(other, step=step)
         assert locals_of(other) == expected[step], step
-    return told
+    return reported
 
 
 def example(rank: int, spool: str, steps: int) -> float:
@@ -526,10 +526,10 @@ def load_stages(rank: int, spools: list[str]) -> Any:
     with checkpointer(spools[rank]) as ckpt:
         try:
             tierd.dcp.load(numbered, ckpt)
-            told = "nothing"
+            reported = "nothing"
         except tierd.StateMismatch as error:
-            told = str(error)
-    return [one.full_tensor().tolist() for one in by_name.values()], told
+            reported = str(error)
+    return [one.full_tensor().tolist() for one in by_name.values()], reported
 
 
 # -- what an older version left ---------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def _main(orders: Orders) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         note(orders.log, f"{orders.launch} {line}")
         if orders.halt and f"{line} ".startswith(f"{orders.halt} "):
             time.sleep(1000)
@@ -73,16 +73,16 @@ def _main(orders: Orders) -> None:
         distributed.init_process_group(
             "gloo", init_method=f"file://{orders.meeting}", rank=orders.rank, world_size=orders.world
         )
-        _train(orders, tell)
+        _train(orders, report)
         distributed.barrier()
-        tell("ended")
+        report("ended")
         distributed.destroy_process_group()
     except BaseException as error:
-        tell(f"died {type(error).__name__}: {error}".replace("\n", " | "))
+        report(f"died {type(error).__name__}: {error}".replace("\n", " | "))
         raise
 
 
-def _train(orders: Orders, tell: Any) -> None:
+def _train(orders: Orders, report: Any) -> None:
     import torch
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -104,7 +104,7 @@ def _train(orders: Orders, tell: Any) -> None:
     checkpointer = None
     if orders.spool is not None:
         checkpointer = tierd.Checkpointer(orders.spool, RUN)
-        tell(f"resumed {_resume(checkpointer, state)}")
+        report(f"resumed {_resume(checkpointer, state)}")
         checkpointer.attach(optimizer)
     while state["step"] < orders.steps:
         state["step"] += 1
@@ -114,10 +114,10 @@ def _train(orders: Orders, tell: Any) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        tell(f"step {state['step']} {loss.item().hex()} {_digest(model, optimizer, orders.alike)}")
+        report(f"step {state['step']} {loss.item().hex()} {_digest(model, optimizer, orders.alike)}")
         if checkpointer and state["step"] % EVERY == 0:
             checkpointer.save(state["step"], state)
-            tell(f"saved {state['step']}")
+            report(f"saved {state['step']}")
     if checkpointer:
         checkpointer.close()
         assert not checkpointer.stats.failed, "a save failed"
@@ -156,7 +156,7 @@ def _digest(model: Any, optimizer: Any, whole: bool) -> str:
 
 
 @dataclass(frozen=True)
-class Told:
+class Reported:
     """What a rank's log says."""
 
     resumed: dict[int, str]  # by launch
@@ -166,8 +166,8 @@ class Told:
     died: list[str]
 
 
-def told(log: Path) -> Told:
-    found = Told({}, {}, {}, set(), [])
+def reported(log: Path) -> Reported:
+    found = Reported({}, {}, {}, set(), [])
     lines = log.read_text().splitlines() if log.exists() else []
     for line in lines:
         number, what, rest = f"{line} ".split(" ", 2)

@@ -25,7 +25,7 @@ from tierd.watching.programs import DEEPSPEED, MEGATRON, SHARDED
 from tierd.watching.settle import Due, Settling
 
 SETTLE_S = 10.0
-LOOK_S = 3.0
+OBSERVE_S = 3.0
 LAST = ("trainer_state.json", "random_states_0.pkl", "meta.pt", "metadata.json", "_CHECKPOINT_METADATA", "latest")
 LAST += ("latest_checkpointed_iteration.txt",)
 Files = dict[str, bytes]
@@ -197,7 +197,7 @@ class World:
 
     def watch(self, settling: Settling, taken: dict[str, Files], refused: set[str]) -> None:
         with Tree(self.root) as tree:
-            due_now = settling.look(tree.listing(), self.now_s)
+            due_now = settling.observe(tree.listing(), self.now_s)
         for due in due_now:
             with Tree(self.root) as tree:
                 copy, sound = self.take(tree, due)

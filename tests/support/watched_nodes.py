@@ -44,7 +44,7 @@ def content(spool: Spool, part: PartId) -> Files:
 
 def observed(spool: Spool) -> History:
     """What a daemon that starts anew knows of the run from its spool."""
-    return history(Inventory(SpoolObserver(spool).look(), {}), RUN)
+    return history(Inventory(SpoolObserver(spool).observe(), {}), RUN)
 
 
 @dataclass
@@ -75,12 +75,12 @@ class Lone:
         self.known = History()
         self.watch = UnitWatch(spool, world.root, RUN, self, None, self._meddle, SETTLE_S)
 
-    def look(self) -> None:
-        self._look(may_take=True)
+    def observe(self) -> None:
+        self._observe(may_take=True)
 
-    def _look(self, *, may_take: bool) -> None:
+    def _observe(self, *, may_take: bool) -> None:
         count = len(self.parts)
-        self.watch.look(self.known, self.world.now_s, may_take=may_take)
+        self.watch.observe(self.known, self.world.now_s, may_take=may_take)
         if len(self.parts) > count:
             self.known = self.known.merged(observed(self.spool))
 
@@ -112,10 +112,10 @@ class Sharing(Lone):
         self.chance = random.Random(f"{home.name} {who}")
         self.life = self.chance.choice((10**9, self.chance.randint(1, 60))) if mortal else 10**9
         super().__init__(world, spool, judge(spool))
-        self.tier, self.flushed, self.looks = tier, 0, 0
+        self.tier, self.flushed, self.observations = tier, 0, 0
         self.taker = Taker(RUN, who * 8, lambda: tier.store, _TIMINGS)
 
-    def look(self) -> None:
+    def observe(self) -> None:
         if not self.alive or self.chance.random() < 0.3:
             return
         try:
@@ -126,13 +126,13 @@ class Sharing(Lone):
 
     async def _take_turns(self) -> None:
         """As `Intake` does."""
-        self.looks += 1
-        if self.looks % _OBSERVE == 0:
+        self.observations += 1
+        if self.observations % _OBSERVE == 0:
             self.known = self.known.merged(self.tier.known)
-        self._look(may_take=self.taker.held)
+        self._observe(may_take=self.taker.held)
         if self.watch.wanted and await self.taker.may_take(self.watch.wanted, self.world.now_s):
             self.known = self.known.merged(self.tier.known) if self.taker.held else self.known
-            self._look(may_take=True)
+            self._observe(may_take=True)
         elif self.watch.wanted:
             self.world.acts["left to the other node"] += 1
         self._live()

@@ -50,7 +50,7 @@ class Reported:
 
 def observed(spool: Spool) -> History:
     """What a daemon that starts anew knows of the run."""
-    return history(Inventory(SpoolObserver(spool).look(), {}), RUN)
+    return history(Inventory(SpoolObserver(spool).observe(), {}), RUN)
 
 
 def take(spool: Spool, root: Path) -> Reported:
@@ -58,7 +58,7 @@ def take(spool: Spool, root: Path) -> Reported:
     reported = Reported()
     watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
     for now_s in (1.0, 2.0):
-        watch.look(observed(spool), now_s)
+        watch.observe(observed(spool), now_s)
     return reported
 
 

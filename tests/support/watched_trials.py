@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from support.layouts import WRITERS
-from support.watched import LOOK_S, SETTLE_S, Files, World, unit_of
+from support.watched import OBSERVE_S, SETTLE_S, Files, World, unit_of
 from support.watched_nodes import RUN, Lone, Sharing, Tier, content, observed
 
 from tierd.core.errors import CorruptChunk
@@ -106,9 +106,9 @@ def _watch_to_the_end(world: World, nodes: Sequence[Lone]) -> None:
             world.step()
         if world.over:
             left = _state(world) if left is None else left
-            world.now_s, calm = world.now_s + LOOK_S, calm + 1
+            world.now_s, calm = world.now_s + OBSERVE_S, calm + 1
         for node in nodes:
-            node.look()
+            node.observe()
     assert _state(world) == left, "the watched directory was written to"
 
 
@@ -120,7 +120,7 @@ def _judge_end(world: World, nodes: Sequence[Lone], tier: Tier, judge: _Judge) -
     again = UnitWatch(spool, world.root, RUN, judge.on(spool), settle_s=SETTLE_S)
     for _ in range(2):  # a daemon that starts anew takes nothing twice
         world.now_s += 2 * SETTLE_S
-        again.look(observed(spool).merged(tier.known), world.now_s)
+        again.observe(observed(spool).merged(tier.known), world.now_s)
     assert len(judge.parts) == count, ("taken twice", judge.parts)
     assert world.there() == there, "the watched directory was written to"
 

@@ -169,8 +169,8 @@ async def settle(daemon: Reconciler, timeout: float = 60.0) -> None:
         todo = plan(world, daemon.config, {}, 0.0)
         done = calm and not todo and not world.busy
         quiet = quiet + 1 if done else 0
-        told = [(one.name, one.last_error) for one in lanes], todo, world.busy
-        assert done or time.monotonic() < end, f"not settled: {told}"
+        reported = [(one.name, one.last_error) for one in lanes], todo, world.busy
+        assert done or time.monotonic() < end, f"not settled: {reported}"
 
 
 async def converge(spool: Spool, stores: Mapping[str, Store], **options: object) -> Reconciler:

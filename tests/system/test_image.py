@@ -158,9 +158,9 @@ def test_a_pod_of_the_manifests_works_and_ends_with_all_flushed(image: Image, ro
     token = running.volumes["run"] / "token"
     assert (token.stat().st_mode & 0o777, token.stat().st_uid) == (0o600, 1000)
 
-    told = {it["name"]: it["value"] for it in found.daemon["env"]}
+    reported = {it["name"]: it["value"] for it in found.daemon["env"]}
     mounts = {**running.mounts("tierd"), running.volumes["tier"]: "/tier"}
-    with started(image.container(found.daemon["args"], mounts, told)) as daemon:
+    with started(image.container(found.daemon["args"], mounts, reported)) as daemon:
         probes = {kind: found.daemon[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness")}
         end = time.monotonic() + 200
         while running.answer(probes["startup"]) != 200:

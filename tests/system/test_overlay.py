@@ -66,6 +66,6 @@ def test_quarantine_of_what_lies_in_a_lower_layer(spool: Spool) -> None:
     files = read(spool, part(2))
     spool.quarantine(part(2))
     assert spool.parts() == [part(1)] and part(2) in spool.quarantined()
-    aside = spool.control / "quarantine" / part(2).path
-    assert {name: (aside / name).read_bytes() for name in files} == files
-    assert aside.stat().st_mode & 0o777 == 0o700
+    quarantined = spool.control / "quarantine" / part(2).path
+    assert {name: (quarantined / name).read_bytes() for name in files} == files
+    assert quarantined.stat().st_mode & 0o777 == 0o700

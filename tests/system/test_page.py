@@ -85,13 +85,13 @@ def fill(spool: Spool) -> None:
     commit(spool, part(7, launch=3, run="half", world=2))
 
 
-def look(live: Live, spool: Spool, address: str, failures: list[BaseException]) -> None:
+def observe(live: Live, spool: Spool, address: str, failures: list[BaseException]) -> None:
     """What a browser sees. The daemon handles signals, so its loop has the main thread, and this another one."""
     try:
         wait_until(lambda: live.http is not None and live.http.address)
         assert live.http is not None and live.http.address is not None
         url = f"http://127.0.0.1:{live.http.address[1]}/"
-        live.call(lambda: live.journal.tell("corrupt", "disk", part(10), MARKUP))
+        live.call(lambda: live.journal.record("corrupt", "disk", part(10), MARKUP))
         for width in (1200, 390):
             with browsing(address, width) as browser:
                 seen(browser, url, width)
@@ -143,15 +143,15 @@ def test_the_page(tmp_path: Path, address: str) -> None:
     spool = Spool(tmp_path / "spool")
     fill(spool)
     live, failures = Live(spool, tmp_path / "tier"), []
-    looking = threading.Thread(target=look, args=(live, spool, address, failures))
+    observing = threading.Thread(target=observe, args=(live, spool, address, failures))
 
     async def work() -> None:
-        looking.start()
+        observing.start()
         await live.serve()
 
     try:
         asyncio.run(work())
     finally:
-        looking.join(120)
+        observing.join(120)
     if failures:
         raise failures[0]

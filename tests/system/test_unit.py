@@ -226,7 +226,7 @@ def test_the_daemon_works_under_all_that_the_unit_takes_from_it(home: Path) -> N
             log, _ = daemon.communicate(timeout=100)
     assert daemon.returncode == 0, log  # by SIGSYS, where it asked for what the unit refuses
     assert "ended" in log and "WARNING" not in log and "ERROR" not in log, log
-    told = [json.loads(line)["what"] for line in (home / "told").read_text().replace("}{", "}\n{").splitlines()]
-    assert {"persisted", "durable", "pruned", "healed"} <= set(told) & set(hook.what()), (told, hook.what())
+    reported = [json.loads(line)["what"] for line in (home / "told").read_text().replace("}{", "}\n{").splitlines()]
+    assert {"persisted", "durable", "pruned", "repaired"} <= set(reported) & set(hook.what()), (reported, hook.what())
     modes = {stat.S_IMODE(path.lstat().st_mode) & 0o077 for path in (home / "tier").rglob("*")}
     assert modes == {0}  # UMask=

@@ -200,10 +200,10 @@ def test_several_paths_and_several_checkpoints(tmp_path: Path, ask: Ask) -> None
 def test_what_was_uncovered_is_told(tmp_path: Path, ask: Ask) -> None:
     path = trainer(tmp_path)
     _, [found] = ask(path)
-    told = {one["file"]: one["reason"] for one in found["uncovered"]}
-    assert "no digest" in told[str(path / "model-00001-of-00002.safetensors")]
-    assert "no format" in told[str(path / "merges.txt")]
-    assert str(path / "optimizer.pt") not in told
+    reported = {one["file"]: one["reason"] for one in found["uncovered"]}
+    assert "no digest" in reported[str(path / "model-00001-of-00002.safetensors")]
+    assert "no format" in reported[str(path / "merges.txt")]
+    assert str(path / "optimizer.pt") not in reported
 
 
 def test_a_path_that_is_not_there_or_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,9 +224,9 @@ def test_a_path_that_is_not_there_hides_no_result(tmp_path: Path, capsys: pytest
     absent, other = str(tmp_path / "absent"), str(tmp_path / "other")
     for paths, code in (([str(bad), absent], 5), ([absent, str(tmp_path / "right.pt"), other], 4)):
         assert run(["inspect", "--json", *paths]) == code
-        told = capsys.readouterr()
-        assert len(json.loads(told.out)["units"]) == 1 and f"{absent}: no such file" in told.err
-    assert f"{other}: no such file" in told.err
+        reported = capsys.readouterr()
+        assert len(json.loads(reported.out)["units"]) == 1 and f"{absent}: no such file" in reported.err
+    assert f"{other}: no such file" in reported.err
 
 
 def test_what_tierd_made_in_a_directory_is_not_inspected(tmp_path: Path, ask: Ask) -> None:

@@ -104,9 +104,9 @@ def test_a_first_watch_that_was_killed_goes_on_as_it_began(root: Path, spool: Sp
             raise Killed
 
     watch = UnitWatch(spool, root, RUN, Killer(), settle_s=0.0)
-    watch.look(History(), 1.0)
+    watch.observe(History(), 1.0)
     with pytest.raises(Killed):
-        watch.look(History(), 2.0)
+        watch.observe(History(), 2.0)
     assert newest_first(spool) == [40]
     take(spool, root)
     assert newest_first(spool) == [40, 30, 20, 10]
@@ -122,7 +122,7 @@ def test_a_new_node_keeps_what_the_times_on_a_tier_contradict(root: Path, spool:
     reported, node = Reported(), Spool(tmp_path / "node")
     watch = UnitWatch(node, tmp_path / "other", RUN, reported, settle_s=0.0)
     for now_s in (1.0, 2.0):
-        watch.look(observed(spool), now_s)
+        watch.observe(observed(spool), now_s)
     assert [one.step for one in node.pins()] == [40] and list(reported.doubts) == ["a-40.pt"]
 
 
@@ -172,7 +172,7 @@ def test_a_second_name_is_taken_if_the_first_is_damaged(root: Path, spool: Spool
     reported = Reported()
     watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
     for now_s in (1.0, 2.0, 3.0):
-        watch.look(observed(spool), now_s)
+        watch.observe(observed(spool), now_s)
     (part,) = spool.parts(RUN)
     assert "last.ckpt" in {file.path for file in spool.manifest(part).files} and list(reported.reasons)
     assert set(watch.refused) == {"epoch=3-step=40.ckpt"}
@@ -187,11 +187,11 @@ def test_a_refused_unit_is_named_until_it_is_gone(root: Path, spool: Spool) -> N
     path.write_bytes(whole[:-50])
     watch = UnitWatch(spool, root, RUN, Reported(), settle_s=0.0)
     for now_s in (1.0, 2.0):
-        watch.look(History(), now_s)
+        watch.observe(History(), now_s)
     assert "damaged" in watch.refused["model_step100.pt"]
     path.write_bytes(whole)
     for now_s in (3.0, 4.0):
-        watch.look(History(), now_s)
+        watch.observe(History(), now_s)
     assert watch.refused == {} and len(spool.parts(RUN)) == 1
 
 
@@ -205,7 +205,7 @@ def test_a_rewrite_of_another_size_that_keeps_the_time_is_taken(again: bool, roo
         if again:
             watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
         for now_s in (1.0, 2.0, 3.0, 4.0):
-            watch.look(observed(spool), 10.0 * number + now_s)
+            watch.observe(observed(spool), 10.0 * number + now_s)
     assert [part.checkpoint.step for part in reported.parts] == [7, 7, 7]
     newest = max(spool.parts(RUN), key=lambda part: part.checkpoint)
     assert (spool.path(newest) / path.name).read_bytes() == path.read_bytes()
@@ -214,13 +214,13 @@ def test_a_rewrite_of_another_size_that_keeps_the_time_is_taken(again: bool, roo
 def test_a_rewrite_that_another_node_took_is_not_taken_again(root: Path, spool: Spool, tmp_path: Path) -> None:
     path, reported = root / "model_step7.pt", (Reported(), Reported())
     one, two = (
-        UnitWatch(each, root, RUN, told, settle_s=0.0)
-        for each, told in zip((spool, Spool(tmp_path / "two")), reported, strict=True)
+        UnitWatch(each, root, RUN, reported, settle_s=0.0)
+        for each, reported in zip((spool, Spool(tmp_path / "two")), reported, strict=True)
     )
     for number in (1, 2):
         torch.save({"w": torch.rand(1000 * number)}, path)
         os.utime(path, (1_700_000_000,) * 2)
         for watch in (one, two):
             for now_s in (1.0, 2.0, 3.0):
-                watch.look(observed(spool), 10.0 * number + now_s)
+                watch.observe(observed(spool), 10.0 * number + now_s)
     assert (len(reported[0].parts), len(reported[1].parts)) == (2, 0)

@@ -152,7 +152,7 @@ def test_nodes_that_watch_one_directory_go_on(tmp_path: Path, caplog: pytest.Log
 
 
 def test_two_that_begin_at_the_same_time_do_not_both_go_on(tmp_path: Path) -> None:
-    class Meeting(MemoryStore):
+    class NoteExchange(MemoryStore):
         """Both watches have put their record before either lists again."""
 
         def __init__(self) -> None:
@@ -168,7 +168,7 @@ def test_two_that_begin_at_the_same_time_do_not_both_go_on(tmp_path: Path) -> No
             return ""
 
     async def play() -> None:
-        store = Meeting()
+        store = NoteExchange()
         one, two = Node(store, tmp_path, "a"), Node(store, tmp_path, "b")
         with one.spool.lock(), two.spool.lock():
             found = await asyncio.gather(one.asks(A), two.asks(B), return_exceptions=True)
@@ -274,6 +274,6 @@ def test_a_second_command_on_another_directory_ends_with_3(
     with watching(home, "one"):
         wait_until(lambda: list((home / "tier" / RUN).glob("watching/*")), 60)
         assert run(["watch", str(home / "second"), "--run", RUN, "--to", f"file://{home}/tier", "--until-idle"]) == 3
-    told = capsys.readouterr().err
-    assert all(text in told for text in (f":{root},", f":{home}/second ", "--run")), told
+    reported = capsys.readouterr().err
+    assert all(text in reported for text in (f":{root},", f":{home}/second ", "--run")), reported
     assert not list((home / "tier" / RUN).glob("manifests/*/*"))

@@ -170,8 +170,8 @@ def test_a_newer_unit_that_cannot_be_read_stays_and_is_named(node: Node, capsys,
         assert run(["prepare", str(node.root), "--run", RUN, "--to", str(node.tier)]) == 6
     assert files(node.root) == before and (node.root / "latest").read_text() == "global_step50"
     assert not (node.root / ".tierd-quarantine").exists()
-    told = capsys.readouterr().err
-    assert "global_step50" in told and "Nothing was moved" in told
+    reported = capsys.readouterr().err
+    assert "global_step50" in reported and "Nothing was moved" in reported
 
 
 def test_a_taken_unit_that_cannot_be_read_is_not_replaced(node: Node, capsys, monkeypatch) -> None:
@@ -265,4 +265,4 @@ def test_a_run_that_no_place_has_is_told(node: Node, capsys) -> None:
     assert run(["prepare", str(fresh), "--run", RUN, "--to", str(node.tier)]) == 0
     assert "no place" not in capsys.readouterr().err
     assert run(["prepare", str(fresh), "--run", RUN]) == 3
-    assert "--to URL" in (told := capsys.readouterr().err) and "--config" not in told
+    assert "--to URL" in (reported := capsys.readouterr().err) and "--config" not in reported

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.layouts import WRITERS
-from support.watched import LOOK_S, SETTLE_S, Files, World, write_saves
+from support.watched import OBSERVE_S, SETTLE_S, Files, World, write_saves
 
 from tierd.watching.layouts import Unit
 from tierd.watching.listing import ListedEntry, Listing
@@ -42,7 +42,7 @@ def test_no_torn_checkpoint_is_taken_and_no_sound_one_is_lost(
                 world.step()
             world.watch(settling, taken, refused)
         for _ in range(200):  # the writer has ended, or was killed, and time goes on
-            world.now_s += LOOK_S
+            world.now_s += OBSERVE_S
             world.watch(settling, taken, refused)
         there = world.there()
         if world.whole and there in world.finished:
@@ -67,60 +67,60 @@ def listing(*mtimes: int, name: str = "model.pt") -> Listing:
 
 def test_a_unit_is_due_when_it_has_not_changed_for_long_enough() -> None:
     settling = Settling(10.0)
-    assert settling.look(listing(1), 0.0) == [] and settling.look(listing(1), 9.9) == []
-    assert settling.look(listing(2), 10.0) == []  # written to: it begins anew
-    assert settling.look(listing(2), 19.9) == []
-    [due] = settling.look(listing(2), 20.0)
+    assert settling.observe(listing(1), 0.0) == [] and settling.observe(listing(1), 9.9) == []
+    assert settling.observe(listing(2), 10.0) == []  # written to: it begins anew
+    assert settling.observe(listing(2), 19.9) == []
+    [due] = settling.observe(listing(2), 20.0)
     assert settling.finish(due, True, listing(2)) == "taken"
-    assert settling.look(listing(2), 99.0) == []
-    assert settling.look(listing(3), 100.0) == [] and len(settling.look(listing(3), 110.0)) == 1
+    assert settling.observe(listing(2), 99.0) == []
+    assert settling.observe(listing(3), 100.0) == [] and len(settling.observe(listing(3), 110.0)) == 1
 
 
 def test_what_was_refused_is_due_again_after_a_change_alone() -> None:
     settling = Settling(10.0)
-    settling.look(listing(1), 0.0)
-    [due] = settling.look(listing(1), 10.0)
+    settling.observe(listing(1), 0.0)
+    [due] = settling.observe(listing(1), 10.0)
     assert settling.is_waiting()
     assert settling.finish(due, False, listing(1)) == "refused" and not settling.is_waiting()
-    assert settling.look(listing(1), 500.0) == []
-    settling.look(listing(2), 501.0)
-    assert len(settling.look(listing(2), 511.0)) == 1
+    assert settling.observe(listing(1), 500.0) == []
+    settling.observe(listing(2), 501.0)
+    assert len(settling.observe(listing(2), 511.0)) == 1
 
 
 def test_what_changes_while_it_is_taken_counts_for_nothing_and_waits_longer_each_time() -> None:
     settling, now = Settling(10.0), 0.0
     for mtime, wait in enumerate((10.0, 20.0, 40.0, 80.0)):
-        settling.look(listing(mtime), now)
-        assert settling.look(listing(mtime), now + wait - 0.1) == []
-        [due] = settling.look(listing(mtime), now + wait)
+        settling.observe(listing(mtime), now)
+        assert settling.observe(listing(mtime), now + wait - 0.1) == []
+        [due] = settling.observe(listing(mtime), now + wait)
         assert due.tries == mtime
         assert settling.finish(due, True, listing(mtime + 1)) == "changed"
         now += wait
-    settling.look(listing(9), now)
-    [due] = settling.look(listing(9), now + 160.0)
+    settling.observe(listing(9), now)
+    [due] = settling.observe(listing(9), now + 160.0)
     assert settling.finish(due, True, Listing({})) == "changed"  # deleted
 
 
 def test_the_newest_comes_first_and_what_is_gone_is_forgotten() -> None:
     settling = Settling(10.0)
-    settling.look(listing(5, 7, 6), 0.0)
-    assert [due.unit.path for due in settling.look(listing(5, 7, 6), 10.0)] == [
+    settling.observe(listing(5, 7, 6), 0.0)
+    assert [due.unit.path for due in settling.observe(listing(5, 7, 6), 10.0)] == [
         "model.pt1.pt",
         "model.pt2.pt",
         "model.pt0.pt",
     ]
-    assert settling.look(Listing({}), 11.0) == [] and settling._seen == {}
+    assert settling.observe(Listing({}), 11.0) == [] and settling._seen == {}
 
 
 def test_an_incomplete_unit_is_never_due() -> None:
     entries = {"checkpoint-1": ListedEntry("directory"), "checkpoint-1/optimizer.pt": ListedEntry("file", 5, 1, (1, 2))}
     settling = Settling(10.0)
-    assert [settling.look(Listing(entries), now) for now in (0.0, 10.0, 1e6)] == [[], [], []]
+    assert [settling.observe(Listing(entries), now) for now in (0.0, 10.0, 1e6)] == [[], [], []]
     whole = entries | {"checkpoint-1/trainer_state.json": ListedEntry("file", 2, 2, (1, 3))}
     assert not settling.is_waiting(), "what a dead program left is waited for"
-    settling.look(Listing(whole), 1e6)
+    settling.observe(Listing(whole), 1e6)
     assert settling.is_waiting()
-    [due] = settling.look(Listing(whole), 1e6 + 10)
+    [due] = settling.observe(Listing(whole), 1e6 + 10)
     assert isinstance(due.unit, Unit) and settling.finish(due, True, Listing(entries)) == "changed"
 
 
@@ -134,8 +134,8 @@ def checkpoint(**mtimes_s: float) -> Listing:
 
 def due(settling: Settling, shown: Listing, now_s: float) -> bool:
     """Whether a unit is due after it has settled as it is shown."""
-    settling.look(shown, now_s)
-    found = settling.look(shown, now_s + 10)
+    settling.observe(shown, now_s)
+    found = settling.observe(shown, now_s + 10)
     return bool(found) and settling.finish(found[0], True, shown) == "taken"
 
 

@@ -80,7 +80,7 @@ def test_a_living_nodes_unit_is_left_to_it_for_an_hour() -> None:
 
 
 def test_two_nodes_that_announce_at_the_same_time_both_withdraw() -> None:
-    class Meeting(MemoryStore):
+    class Board(MemoryStore):
         """Both nodes have put their announcement before either lists again."""
 
         def __init__(self) -> None:
@@ -95,7 +95,7 @@ def test_two_nodes_that_announce_at_the_same_time_both_withdraw() -> None:
             await self.met.wait()
 
     async def play() -> None:
-        store = Meeting()
+        store = Board()
         one, two = taker(store, "a"), taker(store, "b")
         assert await asyncio.gather(one.may_take(ONE, 0.0), two.may_take(ONE, 0.0)) in ([False, False], [True, False])
         assert not (one.held and two.held)

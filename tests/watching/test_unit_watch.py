@@ -108,11 +108,11 @@ def test_a_unit_that_is_open_for_writing_waits(root: Path, spool: Spool) -> None
     watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
     with (root / "model_step100.pt").open("ab"):
         for now_s in (1.0, 2.0, 3.0):
-            watch.look(History(), now_s)
+            watch.observe(History(), now_s)
         assert reported.parts == [] and watch.waiting
-    watch.look(History(), 4.0)
+    watch.observe(History(), 4.0)
     assert reported.parts == []
-    watch.look(History(), 8.0)
+    watch.observe(History(), 8.0)
     assert len(reported.parts) == 1 and not watch.waiting
 
 
@@ -156,11 +156,11 @@ def test_a_unit_that_changes_while_it_is_taken_is_not_kept(act, when: int, root:
     layouts.torchtitan(root)
     watch, reported = meddled(act, when, root, spool)
     for now_s in (1.0, 2.0):
-        watch.look(History(), now_s)
+        watch.observe(History(), now_s)
     assert reported.parts == [] and spool.parts() == [] and reported.failures == []
     assert list((spool.control / "stage").iterdir()) == []
     for now_s in (10.0, 20.0, 30.0):
-        watch.look(History(), now_s)
+        watch.observe(History(), now_s)
     assert len(reported.parts) == (act is rewrite)  # else a part of it is not of the save that its index is of
 
 
@@ -185,10 +185,10 @@ def test_a_full_disk_is_reported_and_tried_again(root: Path, spool: Spool, monke
     reported = Reported()
     watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
     for now_s in (1.0, 2.0, 3.0):
-        watch.look(History(), now_s)
+        watch.observe(History(), now_s)
     assert len(reported.failures) == 1 and isinstance(reported.failures[0], SpoolFull)
     full.clear()
-    watch.look(History(), 70.0)
+    watch.observe(History(), 70.0)
     assert len(reported.parts) == 1
 
 
@@ -201,15 +201,17 @@ def test_a_link_that_leads_out_is_named_once(root: Path, spool: Spool, tmp_path:
     (root / "deep" / "up").symlink_to("../model_step100.pt")
     (tmp_path / "way").symlink_to("out")
     watch = UnitWatch(spool, tmp_path / "way", RUN, Reported(), settle_s=0.0)
-    watch.look(observed(spool), 1.0)
+    watch.observe(observed(spool), 1.0)
     assert "is not followed" not in caplog.text
     (root / "run").symlink_to("../out-of-it")
     (root / "deep" / "model_step5.pt").symlink_to("/elsewhere/model_step5.pt")
     for now_s in (2.0, 3.0):
-        watch.look(observed(spool), now_s)
-    told = [record.getMessage() for record in caplog.records if "is not followed" in record.getMessage()]
+        watch.observe(observed(spool), now_s)
+    reported = [record.getMessage() for record in caplog.records if "is not followed" in record.getMessage()]
     assert (
-        len(told) == 1 and "deep/model_step5.pt leads to /elsewhere/model_step5.pt" in told[0] and "1 more" in told[0]
+        len(reported) == 1
+        and "deep/model_step5.pt leads to /elsewhere/model_step5.pt" in reported[0]
+        and "1 more" in reported[0]
     )
 
 

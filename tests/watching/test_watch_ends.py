@@ -58,8 +58,8 @@ def test_a_watch_that_did_not_take_everything_ends_with_9(root: Path, caplog: py
 def test_a_directory_that_vanished_ends_a_watch_with_6(root: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(Path, "is_dir", lambda path: True)
     assert watched(root.parent / "absent") == 6
-    told = capsys.readouterr().err
-    assert f"{root.parent}/absent: it cannot be watched: it does not exist; mount it, make it again" in told
+    reported = capsys.readouterr().err
+    assert f"{root.parent}/absent: it cannot be watched: it does not exist; mount it, make it again" in reported
 
 
 def test_a_trainers_run_is_not_watched(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,15 +138,15 @@ def test_a_unit_with_a_file_whose_name_is_not_utf_8_is_not_taken_without_it(root
 
 def test_what_nobody_foresaw_is_told_and_does_not_end_a_watch(root: Path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
     layouts.torch_save(root)
-    look, failed = unit_watch.UnitWatch.look, []
+    observe, failed = unit_watch.UnitWatch.observe, []
 
     def fails_once(self: unit_watch.UnitWatch, *given: object, **more: object) -> None:
         if not failed:
             failed.append(True)
             raise ZeroDivisionError("nobody foresaw this")
-        look(self, *given, **more)  # type: ignore[arg-type]
+        observe(self, *given, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(unit_watch.UnitWatch, "look", fails_once)
+    monkeypatch.setattr(unit_watch.UnitWatch, "observe", fails_once)
     assert watched(root) == 0
     assert "nobody foresaw this" in caplog.text
 

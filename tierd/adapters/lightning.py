@@ -110,9 +110,9 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         """Write the text that stands for a checkpoint at the path that Lightning has for it."""
         here = {"run": self._checkpointer.run, "step": step, "attempt": self._checkpointer.attempt}
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.new")
-        aside.write_text(json.dumps({"tierd": here}) + "\n")
-        aside.replace(path)
+        fresh = path.with_name(f".{path.name}.new")
+        fresh.write_text(json.dumps({"tierd": here}) + "\n")
+        fresh.replace(path)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         """Return the dictionary that `latest` restored, or that of a step (``tierd:500``), of a file that stands for a

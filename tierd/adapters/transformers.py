@@ -145,7 +145,7 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
         if state.global_step <= self._last:
             return
         callbacks = [*self._trainer.callback_handler.callbacks, control]
-        told = {**dataclasses.asdict(state), "stateful_callbacks": _exported(callbacks)}
+        states = {**dataclasses.asdict(state), "stateful_callbacks": _exported(callbacks)}
         self._checkpointer.save(
             state.global_step,
             {
@@ -154,7 +154,7 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
                 "scheduler": parts["lr_scheduler"],
                 "scaler": self._trainer.accelerator.scaler,
                 "rng": RngState(),
-                "trainer_state": json.dumps(told, sort_keys=True),
+                "trainer_state": json.dumps(states, sort_keys=True),
             },
             metrics=_logged(state),
         )
@@ -209,10 +209,10 @@ def _write(directory: Path, trainer: Any, state: dict[str, Any]) -> None:
     if state["scaler"] is not None:
         torch.save(state["scaler"], directory / "scaler.pt")
     rng = state["rng"]
-    told = {"python": rng["python"], "numpy": rng["numpy"], "cpu": rng["torch"]}
+    states = {"python": rng["python"], "numpy": rng["numpy"], "cpu": rng["torch"]}
     if "cuda" in rng:  # all devices if ranks share a node, else the current one
         distributed = trainer.args.world_size > 1
-        told["cuda"] = rng["cuda"] if distributed else rng["cuda"][torch.cuda.current_device()]
+        states["cuda"] = rng["cuda"] if distributed else rng["cuda"][torch.cuda.current_device()]
     name = f"rng_state_{trainer.args.process_index}.pth" if trainer.args.world_size > 1 else "rng_state.pth"
-    torch.save(told, directory / name)
+    torch.save(states, directory / name)
     (directory / "trainer_state.json").write_text(state["trainer_state"])

@@ -146,7 +146,7 @@ class _Run:
         self.steps = every or 0
         self.facts: dict[str, Any] = {}
         self.results = {name: _empty(name) for name in self._names}
-        self._lanes: dict[str, ArmWorker] = {}
+        self._workers: dict[str, ArmWorker] = {}
         self._stay = fits(gigabytes, arms)
         self._block = rounds if self._stay else min(rounds, _BLOCK)
         self.schedule = (
@@ -159,24 +159,24 @@ class _Run:
         done = 0
         while done < self._rounds:
             rounds = min(self._block, self._rounds - done)
-            self._turns(rounds) if self._stay else self._one_by_one(rounds)
+            self._alternating(rounds) if self._stay else self._one_by_one(rounds)
             done += rounds
 
-    def _turns(self, rounds: int) -> None:
+    def _alternating(self, rounds: int) -> None:
         for name in self._names:
             self._start(name)
         for number in range(rounds):
             self._say(f"{self._gigabytes:g} GB: round {number + 1} of {rounds}")
-            for name in self._lanes:
+            for name in self._workers:
                 self._round(name)
-        for name in list(self._lanes):
+        for name in list(self._workers):
             self._end(name)
 
     def _one_by_one(self, rounds: int) -> None:
         for name in self._names:
             self._say(f"{self._gigabytes:g} GB: {rounds} rounds of {name}")
             self._start(name)
-            if name in self._lanes:
+            if name in self._workers:
                 for _ in range(rounds):
                     self._round(name)
                 self._end(name)
@@ -185,38 +185,38 @@ class _Run:
         result = self.results[name]
         if result.skipped is not None:
             return
-        lane = self._lanes[name] = ArmWorker(name, self._gigabytes, self._directory, self._device)
-        facts, self._before = lane.ask("base", watch=True, steps=self.steps)
+        worker = self._workers[name] = ArmWorker(name, self._gigabytes, self._directory, self._device)
+        facts, self._before = worker.ask("base", watch=True, steps=self.steps)
         result.first.setdefault("memory_before_bytes", []).append(self._before)
         if not self.facts:
             self.facts = facts
             self.steps = self.steps or steps_for(self._gigabytes, facts["step_s"])
-        answer, _ = lane.ask("start")
+        answer, _ = worker.ask("start")
         result.skipped = answer.pop("skipped", None)
         if result.skipped is not None:
             self._say(f"{name}: skipped: {result.skipped}")
-            self._lanes.pop(name).close()
+            self._workers.pop(name).close()
         for figure, value in answer.items():
             result.first.setdefault(figure, []).append(value)
         procfs.sync_filesystem(self._directory)
 
     def _round(self, name: str) -> None:
-        figures, _ = self._lanes[name].ask("round", steps=self.steps)
+        figures, _ = self._workers[name].ask("round", steps=self.steps)
         self.results[name].add(figures)
         procfs.sync_filesystem(self._directory)
 
     def _end(self, name: str) -> None:
         """Run a last window to measure its memory, then end the process."""
-        lane, result = self._lanes.pop(name), self.results[name]
+        worker, result = self._workers.pop(name), self.results[name]
         if name != CEILINGS:
-            _, most = lane.ask("memory", watch=True, steps=max(2, self.steps // 2))
+            _, most = worker.ask("memory", watch=True, steps=max(2, self.steps // 2))
             result.extra_memory_bytes.append(max(0, most - int(result.first["memory_before_bytes"][-1])))
-        lane.close()
+        worker.close()
         procfs.sync_filesystem(self._directory)
 
     def close(self) -> None:
-        while self._lanes:
-            self._lanes.popitem()[1].close()
+        while self._workers:
+            self._workers.popitem()[1].close()
 
 
 def fits(gigabytes: float, arms: Sequence[str]) -> bool:

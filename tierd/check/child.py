@@ -47,7 +47,7 @@ class Orders(msgspec.Struct, frozen=True):
         steps: the last step that is compared.
         parent: the id of the checking process.
         kill: the kill point of this rank in this launch.
-        looks: the steps after which the witness captures the state.
+        captured: the steps after which the witness captures the state.
     """
 
     target: str
@@ -56,7 +56,7 @@ class Orders(msgspec.Struct, frozen=True):
     parent: int
     steps: int
     kill: str | None = None
-    looks: tuple[int, ...] = ()
+    captured: tuple[int, ...] = ()
     every_save: bool = False
 
 
@@ -103,10 +103,10 @@ class Witness:
             self._ended = True
             # The state of a later step is not the state of the last one.
             self._write(RecordLine(taken=self._states.take(number, "end")))
-        elif self._resumed or number in self._orders.looks:
+        elif self._resumed or number in self._orders.captured:
             self._resumed = False  # the first step after a restore: its state is evidence for causes
             self._write(RecordLine(taken=self._states.take(number, "step")))
-            if number in self._orders.looks:
+            if number in self._orders.captured:
                 self._forward = self._backward = number
         if self._kill is not None and number >= self._kill.step:
             self._near(self._kill, number)
@@ -164,7 +164,7 @@ class Witness:
 
         @wraps(save)
         def beginning(one: Any, step: int, state: Any, *args: Any, **kwargs: Any) -> Any:
-            self._states.told(state, "save", int(step))
+            self._states.note(state, "save", int(step))
             if self._orders.every_save and step <= self._steps:
                 self._write(RecordLine(taken=self._states.take(step, "save")))
             return save(one, step, state, *args, **kwargs)
@@ -172,7 +172,7 @@ class Witness:
         @wraps(restore)
         def restoring(one: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
             found = restore(one, state, *args, **kwargs)
-            self._states.told(state, "restore", -1 if found is None else found.step)
+            self._states.note(state, "restore", -1 if found is None else found.step)
             if found is not None:
                 self._resumed = True
                 self._write(RecordLine(taken=self._states.take(found.step, "loaded")))

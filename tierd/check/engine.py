@@ -35,7 +35,7 @@ def check_resume(
     keep: bool = False,
     every_save: bool = False,
     ignore: Sequence[str] = (),
-    tell: Callable[[str], None] = lambda line: None,
+    on_line: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Check that a training loop that is killed and started again does the same as an uninterrupted one.
 
@@ -55,7 +55,7 @@ def check_resume(
         every_save: also compare the state at each save, to find the step at which it first differed.
         ignore: paths of the state that may differ, as `state["timing"]`, with everything below them; or `fnmatch`
             patterns.
-        tell: called with a line of progress at the start of each launch.
+        on_line: called with a line of progress at the start of each launch.
 
     Returns:
         The report, also if the loop does not resume exactly.
@@ -69,8 +69,8 @@ def check_resume(
     home = Path(tempfile.mkdtemp(prefix="tierd-check-", dir="/tmp" if len(tempfile.gettempdir()) > 40 else None))  # noqa: S108
     try:
         # And the step after, because a launch that is killed right after its save resumes with that one.
-        looks = tuple(sorted({step for point in points for step in (point.step, point.step + 1) if step < steps}))
-        loop = CheckedLoop(target, ranks, steps, home, patience, tell, looks, every_save)
+        captured = tuple(sorted({step for point in points for step in (point.step, point.step + 1) if step < steps}))
+        loop = CheckedLoop(target, ranks, steps, home, patience, on_line, captured, every_save)
         terms = Terms(steps, allowance, loss_tolerance, tuple(ignore))
         report = _check(loop, points, terms, str(home) if keep else None)
     finally:
@@ -112,7 +112,7 @@ def _check(loop: CheckedLoop, points: Sequence[KillPoint], terms: Terms, kept: s
         _check_isolated(reference, killed)
     fresh = apart or never_restored(killed, start) or left_behind(killed, start)
     results = [compare(reference, killed, rank, terms) for rank in range(loop.ranks)]
-    closer = loop.closer({*loop.looks, *_looks(killed)})
+    closer = loop.closer({*loop.captured, *_steps_around(killed)})
     again = None
     states = _states(reference, killed, results, terms)
     if not all(has_common_moment(reference, killed, one.rank) for one in states):
@@ -150,7 +150,7 @@ def _check(loop: CheckedLoop, points: Sequence[KillPoint], terms: Terms, kept: s
     )
 
 
-def _looks(killed: History) -> set[int]:
+def _steps_around(killed: History) -> set[int]:
     """Return the steps at which an uninterrupted run is captured: each resumed checkpoint, and the step after it."""
     first = {seen.first for launch in killed.launches[1:] for seen in launch if seen.first is not None}
     return first | {step - 1 for step in first}

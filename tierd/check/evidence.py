@@ -139,7 +139,7 @@ def _beginnings(whole: RankHistory, here: RankHistory, begun: int) -> tuple[Take
 
 def _added_to(whole: RankHistory, here: RankHistory, begun: int) -> set[str]:
     """Return the gradients that differ when the first backward pass adds to them; most loops clear them before."""
-    both = [one.looks for seen in (whole, here) if (one := _one(seen, "backward", begun - 1)) is not None]
+    both = [one.evidence for seen in (whole, here) if (one := _one(seen, "backward", begun - 1)) is not None]
     if len(both) < 2:
         return set()
     return {path for path in both[0].keys() | both[1].keys() if not same(both[0].get(path), both[1].get(path))}
@@ -198,18 +198,18 @@ def _findings(
     kinds = then.kinds | before.kinds
     differ = {path for path in expected.keys() | got.keys() if not same(expected.get(path), got.get(path))}
     at_save, at_load = (values(saved), values(loaded)) if saved and loaded else ({}, {})
-    saved_looks = saved.looks if saved else {}
-    told: set[str] = set()
+    saved_evidence = saved.evidence if saved else {}
+    reported: set[str] = set()
     for path, was in at_save.items():
         now = at_load.get(path)
         if now is None and _LOCAL.match(path):  # a local variable that the loop assigns only later
             continue
-        if same(was, now) or _within(path, told) or not (path in differ or _within_any(path, differ)):
+        if same(was, now) or _within(path, reported) or not (path in differ or _within_any(path, differ)):
             continue
-        told.add(path)
+        reported.add(path)
         unsaved = was.saved is False
         kind = kind_of_path(path, kinds, was.text, now.text if now else "", was, now)
-        if now is None and kind == "data" and path in saved_looks:
+        if now is None and kind == "data" and path in saved_evidence:
             continue  # a variable of a stream that begins only with the next sample
         if unsaved and kind in DATA:
             kind = "buffer" if kind == "order" else kind
@@ -223,7 +223,7 @@ def _findings(
     at_first = values(earlier) if earlier else {}
     moment = f"{'before' if before.at == 'forward' else 'after'} step {begun}"
     for path in sorted(differ):
-        if path in expected and path in got and not _within(path, told):
+        if path in expected and path in got and not _within(path, reported):
             if _LOCAL.match(path) and path not in at_load:
                 continue  # a consequence of another value
             was, is_ = expected[path], got[path]
@@ -240,8 +240,8 @@ def _findings(
             )
 
 
-def _within(path: str, told: set[str]) -> bool:
-    return path in told or any(path.startswith((f"{one}[", f"{one}.")) for one in told)
+def _within(path: str, reported: set[str]) -> bool:
+    return path in reported or any(path.startswith((f"{one}[", f"{one}.")) for one in reported)
 
 
 def _within_any(path: str, differ: set[str]) -> bool:

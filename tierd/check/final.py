@@ -94,7 +94,7 @@ def differences(
 
 
 def _passing(
-    whole: _Looks, pieces: _Looks, rank: int, tolerance: float, found: Sequence[StateDifference]
+    whole: _LastTaken, pieces: _LastTaken, rank: int, tolerance: float, found: Sequence[StateDifference]
 ) -> Iterator[StateDifference]:
     """Yield the entries that differed at a step or a save after a resume, and not after the last step."""
     known = {one.path for one in found}
@@ -123,10 +123,10 @@ def compared(reference: History, killed: History, rank: int) -> int:
     return entries + len(a.beside.keys() & b.beside.keys())
 
 
-_Looks = dict[tuple[int, str], tuple[int, Taken]]
+_LastTaken = dict[tuple[int, str], tuple[int, Taken]]
 
 
-def _last(whole: _Looks, pieces: _Looks) -> tuple[int, str] | None:
+def _last(whole: _LastTaken, pieces: _LastTaken) -> tuple[int, str] | None:
     """Return the moment after the last step if both runs were captured then; no earlier moment can replace it."""
     return max((key for key in whole.keys() & pieces.keys() if key[1] == "end"), default=None)
 
@@ -138,9 +138,9 @@ def of_other_forms(a: Taken, b: Taken) -> tuple[str, ...]:
     - A key with plain values that are known from different steps.
     - A key that is known only from a restore, unless the other run saves the same object into which it restored.
     """
-    if a.told is None or b.told is None:
+    if a.note is None or b.note is None:
         return tuple((a.forms | b.forms).keys())
-    (how, step), (other_how, other_step) = a.told, b.told
+    (how, step), (other_how, other_step) = a.note, b.note
     saved = how == other_how == "save"
     found = []
     for key in a.forms.keys() | b.forms.keys():
@@ -157,9 +157,9 @@ def of_other_forms(a: Taken, b: Taken) -> tuple[str, ...]:
     return tuple(found)
 
 
-def taken(history: History, rank: int) -> _Looks:
+def taken(history: History, rank: int) -> _LastTaken:
     """Return the captured states of `rank` that count: (step, at) -> the launch that made the step, and the state."""
-    found: _Looks = {}
+    found: _LastTaken = {}
     for number, launch in enumerate(history.launches, start=1):
         seen = launch[rank]
         if seen.first is not None:
@@ -174,7 +174,7 @@ def unsteady(begun: Sequence[RankHistory]) -> set[str]:
     found: set[str] = set()
     for one, other in _common(whole, others):
         found |= {path for path, *_ in _differing(one, other, 0.0)}
-        found |= {path for path, leaf in other.looks.items() if one.looks.get(path, leaf).digest != leaf.digest}
+        found |= {path for path, leaf in other.evidence.items() if one.evidence.get(path, leaf).digest != leaf.digest}
     return found
 
 

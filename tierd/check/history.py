@@ -90,9 +90,9 @@ class Taken(msgspec.Struct, frozen=True):
         forms: the form of each key of the saved state, by path: `object` (it returns its state at any moment),
             `values`, `both`, or `unread`. The prefix `other ` marks a key whose save got another object than the
             restore.
-        told: how the state is known, `save` or `restore`, and the step; None if no state is known.
+        note: how the state is known, `save` or `restore`, and the step; None if no state is known.
         beside: values in the process that are not in the saved state.
-        looks: values that are evidence for causes and are not compared: the attributes of loaders, samplers and
+        evidence: values that are evidence for causes and are not compared: the attributes of loaders, samplers and
             datasets, gradients, and the process's global generators.
         kinds: the kinds of objects by the prefix of their paths: `weights`, `optimizer`, `scheduler`, `scaler`, `data`.
     """
@@ -101,10 +101,10 @@ class Taken(msgspec.Struct, frozen=True):
     at: str
     entries: dict[str, ValueLeaf]
     beside: dict[str, ValueLeaf]
-    looks: dict[str, ValueLeaf] = {}
+    evidence: dict[str, ValueLeaf] = {}
     kinds: dict[str, str] = {}
     forms: dict[str, str] = {}
-    told: tuple[str, int] | None = None
+    note: tuple[str, int] | None = None
 
 
 class RecordLine(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -65,11 +65,11 @@ def _beside(
     """
     there = False if state is not None else None
     for name, value in _variables():
-        if is_data(value) and not isinstance(value, GeneratorType) and _is_looked_into(value):
+        if is_data(value) and not isinstance(value, GeneratorType) and _is_opened(value):
             for path, leaf in _walk(value, name, seen, 0):
                 yield path, msgspec.structs.replace(leaf, saved=there)
     for key, value in (state or {}).items():
-        if not is_data(value) and _is_looked_into(value):
+        if not is_data(value) and _is_opened(value):
             for attribute, inner in list(vars(value).items()):
                 if f'state["{key}"]["{attribute}"]' in entries:
                     continue
@@ -144,7 +144,7 @@ def _reached(value: Any, path: str) -> list[tuple[str, Any]]:
     if torch is not None and isinstance(value, torch.nn.Module):
         own = [(name, inner) for name, inner in list(vars(value).items()) if not name.startswith("_")]
         return [(f"{path}.{name}", inner) for name, inner in [*own, *value._modules.items()]]
-    if _is_looked_into(value) and not isinstance(value, GeneratorType):
+    if _is_opened(value) and not isinstance(value, GeneratorType):
         return [(f"{path}.{name}", inner) for name, inner in list(vars(value).items())]
     return []
 
@@ -174,7 +174,7 @@ def _walk(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[s
         yield path, _count(len(value))
         for index, inner in enumerate(list(value)):
             yield from _walk(inner, f"{path}[{index}]", seen, depth + 1)
-    elif id(value) not in seen and _is_looked_into(value):
+    elif id(value) not in seen and _is_opened(value):
         seen.add(id(value))
         if isinstance(value, GeneratorType):
             inside = dict(value.gi_frame.f_locals) if value.gi_frame is not None else {}
@@ -184,7 +184,7 @@ def _walk(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[s
             yield from _walk(inner, f"{path}.{name}", seen, depth + 1)
 
 
-def _is_looked_into(value: object) -> bool:
+def _is_opened(value: object) -> bool:
     kind = type(value)
     if isinstance(value, GeneratorType):
         return value.gi_frame is not None and is_users(value.gi_code.co_filename)

@@ -21,7 +21,7 @@ _OF_DATA = re.compile(r"\(\)( \w+)?\.")  # of a running generator function, or o
 
 def values(one: Taken) -> dict[str, ValueLeaf]:
     """Return every value of a capture by its path."""
-    return one.entries | one.beside | one.looks
+    return one.entries | one.beside | one.evidence
 
 
 def same(a: ValueLeaf | None, b: ValueLeaf | None) -> bool:

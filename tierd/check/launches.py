@@ -28,7 +28,7 @@ from tierd.spool.spool import Spool
 
 _CODE = "import sys; sys.path[:] = {path!r}; from tierd.check.child import main; main(sys.argv[1])"
 _TAIL = 15  # lines of a failed launch's output in the error message
-_LOOK = 0.02
+_POLL_S = 0.02
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Rank:
     seen: RankHistory = field(default_factory=RankHistory)
     _read: int = 0
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Read the new lines of the record, and return whether there were any."""
         with suppress(FileNotFoundError), self.record.open("rb") as file:
             file.seek(self._read)
@@ -72,7 +72,7 @@ class Rank:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        self.look()
+        self.poll()
 
     def tail(self) -> str:
         """Return the last lines of the process's output."""
@@ -88,7 +88,7 @@ class CheckedLoop:
     Attributes:
         home: the directory for records and output.
         patience: seconds without a new step after which a launch counts as hung.
-        looks: the steps after which the state is captured, in addition to the last one.
+        captured: the steps after which the state is captured, in addition to the last one.
         every_save: whether to capture it at each save as well.
     """
 
@@ -97,13 +97,13 @@ class CheckedLoop:
     steps: int
     home: Path
     patience: float
-    tell: Callable[[str], None]
-    looks: tuple[int, ...] = ()
+    on_line: Callable[[str], None]
+    captured: tuple[int, ...] = ()
     every_save: bool = False
 
-    def closer(self, looks: Iterable[int]) -> CheckedLoop:
+    def closer(self, captured: Iterable[int]) -> CheckedLoop:
         """Return the same loop with the state captured after these steps and at every save."""
-        return replace(self, looks=tuple(looks), every_save=True)
+        return replace(self, captured=tuple(captured), every_save=True)
 
     def launch(self, name: str, spool: Path, kill: KillPoint | None, victim: int, margin: int) -> list[RankHistory]:
         """Run one launch until rank `victim` was killed at `kill`, or until every rank has finished.
@@ -115,7 +115,7 @@ class CheckedLoop:
         Raises:
             LoopFailed: the launch ended, failed or hung before; the message has the end of its output.
         """
-        self.tell(f"{name}: {f'to be killed at {kill}' if kill else f'to step {self.steps}'}")
+        self.on_line(f"{name}: {f'to be killed at {kill}' if kill else f'to step {self.steps}'}")
         port = _free_port()
         ranks: list[Rank] = []
         try:
@@ -152,7 +152,7 @@ class CheckedLoop:
             os.getpid(),
             self.steps,
             str(kill) if kill else None,
-            self.looks,
+            self.captured,
             self.every_save,
         )
 
@@ -170,7 +170,7 @@ class CheckedLoop:
         while True:
             # Before the records, because the record of an ended process is then complete.
             ends = [one.ended for one in ranks]
-            new = [one.look() for one in ranks]
+            new = [one.poll() for one in ranks]
             if any(new):
                 heard = time.monotonic()
             if victim.seen.killing is not None:
@@ -186,7 +186,7 @@ class CheckedLoop:
                         raise LoopFailed(self._gone(name, rank, one, end))
             if time.monotonic() - heard > self.patience:
                 raise LoopFailed(self._hung(name, ranks))
-            time.sleep(_LOOK)
+            time.sleep(_POLL_S)
 
     def _through(self, rank: Rank, end: int | None, margin: int) -> bool:
         if not rank.seen.ended:  # because a slow machine captures the state long after it recorded the step
@@ -260,4 +260,4 @@ def stop_daemons(home: Path) -> None:
             # It is not a child of this process, and must not write after the directory is removed.
             for _ in range(100):
                 os.kill(pid, 0)
-                time.sleep(_LOOK)
+                time.sleep(_POLL_S)

@@ -28,11 +28,11 @@ class States:
     def __init__(self) -> None:
         self._places = ObjectPlaces()
         self._state: Mapping[str, Any] | None = None
-        self._told: tuple[str, int] | None = None
+        self._noted: tuple[str, int] | None = None
         self._kept: set[str] = set()  # keys whose save gets the same object as the restore did
         self._places.hook()
 
-    def told(self, state: object, how: str, step: int) -> None:
+    def note(self, state: object, how: str, step: int) -> None:
         """Record the state that the loop saves as `step`, or into which it restored that step.
 
         Args:
@@ -47,7 +47,7 @@ class States:
             self._kept = {
                 key for key in self._kept if not _is_scalar(state.get(key)) and state.get(key) is before.get(key)
             }
-        self._state, self._told = state, (how, step)
+        self._state, self._noted = state, (how, step)
 
     def take(self, step: int, at: str) -> Taken:
         """Capture everything after a step."""
@@ -62,12 +62,12 @@ class States:
             if kind == "weights":
                 kinds |= {f'state["{key}"]["{name}"]': "buffers" for name, _ in value.named_buffers()}
         generators |= {path: leaf for path, leaf in held_generators(self._state).items() if path not in beside}
-        looks = (
+        evidence = (
             generators
             | insides(objects, self._state, entries)
             | details(self._places, objects, self._state is not None)
         )
-        return Taken(step, at, entries, beside, looks, kinds, forms, self._told)
+        return Taken(step, at, entries, beside, evidence, kinds, forms, self._noted)
 
     def take_gradients(self, step: int) -> Taken:
         """Capture the gradients that the first backward pass after a step adds to."""

@@ -61,13 +61,13 @@ def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | 
     if fitting := _one_line(shown, widths, width):
         return [text for row in (columns, *rows) for text in fitting.of(row)]
     naming = _lines([at for at in shown if at < key], widths, width, first=True)
-    telling = _lines([at for at in shown if at >= key], widths, width, first=not naming)
-    found = [text for line in (*naming, *telling) for text in line.of(columns)]
+    informative = _lines([at for at in shown if at >= key], widths, width, first=not naming)
+    found = [text for line in (*naming, *informative) for text in line.of(columns)]
     before: list[str] = []
     for row in rows:
         name = [text for line in naming for text in line.of(row)]
         found += name if name != before else []
-        found += [text for line in telling for text in line.of(row)]
+        found += [text for line in informative for text in line.of(row)]
         before = name
     return found
 

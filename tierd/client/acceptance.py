@@ -81,13 +81,13 @@ class AcceptanceWatch:
             self._thread.join(patience_s)
 
     def _run(self) -> None:
-        accepted = looked = False
+        accepted = asked = False
         while not self._rest(_SELDOM_S if accepted and not self._acceptance.trouble else _SOON_S):
             try:
-                backlog = self._ask(not looked)
+                backlog = self._ask(not asked)
             except (TierdError, TimeoutError, OSError):  # `Attachment.keep` logs this failure
                 continue
-            looked = True
+            asked = True
             accepted |= any(tier.accepts for tier in backlog.tiers.values())
             self._acceptance.hear(backlog, time.monotonic())
 

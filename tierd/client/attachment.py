@@ -33,7 +33,7 @@ from tierd.spool.spool import Spool
 
 log = logging.getLogger("tierd")
 
-_TOLD = 5.0  # seconds that delivering one event may take
+_REPORT_S = 5.0  # seconds that delivering one event may take
 _ROOM = 10.0  # seconds that a save which met a full disk waits for the daemon to make room
 
 
@@ -66,7 +66,7 @@ class Attachment:
         self._lock = threading.Lock()
         self._keeping: threading.Thread | None = None
         self._warned = ""  # the silence or version mismatch that was last logged
-        self._telling: threading.Thread | None = None  # the last thread that delivers an event
+        self._reporting: threading.Thread | None = None  # the last thread that delivers an event
         self._watch: AcceptanceWatch | None = None
         self._not_before = 0.0  # monotonic seconds; no save asks the daemon before this time
         self._tiers: dict[str, str] | None = None  # name -> URL, as the daemon reported
@@ -177,24 +177,24 @@ class Attachment:
                 self._not_before = time.monotonic() + self._timings.alone_s
             raise
 
-    def tell(self, request: Request) -> None:
+    def report(self, request: Request) -> None:
         """Send an event to the daemon in order, without blocking. The event is dropped if no daemon answers within
-        `_TOLD` seconds.
+        `_REPORT_S` seconds.
         """
         if self.tiers:
-            told = request, self._telling
-            self._telling = threading.Thread(target=self._tell, args=told, name="tierd-tell", daemon=True)
+            arguments = request, self._reporting
+            self._reporting = threading.Thread(target=self._report, args=arguments, name="tierd-report", daemon=True)
             try:
-                self._telling.start()
+                self._reporting.start()
             except RuntimeError:  # the interpreter is ending, or no thread could be started
                 pass
 
-    def _tell(self, request: Request, before: threading.Thread | None) -> None:
+    def _report(self, request: Request, before: threading.Thread | None) -> None:
         if before and before.ident:
-            before.join(_TOLD)
+            before.join(_REPORT_S)
         try:
             with Link(self._spool) as link:
-                link.ask(request, _TOLD)
+                link.ask(request, _REPORT_S)
         except (TierdError, TimeoutError, OSError) as error:
             log.info("the daemon was not told: %s", error)
 
@@ -202,7 +202,7 @@ class Attachment:
         with Link(self._spool) as link:
             return backlog_of(link.ask(AskBacklog(hurry=hurry, run=run), self._timings.names_s))
 
-    def close(self, patience_s: float = _TOLD) -> None:
+    def close(self, patience_s: float = _REPORT_S) -> None:
         """Close the connection. The daemon flushes what is left and ends by itself. `renew` registers again.
 
         Args:
@@ -213,8 +213,8 @@ class Attachment:
             self._watch.close(patience_s)
         if self._keeping and self._keeping.ident:
             self._keeping.join()
-        if self._telling and self._telling.ident:
-            self._telling.join(max(0.0, end_s - time.monotonic()))
+        if self._reporting and self._reporting.ident:
+            self._reporting.join(max(0.0, end_s - time.monotonic()))
         self._let_go()
 
     def _attach(self, to: Sequence[str] | None) -> None:

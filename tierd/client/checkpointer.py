@@ -25,7 +25,7 @@ from tierd.client.shutdown import Shutdown
 from tierd.core.ids import CheckpointId, PartId, check_step
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.save_policy import Goal, When, check_epoch
-from tierd.ipc.messages import MAX_TOLD, Leaked, Preempted
+from tierd.ipc.messages import MAX_REASON, Leaked, Preempted
 
 if TYPE_CHECKING:
     from typing import Self
@@ -168,15 +168,15 @@ class Checkpointer:
         self._inner.check_open()
         due = self._inner.schedule.due(check_step(step), None if epoch is None else check_epoch(epoch), metrics)
         if due and self.notice not in (None, self._noticed):
-            self._tell_preempted(step)
+            self._report_preempted(step)
         return due
 
-    def _tell_preempted(self, step: int) -> None:
+    def _report_preempted(self, step: int) -> None:
         """Log a notice and report it to the daemon, which then sends the newest checkpoint first."""
         self._noticed = self.notice
         why = str(self._noticed)
         log.warning("notice: %s; a checkpoint is due at step %d, and training should end after it", why, step)
-        self._inner.daemon.tell(Preempted(part=self._part(step), why=why[:MAX_TOLD]))
+        self._inner.daemon.report(Preempted(part=self._part(step), why=why[:MAX_REASON]))
 
     def _part(self, step: int) -> PartId:
         launch = self._inner.launch
@@ -249,7 +249,7 @@ class Checkpointer:
 
     def report_leaked(self, step: int, why: str) -> None:
         """Report to the daemon that this step trained on repeated or validation samples. Called by `SampleWatch`."""
-        self._inner.daemon.tell(Leaked(part=self._part(check_step(step)), why=why[:MAX_TOLD]))
+        self._inner.daemon.report(Leaked(part=self._part(check_step(step)), why=why[:MAX_REASON]))
 
     # -- restore ----------------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class SampleWatch:
         self._kept = set(_numbers(validation))
         self._seen: set[int] = set()
         self._epoch: int | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def see(self, step: int, samples: Iterable[Hashable], epoch: int) -> int:
         """Record the samples of this step, and return how many of them are repeated or belong to the validation split.
@@ -57,7 +57,7 @@ class SampleWatch:
             epoch: the epoch's number. A new epoch forgets the samples of the last one.
         """
         if epoch != self._epoch:
-            self._epoch, self._told = int(epoch), set()
+            self._epoch, self._reported = int(epoch), set()
             self._seen.clear()
         numbers = _numbers(samples)
         before = len(self._seen)
@@ -70,15 +70,17 @@ class SampleWatch:
         self.repeated += count
         self.leaked += len(inside)
         if count:
-            self._tell(step, "twice", f"{count} samples of step {step} came twice in epoch {epoch}", again)
+            self._report(step, "twice", f"{count} samples of step {step} came twice in epoch {epoch}", again)
         if inside:
-            self._tell(step, "validation", f"{len(inside)} samples of step {step} are of the validation split", inside)
+            self._report(
+                step, "validation", f"{len(inside)} samples of step {step} are of the validation split", inside
+            )
         return count + len(inside)
 
-    def _tell(self, step: int, kind: str, why: str, examples: list[int]) -> None:
-        if kind in self._told:
+    def _report(self, step: int, kind: str, why: str, examples: list[int]) -> None:
+        if kind in self._reported:
             return
-        self._told.add(kind)
+        self._reported.add(kind)
         why += f": {', '.join(map(str, examples[:_SHOWN]))}" if examples else ""
         log.error("%s", why)
         if self._checkpointer is not None:
@@ -87,11 +89,11 @@ class SampleWatch:
     def state_dict(self) -> dict[str, Any]:
         """Return the samples seen in this epoch."""
         seen = torch.tensor(sorted(self._seen), dtype=torch.int64)
-        return {"epoch": self._epoch, "seen": seen, "told": sorted(self._told)}
+        return {"epoch": self._epoch, "seen": seen, "told": sorted(self._reported)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the samples of a saved epoch."""
-        self._epoch, self._told = state["epoch"], set(state["told"])
+        self._epoch, self._reported = state["epoch"], set(state["told"])
         self._seen = set(state["seen"].tolist())
 
 

@@ -18,7 +18,7 @@ from tierd.client.preemption.preemption import Preemption
 from tierd.client.ranks.ranks import Ranks
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
-from tierd.core.save_policy import Saved, When, best_so_far, is_counted, is_due, length, next_look, value_of
+from tierd.core.save_policy import Saved, When, best_so_far, is_counted, is_due, length, steps_to_wait, value_of
 from tierd.core.timeline.candidates import RestoreOrder
 
 
@@ -58,8 +58,8 @@ class Schedule:
         self._saved = Saved(now())
         self._values: dict[int, float] = {}  # metric values by step, of saves that have not ended yet
         self._asked = _NOTHING
-        self._look = 0
-        self._looked: tuple[int, float] | None = None  # the step and time at which rank 0's clock last decided
+        self._next_clock = 0
+        self._decided: tuple[int, float] | None = None  # the step and time at which rank 0's clock last decided
         if when is not None and not ranks.talk and (when.every is not None or when.best is not None):
             what = f"every={when.every!r}" if when.every is not None else f"best={when.best!r}"
             raise ConfigError(
@@ -82,7 +82,7 @@ class Schedule:
             self._count(asked, ended)
             self._asked = _NOTHING
         if self.preemption is not None and self.preemption.due(step):  # on every rank, so none waits in an exchange
-            self._asked, self._look = (step, epoch, None), step + 1
+            self._asked, self._next_clock = (step, epoch, None), step + 1
             return True
         given = metrics if when.best is not None else None
         if self._ranks.world == 1:
@@ -114,10 +114,11 @@ class Schedule:
 
     def _is_asked(self, when: When, step: int, epoch: int | None, *, judged: bool) -> bool:
         """Return whether rank 0 has to decide. The result is the same on every rank."""
-        counted, looked = is_counted(when, self._saved, step, epoch), when.every is not None and step >= self._look
+        counted = is_counted(when, self._saved, step, epoch)
+        is_timed = when.every is not None and step >= self._next_clock
         if when.best_only:
-            return judged and (counted or looked or not when.is_bounded)
-        return not counted and (judged or looked)
+            return judged and (counted or is_timed or not when.is_bounded)
+        return not counted and (judged or is_timed)
 
     def _agreed(
         self, when: When, step: int, epoch: int | None, metrics: Mapping[str, float] | None
@@ -134,14 +135,14 @@ class Schedule:
         said = self._ranks.gather(word, first=True)[0]  # a rank may evaluate for long before it calls `due`
         if said.error:
             raise ConfigError(said.error if self._ranks.rank == 0 else f"rank 0: {said.error}")
-        self._look = step + 1 if said.due else said.look
+        self._next_clock = step + 1 if said.due else said.look
         return value, said.due
 
     def _ahead(self, when: When, step: int, now: float) -> int:
-        before, self._looked = self._looked, (step, now)
+        before, self._decided = self._decided, (step, now)
         if before is None or step <= before[0]:
             return 1
-        return next_look(self._so_far().at + when.every_s - now, (now - before[1]) / (step - before[0]))
+        return steps_to_wait(self._so_far().at + when.every_s - now, (now - before[1]) / (step - before[0]))
 
     # -- what was saved ---------------------------------------------------------------------------------------------
 
@@ -164,13 +165,13 @@ class Schedule:
         """
         best: float | None = None
         if self.when and self.when.goal and here:
-            told = resume.values.get(self.when.goal.metric, {})
-            whole = {one: value for one, value in told.items() if one in resume.whole}
+            values = resume.values.get(self.when.goal.metric, {})
+            whole = {one: value for one, value in values.items() if one in resume.whole}
             best = best_so_far(whole, here, resume.origins, self.when.goal)
         with self._lock:
             self._saved = Saved(self._now(), here.step, None, best) if here else Saved(self._now())
             self._values = {}
-        self._asked, self._look, self._looked = _NOTHING, 0, None
+        self._asked, self._next_clock, self._decided = _NOTHING, 0, None
         if self.preemption is not None:
             self.preemption.restored()
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from tierd.codec.detect import WIDTHS, Bytes, NumberLayout, look, neighbours
+from tierd.codec.detect import WIDTHS, Bytes, NumberLayout, detect, neighbours
 from tierd.spool.direct_io import memory_for
 
 Buffer = bytes | bytearray | memoryview
@@ -85,12 +85,12 @@ def pack(raw: Buffer) -> memoryview | None:
         block, at = data[start : start + size], out.at
         fresh = layout.width == 1 or age == _STRETCH
         if fresh:
-            layout = look(block)
+            layout = detect(block)
         top = _write_block(out, block, layout)
         # The numbers differ from those in the block from which the layout was detected.
         if not fresh and abs(top - expected) * 8 > expected:
             fresh = True
-            other = look(block)
+            other = detect(block)
             if other != layout:
                 layout, out.at = other, at
                 top = _write_block(out, block, layout)

@@ -46,7 +46,7 @@ class NumberLayout:
     low: bool = False
 
 
-def look(block: Bytes) -> NumberLayout:
+def detect(block: Bytes) -> NumberLayout:
     """Return the layout under which a sample of `block` takes the fewest bits; width 1 if none is clearly better.
 
     The cost is an estimate of a Huffman coder's output: the order-0 entropy (Shannon) of the bytes by their position

@@ -57,8 +57,7 @@ KINDS: dict[str, EventKind] = {
     ),
     "works again": EventKind("the action of an earlier `failing` succeeded", urgent=True),
     "corrupt": EventKind("a copy is proven corrupt", "error"),
-    "healed": EventKind("the spool's copy was repaired or fetched from tiers"),
-    "repaired": EventKind("a tier's copy was repaired from another place"),
+    "repaired": EventKind("chunks of a copy were repaired from another place; in the spool, also fetched anew"),
     "quarantined": EventKind("a corrupt copy was quarantined, because no place had the right bytes", "error"),
     "fell back": EventKind("a restore returned an older checkpoint, because the newest could not be used", "error"),
     "restored": EventKind("a rank read and verified its part of the checkpoint that every rank loads", usual=False),
@@ -125,7 +124,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         seconds: how long it took. In `persisted`, the time since the call of `save`; in `durable`, the time since this
             daemon observed the checkpoint in the spool; in
             `failing` and `works again`, the time since the first failure.
-        doing: the action that fails: `save`, `flush`, `prune`, `mend`, `discard`, `look` or `notify`.
+        doing: the action that fails: `save`, `flush`, `prune`, `repair`, `discard`, `observe` or `notify`.
         tries: how often the action failed in a row.
         counts: in `more`, the number of events of each kind.
         metrics: the save's first 50 metrics by name; null for a value that is not a finite number.

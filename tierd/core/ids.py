@@ -260,7 +260,7 @@ def pruning_prefix(run: str) -> str:
     return f"{run}/pruning/"
 
 
-def meetings_prefix(run: str) -> str:
+def rank_notes_prefix(run: str) -> str:
     return f"{run}/meetings/"
 
 
@@ -272,7 +272,7 @@ def note_key(run: str, launch: str, name: str) -> str:
         launch: 32 hex digits.
         name: the note's name, as in `messages.Notes`.
     """
-    return f"{meetings_prefix(run)}{launch}/{name}"
+    return f"{rank_notes_prefix(run)}{launch}/{name}"
 
 
 def pin_key(checkpoint: CheckpointId) -> str:

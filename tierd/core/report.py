@@ -115,21 +115,21 @@ def _run(inventory: Inventory, config: Config | None, run: str, defaults: bool) 
     resume = restore_candidates(inventory, run)
     first = resume.candidates[0].checkpoint if resume.candidates else None
     copies = inventory.copies(run)
-    aside: dict[CheckpointId, dict[str, list[PartId]]] = defaultdict(lambda: defaultdict(list))
+    quarantined: dict[CheckpointId, dict[str, list[PartId]]] = defaultdict(lambda: defaultdict(list))
     for name, place in places.items():
         for part in sorted(place.quarantined):
             if part.checkpoint.run == run:
-                aside[part.checkpoint][name].append(part)
+                quarantined[part.checkpoint][name].append(part)
     return [
         _checkpoint(
             checkpoint,
             places,
             copies.get(checkpoint, {}),
-            aside.get(checkpoint, {}),
+            quarantined.get(checkpoint, {}),
             {name: found[checkpoint] for name, found in verdicts.items() if checkpoint in found},
             resumes=checkpoint == first,
         )
-        for checkpoint in sorted({*copies, *aside}, key=in_order, reverse=True)
+        for checkpoint in sorted({*copies, *quarantined}, key=in_order, reverse=True)
     ]
 
 
@@ -137,18 +137,20 @@ def _checkpoint(
     checkpoint: CheckpointId,
     places: Mapping[str, Place],
     copies: Mapping[str, CheckpointCopy],
-    aside: Mapping[str, list[PartId]],
+    quarantined: Mapping[str, list[PartId]],
     verdicts: Mapping[str, Verdict],
     *,
     resumes: bool,
 ) -> Checkpoint:
     ranks = union(*(seen.ranks for seen in copies.values()))
-    facts = next((found for name in places if (found := _facts(places[name], copies.get(name), aside.get(name)))), None)
+    facts = next(
+        (found for name in places if (found := _facts(places[name], copies.get(name), quarantined.get(name)))), None
+    )
     return Checkpoint(
         run=checkpoint.run,
         step=checkpoint.step,
         attempt=checkpoint.attempt,
-        world_size=max([*ranks, *(part.world for parts in aside.values() for part in parts)]),
+        world_size=max([*ranks, *(part.world for parts in quarantined.values() for part in parts)]),
         created=facts.created.isoformat() if facts else None,
         metrics={name: value if value == value else None for name, value in facts.metrics.items()} if facts else {},
         resumed_from=facts.origin.name if facts and facts.origin else None,
@@ -156,22 +158,24 @@ def _checkpoint(
         pinned=any(checkpoint in place.pins for place in places.values()),
         resumes=resumes,
         copies=tuple(
-            _copy(name, copies.get(name), aside.get(name, []), verdicts.get(name))
+            _copy(name, copies.get(name), quarantined.get(name, []), verdicts.get(name))
             for name in places
-            if name in copies or name in aside
+            if name in copies or name in quarantined
         ),
     )
 
 
-def _facts(place: Place, seen: CheckpointCopy | None, aside: list[PartId] | None) -> ManifestFacts | None:
+def _facts(place: Place, seen: CheckpointCopy | None, quarantined: list[PartId] | None) -> ManifestFacts | None:
     """The facts of the lowest rank whose manifest was read, quarantined or not."""
-    known = {**{part: place.quarantined[part] for part in aside or ()}, **(seen.facts if seen else {})}
+    known = {**{part: place.quarantined[part] for part in quarantined or ()}, **(seen.facts if seen else {})}
     found = [(part.rank, part.world, part) for part, facts in known.items() if facts]
     return known[min(found)[-1]] if found else None
 
 
-def _copy(name: str, seen: CheckpointCopy | None, aside: list[PartId], verdict: Verdict | None) -> Copy:
-    ranks = sorted(rank for some in seen.ranks.values() for rank in some) if seen else [part.rank for part in aside]
+def _copy(name: str, seen: CheckpointCopy | None, quarantined: list[PartId], verdict: Verdict | None) -> Copy:
+    ranks = (
+        sorted(rank for some in seen.ranks.values() for rank in some) if seen else [part.rank for part in quarantined]
+    )
     facts = seen.facts.values() if seen else ()
     return Copy(
         place=name,

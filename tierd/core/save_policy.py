@@ -195,7 +195,7 @@ def is_due(when: When, saved: Saved, step: int, epoch: int | None, value: float 
     return better and (often or not when.best_only or not when.is_bounded)
 
 
-def next_look(left_s: float, step_s: float) -> int:
+def steps_to_wait(left_s: float, step_s: float) -> int:
     """The number of steps after which to read the clock again: half of the time left, because steps may become slower.
 
     Args:

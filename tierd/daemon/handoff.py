@@ -53,7 +53,7 @@ class HandoffServer:
 
     Args:
         spool: the local tier.
-        told: callback, run in a thread, for every part that was committed from a trainer's memory, or with the error.
+        on_persisted: callback, run in a thread, for every part committed from a trainer's memory, or with the error.
         timings: the daemon's.
 
     Attributes:
@@ -65,11 +65,11 @@ class HandoffServer:
     def __init__(
         self,
         spool: Spool,
-        told: Callable[[PartId, CommittedPart | Exception], None],
+        on_persisted: Callable[[PartId, CommittedPart | Exception], None],
         timings: DaemonTimings = USUAL,
     ) -> None:
         self._spool, self.timings = spool, timings
-        self._told = told
+        self._on_persisted = on_persisted
         self._changed = threading.Condition()
         self.connections: list[TrainerConnection] = []
         self.orphans: dict[str, TrainerConnection] = {}
@@ -302,13 +302,13 @@ class HandoffServer:
         if isinstance(raised := work.exception(), Exception):  # the trainer, if alive, gets the error's own type
             error = condition(raised, f"spool {self._spool.root}") if isinstance(raised, OSError) else raised
             if not isinstance(error, StepRefused) and not self._spool.has(part):
-                self._told(part, error)
+                self._on_persisted(part, error)
             return replies.error_reply(error)
         written = work.result()
         line.last = HandedOverSnapshot(message, arena, box)
         durable_s = None if message.asked_s is None else message.asked_s + time.monotonic() - began
-        told = replace(written, metrics=manifest.numbers, blocked_s=message.blocked_s, durable_s=durable_s)
-        self._told(part, told)
+        on_persisted = replace(written, metrics=manifest.numbers, blocked_s=message.blocked_s, durable_s=durable_s)
+        self._on_persisted(part, on_persisted)
         return {"ok": True, "direct": written.direct, "recycled": written.recycled}
 
     def _recall(self, line: TrainerConnection, part: PartId) -> None:

@@ -57,9 +57,9 @@ class TrainerConnection:
     @property
     def hung_up(self) -> bool:
         """Whether the trainer is gone. Packets that it had sent may still be in process."""
-        look = select.poll()
-        look.register(self.socket, select.POLLRDHUP)
-        return bool(look.poll(0))
+        poll = select.poll()
+        poll.register(self.socket, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def give_way(self) -> None:
         """Read the packets already sent, then close. The trainer lives, so no successor may recall its memory."""

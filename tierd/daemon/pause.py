@@ -28,11 +28,11 @@ _PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK
 _LONG = 64  # bytes of the file that are read
 
 
-Turn: TypeAlias = Callable[[], Awaitable[None]]  # awaited before each chunk
+Pause: TypeAlias = Callable[[], Awaitable[None]]  # awaited before each chunk
 
 
 async def at_once() -> None:
-    """The `Turn` of an operation that never waits."""
+    """The `Pause` of an operation that never waits."""
 
 
 class TierPause:
@@ -42,7 +42,7 @@ class TierPause:
         self._path = spool.control / "paused"
         self._doing = f"spool {spool.root}: {self._path.name}"
         self._changed = asyncio.Event()
-        self._turn = asyncio.Lock()  # serializes changes, so that file and memory agree
+        self._lock = asyncio.Lock()  # serializes changes, so that file and memory agree
         self._until: datetime | None = None
         self._end = 0.0  # monotonic seconds
         with translated(self._doing):
@@ -92,7 +92,7 @@ class TierPause:
 
     async def begin(self, for_s: float | None) -> None:
         """Pause for `for_s` seconds, or until resumed if None, in place of any present pause. Durable on return."""
-        async with self._turn:
+        async with self._lock:
             until = None if for_s is None else datetime.now(UTC) + timedelta(seconds=for_s)
             await asyncio.to_thread(self._write, until.isoformat() if until else "")
             self._until = until
@@ -100,7 +100,7 @@ class TierPause:
 
     async def end(self) -> None:
         """End the pause. Durable on return."""
-        async with self._turn:
+        async with self._lock:
             await asyncio.to_thread(self._remove)
             self._change(0.0)
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tierd.core.errors import ConfigError, ObjectNotFound, StoreRefused, StoreUnavailable
-from tierd.core.ids import meetings_prefix, note_key
+from tierd.core.ids import note_key, rank_notes_prefix
 from tierd.daemon.transfer.concurrency import together
 from tierd.ipc.messages import Notes
 from tierd.stores.base import Store, clear
@@ -67,7 +67,7 @@ class RankNotes:
         if request.put:
             await self._mark(tier, store, run, launch)
             if _FIRST in request.put:  # so that only one rank of a launch sweeps
-                await sweep_meetings(store, run)
+                await sweep_rank_notes(store, run)
         puts = [store.put(note_key(run, launch, name), data) for name, data in request.put.items()]
         await together(_AT_ONCE, puts)
         if request.remove:
@@ -107,19 +107,19 @@ async def _read(store: Store, key: str) -> bytes | None:
         return None
 
 
-async def sweep_meetings(store: Store, run: str) -> None:
+async def sweep_rank_notes(store: Store, run: str) -> None:
     """Delete the notes of launches that no node has marked for a day; costs one listing if there are none."""
-    prefix, now_ms = meetings_prefix(run), time.time_ns() // 1_000_000
+    prefix, now_ms = rank_notes_prefix(run), time.time_ns() // 1_000_000
     found: dict[str, list[str]] = {}
-    living: set[str] = set()
+    alive: set[str] = set()
     async for info in store.scan(prefix):
         launch, _, name = info.key.removeprefix(prefix).partition("/")
         found.setdefault(launch, []).append(info.key)
         since = _SINCE.fullmatch(name)
         if since and abs(now_ms - int(since[1], 16)) < _STALE_MS:
-            living.add(launch)
+            alive.add(launch)
     # Marks last, because they alone show the age of the other notes.
-    stale = [key for launch in found.keys() - living for key in sorted(found[launch], key=_is_mark)]
+    stale = [key for launch in found.keys() - alive for key in sorted(found[launch], key=_is_mark)]
     if stale:
         await clear(store, stale)
 

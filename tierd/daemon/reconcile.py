@@ -44,7 +44,7 @@ from tierd.daemon.tier_worker import TierWorker
 from tierd.daemon.tiers.tiers import Tiers
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.events.journal import Journal
-from tierd.events.notices import SaveEvents
+from tierd.events.save_events import SaveEvents
 from tierd.spool.commit import CommittedPart
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
@@ -74,7 +74,7 @@ class Reconciler:
     Args:
         config, stores: as the attributes.
         spool: already locked for this daemon.
-        told: callback that gets every event as it happens.
+        on_event: callback that gets every event as it happens.
         timings: the durations that nobody configures; those `given` if None.
         jitter: the source of random delays.
     """
@@ -84,13 +84,13 @@ class Reconciler:
         config: Config,
         spool: Spool,
         stores: Mapping[str, Store],
-        told: Callable[[Event], None] | None = None,
+        on_event: Callable[[Event], None] | None = None,
         timings: daemon_timings.DaemonTimings | None = None,
         jitter: random.Random | None = None,
     ) -> None:
         self.spool = spool
         self.timings = timings or daemon_timings.given()
-        self.journal = Journal(told)
+        self.journal = Journal(on_event)
         self.pause = TierPause(spool)
         self.requests = ClientRequests()
         self._budget = Budget()
@@ -100,7 +100,7 @@ class Reconciler:
         self.room = SpoolSpace(
             spool,
             self.inventory,
-            self._live.look,
+            self._live.observe,
             lambda checkpoint, reasons: self._pruner.release(checkpoint, reasons),
             self.wake,
             lambda inventory: evictable(inventory, self.config),
@@ -158,7 +158,7 @@ class Reconciler:
         records = RunRecords(setup)
         self._flusher = Flusher(setup, self.backlog, records, self.repairs)
         self._pruner = Pruner(setup)
-        agenda = Agenda(setup, self.backlog, records, self._pruner, self.look)
+        agenda = Agenda(setup, self.backlog, records, self._pruner, self.observe)
         acts = self._flusher, self._pruner, self.repairs
         self._loop = WorkerLoop(setup, agenda, self.backlog, acts, self._moved, self._random)
 
@@ -218,12 +218,12 @@ class Reconciler:
 
         A flush of an older checkpoint gives way as soon as a newer one is in the spool.
         """
-        news = self._phase.node_ends()
+        is_new = self._phase.node_ends()
         for worker in self.workers.values():
             worker.plan_ahead((), 0.0)
         self._flusher.give_way()
         self.retry_now()
-        return news
+        return is_new
 
     async def drain(self, timeout: float) -> tuple[Remaining, ...]:
         """Continue to flush, newest parts first, for at most `timeout` seconds; begin no other action any more.
@@ -234,7 +234,7 @@ class Reconciler:
             The parts that some tier still lacks.
         """
         self._phase.draining = self.scrubber.resting = True
-        await self._live.look()
+        await self._live.observe()
         self.retry_now()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
@@ -265,17 +265,17 @@ class Reconciler:
 
     # -- observing --------------------------------------------------------------------------------------------------
 
-    async def look(self, name: str) -> None:
+    async def observe(self, name: str) -> None:
         """Observe one place afresh; a tier that does not answer becomes unknown, and its error is raised."""
         tiers = self.tiers
-        await self._live.look()
+        await self._live.observe()
         if name != SPOOL:
             before = tiers.observed.places[name]
             backfill = self._backfill
             if await backfill.list_runs(self._live.runs()):
                 self.wake()  # every tier is observed for them
             runs = self._live.runs() | self.requests.interest | backfill.runs
-            await tiers.observed.look(name, runs, self._live.place.ranks)
+            await tiers.observed.observe(name, runs, self._live.place.ranks)
             if tiers is not self.tiers:  # the configuration changed meanwhile
                 return
             self.save_events.durable(name, self._live.place, tiers.observed.places)

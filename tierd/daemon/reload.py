@@ -36,7 +36,7 @@ class Reload:
 
     Attributes:
         notifier: the notifier that is in use.
-        turn: a lock that is held during a reload.
+        lock: a lock that is held during a reload.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Reload:
         self._reread, self._open_all = reread, open_all
         self._opened, self.notifier = opened, notifier
         self._leaving: set[asyncio.Task[None]] = set()
-        self.turn = asyncio.Lock()
+        self.lock = asyncio.Lock()
 
     async def run(self, asked: asyncio.Event, reconciler: Reconciler, control: Control) -> None:
         """Reload whenever `asked` is set, until cancelled."""
         while True:
             await asked.wait()
             asked.clear()
-            async with self.turn:
+            async with self.lock:
                 await self._reload(reconciler, control)
 
     async def _reload(self, reconciler: Reconciler, control: Control) -> None:

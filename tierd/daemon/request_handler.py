@@ -55,7 +55,7 @@ class RequestHandler:
 
     def __init__(self, reconciler: Reconciler, handoff: HandoffServer, status: Callable[[], Status]) -> None:
         self._reconciler, self._handoff, self._status = reconciler, handoff, status
-        self._meetings = RankNotes(reconciler.tiers.who)
+        self._rank_notes = RankNotes(reconciler.tiers.who)
 
     async def handle(self, request: messages.AnyRequest, held: set[PartId]) -> dict[str, Any]:
         """Do what a request asks for, and return the members of its answer.
@@ -72,18 +72,18 @@ class RequestHandler:
             case messages.Status():
                 return {"status": self._status()}
             case messages.Report(run=run):
-                await self._look(run)
+                await self._observe(run)
                 return {"report": report(self._reconciler.inventory(), self._reconciler.config, run)}
             case messages.Runs():
                 return {"runs": await runs(self._reconciler)}
             case messages.Candidates(run=run, metrics=metrics):
                 await self._handoff.settled()  # to include snapshots that a dead trainer handed over
-                slow, silent = await self._look(run, patient=False)
+                slow, silent = await self._observe(run, patient=False)
                 inventory = self._reconciler.inventory()
                 there = {name: None if name in slow else place for name, place in inventory.tiers.items()}
                 inventory = replace(inventory, tiers=there)
-                sight = await asyncio.to_thread(run_view_of, inventory, run, metrics)
-                return {"sight": msgspec.structs.replace(sight, silent=self._located(silent, sight.unreached))}
+                run_view = await asyncio.to_thread(run_view_of, inventory, run, metrics)
+                return {"sight": msgspec.structs.replace(run_view, silent=self._located(silent, run_view.unreached))}
             case messages.Fetch(part=part, wanted=wanted):
                 if part not in held:
                     self._reconciler.repairs.hold(part)
@@ -101,7 +101,7 @@ class RequestHandler:
                 if hurry:
                     await self._handoff.settled()
                     self._reconciler.retry_now()
-                    await self._look(run)
+                    await self._observe(run)
                 return {"backlog": self._reconciler.backlog.summary()}
             case messages.Pin(checkpoint=checkpoint, pinned=pinned):
                 return await self._pin(checkpoint, pinned)
@@ -109,11 +109,11 @@ class RequestHandler:
                 self._reconciler.save_events.given_up(part, why)
                 return {}
             case messages.Leaked(part=part, why=why):
-                self._reconciler.journal.tell("samples leaked", SPOOL, part, why)
+                self._reconciler.journal.record("samples leaked", SPOOL, part, why)
                 return {}
             case messages.Preempted(part=part, why=why):
                 if self._reconciler.send_newest_first():  # the node's other ranks say the same
-                    self._reconciler.journal.tell("preempted", SPOOL, part, why)
+                    self._reconciler.journal.record("preempted", SPOOL, part, why)
                 return {}
             case messages.FellBack(checkpoint=checkpoint, skipped=skipped):
                 self._reconciler.save_events.fell_back(checkpoint, skipped)
@@ -125,7 +125,7 @@ class RequestHandler:
             case messages.Launches(run=run):
                 return {"launches": beside(self._reconciler.inventory(), run, time.time())}
             case messages.Notes():
-                return await self._meetings.handle(request, self._reconciler.stores)
+                return await self._rank_notes.handle(request, self._reconciler.stores)
             case messages.MakeRoom(run=run, size_bytes=size, quota=quota):
                 return asdict(await self._reconciler.room.make(run, size, quota=quota))
             case messages.Remove(run=run):
@@ -167,7 +167,7 @@ class RequestHandler:
             if name in silent and name in urls
         }
 
-    async def _look(self, run: str | None, *, patient: bool = True) -> tuple[list[str], dict[str, str]]:
+    async def _observe(self, run: str | None, *, patient: bool = True) -> tuple[list[str], dict[str, str]]:
         """Observe all places afresh. A tier that fails becomes unknown in the inventory.
 
         Until every tier has answered, no observation leaves the run out, because a restore would take that for a fresh
@@ -184,14 +184,14 @@ class RequestHandler:
         reconciler = self._reconciler
         patience_s = reconciler.timings.restore_s
         with reconciler.requests.asking(run):
-            looks = {name: asyncio.ensure_future(reconciler.look(name)) for name in reconciler.workers}
+            observations = {name: asyncio.ensure_future(reconciler.observe(name)) for name in reconciler.workers}
             try:
-                await asyncio.wait([looks[SPOOL]])
+                await asyncio.wait([observations[SPOOL]])
                 local = run is not None and _is_whole_here(reconciler.inventory(), run)
-                await asyncio.wait(looks.values(), timeout=None if patient or not local else patience_s)
+                await asyncio.wait(observations.values(), timeout=None if patient or not local else patience_s)
             finally:
                 # Only this wait ends: other callers share the observation.
-                slow = [name for name, look in looks.items() if look.cancel()]
+                slow = [name for name, observation in observations.items() if observation.cancel()]
         for name in slow:
             log.warning(
                 "%s: slow, not down: no answer within %.0f s; a restore of %s, whose newest checkpoint is whole in the "
@@ -201,8 +201,8 @@ class RequestHandler:
                 run,
             )
         silent = dict.fromkeys(slow, f"slow, not down: no answer within {patience_s:.0f} s")
-        for name, look in looks.items():
-            failed = None if name in slow else look.exception()
+        for name, observation in observations.items():
+            failed = None if name in slow else observation.exception()
             if isinstance(failed, TierdError) and name != SPOOL:
                 log.warning("%s: cannot be asked: %s", name, failed)
                 silent[name] = str(failed)
@@ -226,7 +226,7 @@ class RequestHandler:
                 raise StoreRefused(f"{tier}: {part} is not there yet, and the tier refuses: {worker.last_error}")
             return False
 
-        await self._reconciler.look(SPOOL)
+        await self._reconciler.observe(SPOOL)
         self._reconciler.wake()
         try:
             async with asyncio.timeout(timeout):
@@ -246,7 +246,7 @@ class RequestHandler:
             raise ConfigError(f"run {run!r}: somebody is restoring it; try again when that has ended")
         await asyncio.to_thread(remove_from_spool, reconciler.spool, run)
         reconciler.requests.interest.discard(run)
-        await reconciler.look(SPOOL)
+        await reconciler.observe(SPOOL)
         log.warning("spool %s: run %s was deleted, as asked", reconciler.spool.root, run)
         async with asyncio.timeout(_FLUSHES):  # because one may still put a manifest
             await reconciler.until(lambda: all(one.checkpoint.run != run for one in reconciler.inventory().busy))

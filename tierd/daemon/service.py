@@ -70,7 +70,7 @@ async def serve(
     until_idle: bool = False,
     await_trainer: bool = False,
     reread: Callable[[], Config] | None = None,
-    told: Callable[[Event], None] | None = None,
+    on_event: Callable[[Event], None] | None = None,
 ) -> tuple[Remaining | str, ...]:
     """Run the daemon until a signal ends it, or with `until_idle` until no trainer is left and all is flushed.
 
@@ -79,7 +79,7 @@ async def serve(
         until_idle: end when no trainer is left and everything is flushed.
         await_trainer: with `until_idle`: also wait 120 s for a first trainer, because a trainer started this daemon.
         reread: reads the configuration again, for SIGHUP; None: SIGHUP ends the process.
-        told: callback that gets every event as it happens.
+        on_event: callback that gets every event as it happens.
 
     Returns:
         The parts that some tier still lacked when `drain` was over after a signal; with `until_idle` the paths of
@@ -113,8 +113,8 @@ async def serve(
             reload.notifier.offer(event)
             if http is not None:
                 http.heard(event)
-            if told is not None:
-                told(event)
+            if on_event is not None:
+                on_event(event)
 
         stack.push_async_callback(reload.close)  # closed after every source of events
         reconciler = Reconciler(config, spool, stores, heard)
@@ -154,7 +154,7 @@ async def serve(
                 taking.cancel()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_RELOADING):
-                        await reload.turn.acquire()  # let a reload under way end, and prevent another
+                        await reload.lock.acquire()  # let a reload under way end, and prevent another
                 log.info("stopping: flushes in hand have %s", reconciler.config.drain)
                 left = await _drain(reconciler, seconds(reconciler.config.drain))
             elif not work.done():
@@ -217,7 +217,7 @@ async def _idle(
     while await_trainer and not control.seen and loop.time() < end:
         await asyncio.sleep(0.2)
     # Observe first, because `pending` knows no parts before. A tier that fails counts as lacking all of them.
-    await asyncio.gather(*(reconciler.look(name) for name in reconciler.workers), return_exceptions=True)
+    await asyncio.gather(*(reconciler.observe(name) for name in reconciler.workers), return_exceptions=True)
     quiet = 0.0
     while quiet < (reconciler.timings.grace_s if control.seen else 0.2):
         await asyncio.sleep(0.2)

@@ -32,20 +32,20 @@ class _Home:
     Attributes:
         stamp_ns: its modification time; 0 if it must be read again.
         names: the names of directories in it, each with the checkpoint that it names.
-        looked: the directories of checkpoints, oldest first.
+        observed: the directories of checkpoints, oldest first.
         newest_ns: when its newest part was committed.
-        open: the places in `looked` that a sparing observation asks about; None if they must be found.
+        open: the places in `observed` that a sparing observation asks about; None if they must be found.
     """
 
     stamp_ns: int
     names: dict[str, CheckpointId | None]
-    looked: list[_Looked]
+    observed: list[_Observed]
     newest_ns: int = 0
     open: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Looked:
+class _Observed:
     """A checkpoint's directory.
 
     Attributes:
@@ -85,7 +85,7 @@ class SpoolObserver:
     """
 
     def __init__(self, spool: Spool, timings: DaemonTimings = USUAL) -> None:
-        self._spool, self._full_s = spool, timings.full_look_s
+        self._spool, self._full_s = spool, timings.full_observation_s
         self.touched: dict[str, float] = {}
         self.childless: list[CheckpointId] = []
         self._homes: dict[str, _Home] = {}
@@ -100,7 +100,7 @@ class SpoolObserver:
         """Have a checkpoint read again, because one of its files may be replaced, which its directory does not show."""
         self._doubted.add(checkpoint)
 
-    def look(self, *, sparing: bool = False) -> Place:
+    def observe(self, *, sparing: bool = False) -> Place:
         """Return the spool's present inventory, or what a sparing observation shows of it.
 
         Raises:
@@ -119,7 +119,7 @@ class SpoolObserver:
             self._is_stale |= found != list(self._homes)
             self._homes = {run: self._home(run, full=full) for run in found}
             for home in self._homes.values():
-                self._look_below(home, doubted, full=full, sparing=sparing)
+                self._observe_below(home, doubted, full=full, sparing=sparing)
             self._spool.check_mounted()
         except OSError:
             self._doubted |= doubted
@@ -142,23 +142,23 @@ class SpoolObserver:
             return known
         self._is_stale = True
         ids = {name: known.names[name] if name in known.names else CheckpointId.parse(run, name) for name in names}
-        same = {one.id: one for one in known.looked}
+        same = {one.id: one for one in known.observed}
         found = sorted((one for one in ids.values() if one), key=in_order)
-        looked = [same.get(one) or _Looked(one, self._spool.where(run, one.name)) for one in found]
-        return _Home(settled_ns, ids, looked, max((one.newest_ns for one in looked), default=0))
+        observed = [same.get(one) or _Observed(one, self._spool.where(run, one.name)) for one in found]
+        return _Home(settled_ns, ids, observed, max((one.newest_ns for one in observed), default=0))
 
-    def _look_below(self, home: _Home, doubted: Collection[CheckpointId], *, full: bool, sparing: bool) -> None:
+    def _observe_below(self, home: _Home, doubted: Collection[CheckpointId], *, full: bool, sparing: bool) -> None:
         """Read the directories of checkpoints that may have changed."""
         stamp, again, gone = self._spool.stamp, set[int](), False
         is_open = home.open
         if is_open is None:
-            is_open = home.open = [at for at, one in enumerate(home.looked) if not one.is_closed]
-        for at in is_open if sparing else range(len(home.looked)):
-            known = home.looked[at]
+            is_open = home.open = [at for at, one in enumerate(home.observed) if not one.is_closed]
+        for at in is_open if sparing else range(len(home.observed)):
+            known = home.observed[at]
             stamp_ns = stamp(known.path)
             if stamp_ns and stamp_ns == known.stamp_ns and not full and (not doubted or known.id not in doubted):
                 continue
-            home.looked[at] = fresh = self._look_into(known, stamp_ns)
+            home.observed[at] = fresh = self._observe_one(known, stamp_ns)
             again.add(at)
             home.open = None  # found below, or by the next observation if this one fails
             home.newest_ns = max(home.newest_ns, fresh.newest_ns)
@@ -166,13 +166,13 @@ class SpoolObserver:
                 self._is_stale = True
             gone |= known.newest_ns > fresh.newest_ns
         if again:
-            home.open = sorted(at for at in again.union(is_open) if not home.looked[at].is_closed)
+            home.open = sorted(at for at in again.union(is_open) if not home.observed[at].is_closed)
         if gone:  # perhaps the newest part of all
-            home.newest_ns = max(one.newest_ns for one in home.looked)
+            home.newest_ns = max(one.newest_ns for one in home.observed)
 
-    def _look_into(self, known: _Looked, stamp_ns: int) -> _Looked:
+    def _observe_one(self, known: _Observed, stamp_ns: int) -> _Observed:
         one, now_ns = known.id, time.time_ns()
-        parts, childless = self._spool.look_into(one)
+        parts, childless = self._spool.list_parts(one)
         cache = dict[tuple[PartId, int], ManifestFacts]()
         read = {part: self._read(part, known.facts, cache) for part in parts}
         facts = {part: found for part, found in read.items() if isinstance(found, ManifestFacts)}
@@ -186,7 +186,7 @@ class SpoolObserver:
             else None
         )
         settled = now_ns - stamp_ns > NEAR_NS and not defects
-        return _Looked(
+        return _Observed(
             one,
             known.path,
             stamp_ns if settled else 0,
@@ -217,9 +217,9 @@ class SpoolObserver:
         """Return the place with the copies that were read, and with its pins, policies, launches, leases and heads."""
         spool, control = self._spool, self._spool.control
         if self._is_stale:
-            looked = [one for home in self._homes.values() for one in home.looked]
-            self.childless = [one.id for one in looked if one.childless]
-            bare = Place({one.id: one.seen for one in looked if one.seen})
+            observed = [one for home in self._homes.values() for one in home.observed]
+            self.childless = [one.id for one in observed if one.childless]
+            bare = Place({one.id: one.seen for one in observed if one.seen})
         else:
             bare = Place(self._place.checkpoints).like(self._place)
         touched = {run: home.newest_ns / 1e9 for run, home in self._homes.items() if home.newest_ns}
@@ -227,7 +227,7 @@ class SpoolObserver:
         for run in own.keys() - touched.keys():
             touched[run] = spool.saved_stamp(run, own[run].attempt) / 1e9
         self.touched = touched
-        aside = {
+        quarantined = {
             part: ManifestFacts.of(manifest) if manifest else None for part, manifest in spool.quarantined().items()
         }
         newest = {run: max(copies.attempts) for run, copies in bare.runs.items()}
@@ -237,7 +237,7 @@ class SpoolObserver:
         return replace(
             bare,
             pins=frozenset(spool.pins()),
-            quarantined=aside,
+            quarantined=quarantined,
             policies=wanted,
             restored=restored,
             launches=own,

@@ -19,7 +19,7 @@ from tierd.spool.spool import Spool
 log = logging.getLogger("tierd.daemon")
 
 _MARGIN = 256 << 10  # bytes for manifest and directories, in addition to a sixteenth of the save's size
-_TURN = 0.5  # seconds between two observations while no copy can be deleted
+_PAUSE_S = 0.5  # seconds between two observations while no copy can be deleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class SpoolSpace:
     Args:
         spool: the local tier.
         inventory: returns the latest inventory.
-        look: observes the spool afresh; `inventory` shows the result then.
+        observe: observes the spool afresh; `inventory` shows the result then.
         release: deletes the spool's copy of a checkpoint if a tier still holds it; returns whether it did.
         wake: makes flushes proceed at once.
         evictable: the copies that may be deleted because the disk is full, in this order (`plan.evictable`).
@@ -47,13 +47,19 @@ class SpoolSpace:
         self,
         spool: Spool,
         inventory: Callable[[], Inventory],
-        look: Callable[[], Awaitable[None]],
+        observe: Callable[[], Awaitable[None]],
         release: Callable[[CheckpointId, tuple[str, ...]], Awaitable[bool]],
         wake: Callable[[], None],
         evictable: Callable[[Inventory], Iterable[CheckpointId]],
         patience_s: float,
     ) -> None:
-        self._spool, self._inventory, self._look, self._release, self._wake = spool, inventory, look, release, wake
+        self._spool, self._inventory, self._observe, self._release, self._wake = (
+            spool,
+            inventory,
+            observe,
+            release,
+            wake,
+        )
         self._evictable, self._patience_s = evictable, patience_s
         self._one = asyncio.Lock()
 
@@ -75,14 +81,14 @@ class SpoolSpace:
                 if not is_enough():
                     await asyncio.to_thread(self._spool.drop_recycled, ())
                 while not is_enough():
-                    await self._look()
+                    await self._observe()
                     size = await self._release_next(run, is_enough)
                     freed += size
                     if not size and not self._may_come():
                         break
                     if not size:
                         self._wake()
-                        await asyncio.sleep(_TURN)
+                        await asyncio.sleep(_PAUSE_S)
         except TimeoutError:
             pass
         enough = is_enough()

@@ -25,7 +25,7 @@ class DaemonTimings:
         grace_s: without a trainer before an idle daemon ends, so that a restarting trainer still finds it.
         abandoned_s: how long a stage must be unlocked before it counts as left over.
         taken_up_s: how long an interrupted fetch of a whole part may be continued.
-        full_look_s: between full observations of the spool.
+        full_observation_s: between full observations of the spool.
         prune_again_s: until a local copy that no tier was found to hold is checked again; tiers are observed meanwhile.
         aged_s: how old the observation may be by which the only copy of a checkpoint is deleted. An older one is made
             anew, because a daemon that was stopped for hours decides before it has observed anything.
@@ -35,9 +35,9 @@ class DaemonTimings:
         refused_s: how long a refused deletion counts before the store is asked again.
         list_again_s: until a tier whose runs could not be listed is tried again.
         own_stale_ms: until this node's own intents and marks expire; short, because it trusts its own clock.
-        mark_looks: how often a flush lists the marks that it waits for.
+        mark_reads: how often a flush lists the marks that it waits for.
         mark_pause_s: between two of these listings.
-        scrub_look_s: between two checks for a copy that is due to be verified.
+        scrub_rest_s: between two checks for a copy that is due to be verified.
         scrub_later_s: how long a copy that could not be read or repaired is skipped at first; it doubles each time.
         orphan_s: how long a dead trainer's memory is kept for its successor.
         tick_s: between two polls of the hand-off socket.
@@ -55,7 +55,7 @@ class DaemonTimings:
     grace_s: float = 2.0
     abandoned_s: float = 5.0
     taken_up_s: float = 3600.0
-    full_look_s: float = 60.0
+    full_observation_s: float = 60.0
     prune_again_s: float = 1.0
     aged_s: float = 300.0
     room_s: float = 5.0
@@ -64,9 +64,9 @@ class DaemonTimings:
     refused_s: float = 600.0
     list_again_s: float = 60.0
     own_stale_ms: int = 900_000
-    mark_looks: int = 30
+    mark_reads: int = 30
     mark_pause_s: float = 0.5
-    scrub_look_s: float = 60.0
+    scrub_rest_s: float = 60.0
     scrub_later_s: float = 3600.0
     orphan_s: float = 30.0
     tick_s: float = 0.5

@@ -57,7 +57,7 @@ async def directory(of: Subject, state: int | None = None) -> AsyncIterator[Find
     """
     path = Path(of.url.path)
 
-    def look() -> list[Finding]:
+    def examine() -> list[Finding]:
         try:
             found, mount, disk = path.stat(), mount_of(path), os.statvfs(path)
         except FileNotFoundError:
@@ -79,7 +79,7 @@ async def directory(of: Subject, state: int | None = None) -> AsyncIterator[Find
             return finding(of.place, "the spool's disk", f"{text}: the file system on which the spool lies")
         return finding(of.place, "own disk", text)
 
-    found = await in_thread(look, _DIRECTORY_S)
+    found = await in_thread(examine, _DIRECTORY_S)
     for one in found:
         yield one
     if not tier.is_reached(found):

@@ -60,7 +60,7 @@ class _Failing(Generic[S]):
         last: the subject that failed last.
         row: failed tries since any subject worked.
         each: by subject, the failed tries since that subject worked.
-        told: whether the failure is an alert.
+        reported: whether the failure is an alert.
         again: when the alert is reported next, monotonic seconds.
     """
 
@@ -68,7 +68,7 @@ class _Failing(Generic[S]):
     last: S
     row: int = 0
     each: dict[S, _Tried] = field(default_factory=dict)
-    told: bool = False
+    reported: bool = False
     again: float = 0.0
 
     @property
@@ -89,7 +89,7 @@ class Alerts(Generic[S]):
 
     def lasting(self) -> list[Alert[S]]:
         """Return the alerts that have not ended."""
-        return [one.alert() for one in self._failing.values() if one.told]
+        return [one.alert() for one in self._failing.values() if one.reported]
 
     def subjects(self, sort: str) -> list[tuple[Thing, S]]:
         """Return, for each failing thing of one kind, the subject that failed last, with or without an alert."""
@@ -117,9 +117,9 @@ class Alerts(Generic[S]):
         tried = one.each.setdefault(subject, _Tried(doing, why, now, at))
         tried.count, tried.doing, tried.why = tried.count + 1, doing, why
         one.row, one.last = one.row + 1, subject
-        if one.tries < enough or (one.told and now < one.again):
+        if one.tries < enough or (one.reported and now < one.again):
             return None
-        fresh, one.told = not one.told, True
+        fresh, one.reported = not one.reported, True
         alert = one.alert()
         one.again = now + min(max(_AGAIN, now - alert.began), _LONGEST)
         return alert, fresh
@@ -149,5 +149,5 @@ class Alerts(Generic[S]):
             del self._failing[thing]
         elif one.tries >= TRIES:
             return None
-        over, one.told = one.told, False
+        over, one.reported = one.reported, False
         return alert if over else None

@@ -53,7 +53,7 @@ class Journal:
     """The daemon's memory of its events.
 
     Args:
-        told: called with every event as it happens.
+        on_event: called with every event as it happens.
 
     Attributes:
         warnings: what lasts and is no failure, by the thing that it concerns.
@@ -61,16 +61,16 @@ class Journal:
         stayed: by kind and place, the last event that stays until the daemon starts again, and how many there were.
     """
 
-    def __init__(self, told: Callable[[Event], None] | None = None) -> None:
+    def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
         self.counters: Counter[str] = Counter()
         self.events: deque[Event] = deque(maxlen=_KEPT)
         self.warnings: dict[Thing, str] = {}
         self.quarantined: Counter[str] = Counter()
         self.stayed: dict[tuple[str, str], tuple[Event, int]] = {}
         self._alerts: Alerts[Subject] = Alerts()
-        self._delivered = told or (lambda event: None)
+        self._on_event = on_event or (lambda event: None)
 
-    def tell(self, what: str, place: str, subject: Subject, why: str, **more: Any) -> None:
+    def record(self, what: str, place: str, subject: Subject, why: str, **more: Any) -> None:
         """Report an event.
 
         Args:
@@ -87,34 +87,34 @@ class Journal:
             _, count = self.stayed.get((what, place), (event, 0))
             self.stayed[what, place] = event, count + 1
         log.log(_LEVELS[event.level], "%s: %s %s: %s", place, what, subject, why)
-        self._delivered(event)
+        self._on_event(event)
 
     # -- tries ------------------------------------------------------------------------------------------------------
 
     def failed(self, thing: Thing, doing: str, place: str, subject: Subject, why: str) -> None:
         """Record a failed try. The third failure in a row of the same thing is an alert."""
         why = printable(why)
-        if told := self._alerts.failed(thing, doing, place, subject, why, time.monotonic(), now()):
-            alert, fresh = told
+        if failing := self._alerts.failed(thing, doing, place, subject, why, time.monotonic(), now()):
+            alert, fresh = failing
             self.counters["alerts"] += fresh
-            self._tell_of("failing", alert, f"{alert.tries} tries in a row failed; the last: {why}")
+            self._record_alert("failing", alert, f"{alert.tries} tries in a row failed; the last: {why}")
 
     def worked(self, thing: Thing, subject: Subject | None = None, *, others: bool = True) -> None:
         """Record a try that worked, as `Alerts.worked` does."""
         if over := self._alerts.worked(thing, subject, others=others):
-            self._tell_of("works again", over, f"{over.tries} tries in a row had failed; the last: {over.why}")
+            self._record_alert("works again", over, f"{over.tries} tries in a row had failed; the last: {over.why}")
 
     def waiting(self, tier: str, copies: int, grows: bool) -> None:
         """Record how many copies wait to be deleted from a tier. A growing number is an alert at once."""
         thing, now_s = (BACKLOG, tier), time.monotonic()
         if grows:
             why = f"{copies} copies that retention gave up are still there, ever more for ten minutes"
-            if told := self._alerts.failed(thing, "prune", tier, BACKLOG, why, now_s, now(), enough=1):
-                alert, fresh = told
+            if failing := self._alerts.failed(thing, "prune", tier, BACKLOG, why, now_s, now(), enough=1):
+                alert, fresh = failing
                 self.counters["alerts"] += fresh
-                self._tell_of("failing", alert, why)
+                self._record_alert("failing", alert, why)
         elif over := self._alerts.worked(thing):
-            self._tell_of("works again", over, f"{copies} copies that retention gave up are still there")
+            self._record_alert("works again", over, f"{copies} copies that retention gave up are still there")
 
     def saved(self, part: PartId) -> None:
         """Record that a save worked. It ends the failures of its writer and of the run's earlier launches."""
@@ -131,9 +131,9 @@ class Journal:
             for one in self._alerts.lasting()
         )
 
-    def _tell_of(self, what: str, one: Alert[Subject], why: str) -> None:
+    def _record_alert(self, what: str, one: Alert[Subject], why: str) -> None:
         seconds = round(time.monotonic() - one.began, 3)
-        self.tell(what, one.place, one.subject, why, doing=one.doing, tries=one.tries, seconds=seconds)
+        self.record(what, one.place, one.subject, why, doing=one.doing, tries=one.tries, seconds=seconds)
 
 
 def now() -> str:

@@ -197,28 +197,28 @@ class Channel:
             self._journal.failed(thing, "notify", self.name, self._receiver.name, why)
 
     def _body(self, event: Event) -> bytes:
-        told = msgspec.to_builtins(event) | {"level": event.level, "id": secrets.token_hex(8), **self._head}
-        told["why"] = event.why[:_WHY]
-        told["text"] = f"{self._head['node']}: {event.place}: {event.what} {event.subject}: {told['why']}"
-        return msgspec.json.encode(told)
+        body = msgspec.to_builtins(event) | {"level": event.level, "id": secrets.token_hex(8), **self._head}
+        body["why"] = event.why[:_WHY]
+        body["text"] = f"{self._head['node']}: {event.place}: {event.what} {event.subject}: {body['why']}"
+        return msgspec.json.encode(body)
 
 
 class Notifier:
     """All receivers of a configuration.
 
     Args:
-        tells: the configured receivers.
+        configs: the configured receivers.
         spool: the spool's path, a member of every event besides the node.
 
     Raises:
         ConfigError: a secret or file to which a `[[notify]]` refers cannot be read.
     """
 
-    def __init__(self, tells: Sequence[NotifyConfig] = (), spool: str = "") -> None:
+    def __init__(self, configs: Sequence[NotifyConfig] = (), spool: str = "") -> None:
         head = {"node": socket.gethostname(), "spool": spool}
         self._channels = [
-            Channel(f"notify[{index}]", tell, open_receiver(tell, f"notify[{index}]"), head)
-            for index, tell in enumerate(tells)
+            Channel(f"notify[{index}]", config, open_receiver(config, f"notify[{index}]"), head)
+            for index, config in enumerate(configs)
         ]
 
     def start(self, journal: Journal) -> None:

@@ -48,7 +48,7 @@ class Outbox:
         if event.what not in self._events:
             return False
         urgent = KINDS[event.what].urgent
-        self._turn(now)
+        self._begin_minute(now)
         if self._passed >= self._per_minute and not urgent:
             self.held += 1
             self.miss(event)
@@ -64,7 +64,7 @@ class Outbox:
         self._waiting.append(event)
         return True
 
-    def _turn(self, now: float) -> None:
+    def _begin_minute(self, now: float) -> None:
         if now >= self._end:
             self._end, self._passed = now + _MINUTE, 0
 
@@ -80,7 +80,7 @@ class Outbox:
         if self._waiting:
             return self._waiting.popleft()
         if self.missed and (last or now >= self._end):
-            self._turn(now)
+            self._begin_minute(now)
             self._passed += 1
             missed, self.missed = self.missed, Counter()
             return missed

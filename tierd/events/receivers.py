@@ -63,17 +63,17 @@ class Receiver(Protocol):
         """Cancel the try in progress, from another thread, and refuse every later one."""
 
 
-def open_receiver(tell: NotifyConfig, where: str) -> Receiver:
+def open_receiver(config: NotifyConfig, where: str) -> Receiver:
     """Open the receiver that a `[[notify]]` names; raises `ConfigError` with `where` if a reference cannot be read."""
-    if tell.command is not None:
-        return Command(tell.command)
-    assert tell.url is not None
-    url = _read(tell.url, f"{where}.url")
+    if config.command is not None:
+        return Command(config.command)
+    assert config.url is not None
+    url = _read(config.url, f"{where}.url")
     try:
         name = shown(url)
     except ConfigError as error:
         raise ConfigError(f"{where}.{error}") from None
-    headers = {key: _read(value, f"{where}.headers.{key}") for key, value in tell.headers.items()}
+    headers = {key: _read(value, f"{where}.headers.{key}") for key, value in config.headers.items()}
     return Webhook(url, name, headers)
 
 

@@ -33,7 +33,7 @@ class ExportOptions:
         only: one entry of the state; None for all.
         dtype: `fp32`, `fp16` or `bf16`, for floating-point tensors; None keeps each one's own.
         strip: a prefix that is removed from each name that begins with it.
-        told: called with the bytes of tensors that were read, and with those in all.
+        on_progress: called with the bytes of tensors that were read, and with those in all.
 
     Raises:
         ConfigError: an unknown format or dtype, or a prefix that the format cannot be stripped of.
@@ -43,7 +43,7 @@ class ExportOptions:
     only: str | None = None
     dtype: str | None = None
     strip: str = ""
-    told: Callable[[int, int], None] = lambda done, total: None
+    on_progress: Callable[[int, int], None] = lambda done, total: None
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -100,14 +100,14 @@ def export(files: PartRanges, first: PartId, target: Path, options: ExportOption
     def count(size: int) -> None:
         nonlocal done
         done += size
-        options.told(done, total)
+        options.on_progress(done, total)
 
     target.parent.mkdir(parents=True, exist_ok=True)
     home = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
     try:
         work = Export(contents, ChunkReader(files), DTYPES.get(options.dtype or ""), home, count)
         FORMATS[options.format](work)
-        options.told(total, total)  # tied tensors may have been read once
+        options.on_progress(total, total)  # tied tensors may have been read once
         sync_directory(home)
         mask = os.umask(0o077)
         os.umask(mask)

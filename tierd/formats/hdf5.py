@@ -108,14 +108,14 @@ def lookup3(data: bytes) -> int:
     """Compute Bob Jenkins' lookup3 hash ("hashlittle", initial value 0), the checksum of HDF5's metadata."""
     mask = 0xFFFFFFFF
 
-    def turn(value: int, bits: int) -> int:
+    def rotate(value: int, bits: int) -> int:
         return ((value << bits) | (value >> (32 - bits))) & mask
 
     a = b = c = (0xDEADBEEF + len(data)) & mask
     while len(data) > 12:
         a, b, c = ((one + int.from_bytes(data[4 * n : 4 * n + 4], "little")) & mask for n, one in enumerate((a, b, c)))
         for bits in (4, 6, 8, 16, 19, 4):
-            a = ((a - c) & mask) ^ turn(c, bits)
+            a = ((a - c) & mask) ^ rotate(c, bits)
             c = (c + b) & mask
             a, b, c = b, c, a
         data = data[12:]
@@ -124,6 +124,6 @@ def lookup3(data: bytes) -> int:
     data = data.ljust(12, b"\0")
     a, b, c = ((one + int.from_bytes(data[4 * n : 4 * n + 4], "little")) & mask for n, one in enumerate((a, b, c)))
     for bits in (14, 11, 25, 16, 4, 14, 24):
-        c = ((c ^ b) - turn(b, bits)) & mask
+        c = ((c ^ b) - rotate(b, bits)) & mask
         a, b, c = b, c, a
     return b

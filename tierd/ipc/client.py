@@ -91,15 +91,15 @@ class Link:
         self,
         request: Request,
         timeout_s: float | None = None,
-        told: Callable[[dict[str, Any]], None] = lambda progress: None,
+        on_progress: Callable[[dict[str, Any]], None] = lambda progress: None,
     ) -> dict[str, Any]:
         """Send a request and wait for its answer.
 
         Args:
             request: the request.
             timeout_s: the longest wait in seconds; None waits for as long as the daemon shows that it works.
-            told: called with the daemon's progress messages, at least every `HEARTBEAT` seconds. If it raises, the
-                connection cannot be used any more.
+            on_progress: called with the daemon's progress messages, at least every `HEARTBEAT` seconds. If it raises,
+                the connection cannot be used any more.
 
         Returns:
             The members of the answer.
@@ -118,7 +118,7 @@ class Link:
             while True:
                 reply = msgspec.json.decode(self._line(end, self._silence_s), type=dict[str, Any])
                 if reply.get("working"):
-                    told(reply)
+                    on_progress(reply)
                     continue
                 if not reply.get("ok"):
                     raise_error(reply)

@@ -40,9 +40,9 @@ MAX_REPLY = 64 << 20  # bytes
 MAX_PAUSE = 366 * 86400.0  # seconds
 
 Index = Annotated[int, Meta(ge=0, le=1 << 32)]  # of a chunk in its file
-MAX_TOLD = 1000  # characters of a reason
-MOST_TOLD = 16  # reasons in a request
-Told = Annotated[str, Meta(max_length=MAX_TOLD)]
+MAX_REASON = 1000  # characters of a reason
+MOST_REASONS = 16  # reasons in a request
+Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 Measured = Annotated[float, Meta(ge=0, le=1e9)]  # seconds
 Ranges = tuple[tuple[Index, Index], ...]  # (first, end) of ranges of chunks; `end` is exclusive
 
@@ -177,7 +177,7 @@ class Failed(Request, frozen=True, kw_only=True, tag="failed"):
     """A trainer gave a save up. The daemon reports the failure, unless the daemon caused it. Answer: `ok` only."""
 
     part: PartId
-    why: Told
+    why: Reason
 
 
 class Leaked(Request, frozen=True, kw_only=True, tag="leaked"):
@@ -187,7 +187,7 @@ class Leaked(Request, frozen=True, kw_only=True, tag="leaked"):
     """
 
     part: PartId
-    why: Told
+    why: Reason
 
 
 class Preempted(Request, frozen=True, kw_only=True, tag="preempted"):
@@ -196,7 +196,7 @@ class Preempted(Request, frozen=True, kw_only=True, tag="preempted"):
     """
 
     part: PartId
-    why: Told
+    why: Reason
 
 
 class FellBack(Request, frozen=True, kw_only=True, tag="fell-back"):
@@ -208,7 +208,7 @@ class FellBack(Request, frozen=True, kw_only=True, tag="fell-back"):
     """
 
     checkpoint: CheckpointId
-    skipped: Annotated[tuple[Told, ...], Meta(min_length=1, max_length=MOST_TOLD)]
+    skipped: Annotated[tuple[Reason, ...], Meta(min_length=1, max_length=MOST_REASONS)]
 
 
 class Restored(Request, frozen=True, kw_only=True, tag="restored"):

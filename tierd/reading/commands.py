@@ -103,13 +103,13 @@ class CommandFollower:
     Args:
         home: a directory of the follower's own, for its state and for the files of the checkpoint in delivery.
         words: of `parse_command`. Files are fetched only if a word contains `{directory}`.
-        tell: called after each try.
+        on_delivery: called after each try.
     """
 
     tiers: RunOnTiers
     home: Path
     words: Sequence[str]
-    tell: Callable[[Delivery], None]
+    on_delivery: Callable[[Delivery], None]
     _tries: dict[CheckpointId, tuple[int, int]] = field(default_factory=dict)  # failures, and the round of the next try
 
     def run(self, *, latest: bool, period_s: float, once: bool) -> bool:
@@ -182,7 +182,7 @@ class CommandFollower:
             else:
                 check_manifests(self.tiers, listed)
         except UNFIT as error:
-            return self._told(one, None, str(error))
+            return self._report(one, None, str(error))
         values = {"directory": str(directory), "step": str(one.step), "attempt": one.attempt, "run": one.run}
         keeper = [sys.executable, "-I", "-S", "-c", _KEEPER, str(self.home.absolute() / _ENDED), one.name]
         subprocess.run(
@@ -195,10 +195,10 @@ class CommandFollower:
         if directory.exists():
             remove(directory)
         if ended is None:
-            return self._told(one, None, "the command was killed; it is tried again")
+            return self._report(one, None, "the command was killed; it is tried again")
         failed = f"the command ended with status {ended[1]}; it is tried again" if ended[1] else ""
-        return self._told(one, ended[1], failed)
+        return self._report(one, ended[1], failed)
 
-    def _told(self, one: CheckpointId, status: int | None, reason: str) -> bool:
-        self.tell(Delivery(one.run, one.step, one.attempt, not reason, status, reason))
+    def _report(self, one: CheckpointId, status: int | None, reason: str) -> bool:
+        self.on_delivery(Delivery(one.run, one.step, one.attempt, not reason, status, reason))
         return not reason

@@ -87,12 +87,12 @@ class Delivered:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Replace a file by a rename, and make it durable."""
-    aside = path.with_name(f"{path.name}.new")
-    with aside.open("wb") as file:
+    fresh = path.with_name(f"{path.name}.new")
+    with fresh.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)
+    fresh.replace(path)
     sync_directory(path.parent)
 
 

@@ -90,7 +90,7 @@ def _try(
                 search.check_origin(files.manifest(files.part(0)))
                 return export(files, files.part(0), target, options), None
             except CorruptChunk:
-                if not files.turn():  # the tiers contradict each other, and another content may verify
+                if not files.try_next():  # the tiers contradict each other, and another content may verify
                     raise
     except (CorruptChunk, ManifestError) as error:
         return None, corrupt_or_gone(tiers, candidate, error)

@@ -41,7 +41,7 @@ def rounds(
     while True:
         begun = time.monotonic()
         try:
-            inventory = tiers.look()
+            inventory = tiers.observe()
         except StoreUnavailable as error:
             if once:
                 raise

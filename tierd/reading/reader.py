@@ -99,7 +99,7 @@ class Reader:
         Raises:
             StoreUnavailable: no tier answered.
         """
-        return list_checkpoints(self.tiers.look(), self.run)
+        return list_checkpoints(self.tiers.observe(), self.run)
 
     # -- restoring --------------------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class Reader:
         best: str | None = None,
         mode: Literal["min", "max"] = "min",
         rank: int | None = None,
-        told: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Exported:
         """Copy the files of the newest verified checkpoint, or the best, into `directory`, as `tierd restore` does.
 
@@ -187,7 +187,7 @@ class Reader:
             directory: empty or absent.
             step, attempt, best, mode: as for `restore`.
             rank: copy this rank's files alone.
-            told: called with the bytes that are verified in place, and with those in all, after each chunk.
+            on_progress: called with the bytes that are verified in place, and with those in all, after each chunk.
 
         Raises:
             CheckpointNotFound, StoreUnavailable: as for `restore`; but every tier has to answer.
@@ -200,7 +200,7 @@ class Reader:
             raise ConfigError(f"best={best!r} and step={step}: one of the two")
         goal = None if best is None else check_goal(Goal(best, mode))
         wanted = None if step is None else check_step(step), None if attempt is None else check_attempt(attempt)
-        moved = Progress(told=lambda at: told(at.done, at.total))
+        moved = Progress(on_progress=lambda at: on_progress(at.done, at.total))
         work = export(self.tiers.stores, self.run, target, *wanted, moved, self.tiers.budget, goal, rank)
         try:
             return self.tiers.loop.run(work)
@@ -223,7 +223,7 @@ class Reader:
         only: str | None = None,
         dtype: str | None = None,
         strip: str = "",
-        told: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> StateExport:
         """Write the newest verified checkpoint, or the best, in another format. `save` or DCP wrote the checkpoint.
 
@@ -238,7 +238,7 @@ class Reader:
             only: one entry of the state, whose name is then left out of all names.
             dtype: `fp32`, `fp16` or `bf16`, for floating-point tensors.
             strip: a prefix that is removed from each name that begins with it, such as `module.`.
-            told: called with the bytes of tensors that were read, and with those in all, after each piece.
+            on_progress: called with the bytes of tensors that were read, and with those in all, after each piece.
 
         Raises:
             CheckpointNotFound, StoreUnavailable: as for `restore`.
@@ -250,7 +250,9 @@ class Reader:
 
         target = usable(Path(_path(directory, "export(directory): a path")))
         goal = None if best is None else Goal(best, mode)
-        return export_state(self.tiers, target, ExportOptions(format, only, dtype, strip, told), step, attempt, goal)
+        return export_state(
+            self.tiers, target, ExportOptions(format, only, dtype, strip, on_progress), step, attempt, goal
+        )
 
     # -- closing ----------------------------------------------------------------------------------------------------
 

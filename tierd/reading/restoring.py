@@ -76,7 +76,7 @@ def restore(
             assert found is not None
             manifest, tree, tensors, fitting = found
             into = chosen(state, names)
-            load(into, tree, lent=False, file=tensors, fitting=fitting)
+            load(into, tree, handed_over=False, file=tensors, fitting=fitting)
             if into is not state and isinstance(state, MutableMapping):
                 state.update(into)
             return Loaded(

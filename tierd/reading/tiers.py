@@ -46,13 +46,13 @@ class RunOnTiers:
         self.unreached: dict[str, str] = {}
         self._eyes = {name: TierObserver(store) for name, store in stores.items()}
 
-    def look(self) -> Inventory:
+    def observe(self) -> Inventory:
         """List the run on every tier.
 
         Raises:
             StoreUnavailable: no tier answered; the message has the reasons.
         """
-        return self.loop.run(self._look())
+        return self.loop.run(self._observe())
 
     def runs(self) -> list[str]:
         """List the runs on all tiers. Raises `StoreUnavailable` or `StoreRefused` if a tier does not answer."""
@@ -71,12 +71,12 @@ class RunOnTiers:
         finally:
             self.loop.close()
 
-    async def _look(self) -> Inventory:
+    async def _observe(self) -> Inventory:
         unreached: dict[str, str] = {}
 
         async def one(name: str) -> Place | None:
             try:
-                return await self._eyes[name].look({self.run})
+                return await self._eyes[name].observe({self.run})
             except (StoreUnavailable, StoreRefused) as error:
                 log.warning("%s: cannot be asked: %s", name, error)
                 unreached[name] = str(error)
@@ -109,9 +109,9 @@ class TierView:
     def __init__(self, tiers: RunOnTiers, metrics: Collection[str]) -> None:
         self._tiers, self._metrics = tiers, metrics
 
-    def sight(self) -> RunView:
-        sight = run_view_of(self._tiers.look(), self._tiers.run, self._metrics)
-        return msgspec.structs.replace(sight, silent=self._tiers.unreached)
+    def run_view(self) -> RunView:
+        run_view = run_view_of(self._tiers.observe(), self._tiers.run, self._metrics)
+        return msgspec.structs.replace(run_view, silent=self._tiers.unreached)
 
     def flush(self, checkpoint: CheckpointId) -> None:
         """Do nothing: a reader holds no part that a tier lacks."""
@@ -162,7 +162,7 @@ class TierFiles(PartRanges):
                 self._corrupt = file[0]
                 raise
 
-    def turn(self) -> bool:
+    def try_next(self) -> bool:
         """Switch to another content of a corrupt part, if the tiers contradict each other about it.
 
         Call it after `CorruptChunk`.
@@ -216,8 +216,8 @@ def _room(
     if any(span.offset <= offset and offset + size <= span.offset + span.length for span in spans):
         yield memory[offset - base : offset - base + size]
         return
-    with buffers.lend(size) as lent:
-        yield lent
+    with buffers.hold(size) as memory:
+        yield memory
 
 
 def _place(memory: memoryview, base: int, raw: memoryview, offset: int, spans: list[Span]) -> None:

@@ -25,7 +25,7 @@ def read_part(
         try:
             return _read(files, _part(files, names, rank), names)
         except CorruptChunk:
-            if not files.turn():
+            if not files.try_next():
                 raise
 
 

@@ -32,13 +32,13 @@ _KEPT = 64  # locks per run that a sweep keeps
 _Owner = object  # a writer of this process that holds a lock; compared by identity or value
 # (control, writer) -> by owner, attempt and descriptor.
 _held: dict[tuple[Path, str], dict[_Owner, tuple[str, int]]] = {}
-_turn = threading.Lock()
+_guard = threading.Lock()
 
 
 def _forget_in_child() -> None:
     # A DataLoader's worker must not keep its trainer's lock after the trainer dies.
-    global _turn
-    _turn = threading.Lock()
+    global _guard
+    _guard = threading.Lock()
     for owners in _held.values():
         for _, fd in owners.values():
             os.close(fd)
@@ -66,7 +66,7 @@ def hold(control: Path, part: PartId, owner: _Owner = None, *, among: bool = Fal
         OSError: the lock cannot be taken.
     """
     attempt = part.checkpoint.attempt
-    with _turn:
+    with _guard:
         owners = _held.setdefault((control, part.writer), {})
         if owner in owners and owners[owner][0] == attempt:
             return False
@@ -94,14 +94,14 @@ def holds(control: Path, part: PartId, owner: _Owner = None) -> bool:
 
 def release(control: Path, part: PartId, owner: _Owner = None) -> None:
     """Release the lease of `owner`, unless the lease is of another launch of that rank by now."""
-    with _turn:
+    with _guard:
         if holds(control, part, owner):
             os.close(_held[control, part.writer].pop(owner)[1])
 
 
 def trainers(control: Path, runs: Iterable[str]) -> dict[str, tuple[Trainer, ...]]:
     """Return, by run, the trainers that live on this node, in the order of their launches. Raises OSError."""
-    found = {run: tuple(sorted(_living(control / ALIVE / run, run))) for run in runs}
+    found = {run: tuple(sorted(_leased(control / ALIVE / run, run))) for run in runs}
     return {run: some for run, some in found.items() if some}
 
 
@@ -139,7 +139,7 @@ def forget(control: Path, run: str) -> None:
         marks.rmdir()
 
 
-def _living(marks: Path, run: str) -> Iterable[Trainer]:
+def _leased(marks: Path, run: str) -> Iterable[Trainer]:
     for path in _files(marks):
         attempt, _, name = path.name.partition(".")
         part = PartId.parse(run, f"{0:012}.{attempt}", name)

@@ -44,7 +44,7 @@ class Leftovers(LocalParts):
             childless = [one for pair in childless_below(self.root) if (one := CheckpointId.parse(*pair))]
         empty = [f"{bare.run}/{bare.name}" for bare in childless]
         empty += self._vacant()
-        living: list[str] = []  # their commits may have made an empty directory and wait for a slow disk to sync it
+        alive: list[str] = []  # their commits may have made an empty directory and wait for a slow disk to sync it
         for room in _LOCKED:
             for path in self._room(room).iterdir():
                 fd = try_lock(path)
@@ -52,11 +52,11 @@ class Leftovers(LocalParts):
                     os.close(fd)
                     found.append(f"{room}/{path.name}")
                 else:
-                    living.append(path.name)
+                    alive.append(path.name)
         found += [
             f"{_EMPTY}/{name}"
             for name in empty
-            if not any(one.startswith(f"{name.replace('/', '.')}.") for one in living)
+            if not any(one.startswith(f"{name.replace('/', '.')}.") for one in alive)
         ]
         return sorted(found)
 

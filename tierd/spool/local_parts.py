@@ -89,9 +89,9 @@ class LocalParts:
 
     def parts_of(self, checkpoint: CheckpointId) -> list[PartId]:
         """List the committed parts of one checkpoint, in order. Raises OSError if the checkpoint cannot be listed."""
-        return self.look_into(checkpoint)[0]
+        return self.list_parts(checkpoint)[0]
 
-    def look_into(self, checkpoint: CheckpointId) -> tuple[list[PartId], bool]:
+    def list_parts(self, checkpoint: CheckpointId) -> tuple[list[PartId], bool]:
         """List the committed parts of one checkpoint, and report whether its directory exists and is empty.
 
         Returns:

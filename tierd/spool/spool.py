@@ -13,7 +13,7 @@ rename its directory.
     <spool>/.tierd/{saved, retention, timeline}/       records of runs (`records`)
     <spool>/.tierd/alive/                              locks of living trainers (`leases`)
     <spool>/.tierd/watched/<run>.json                  units taken from a watched directory (daemon/intake/taken.py)
-    <spool>/.tierd/meetings/<launch>/                  messages between ranks of a launch (client/ranks/meeting.py)
+    <spool>/.tierd/meetings/<launch>/                  rank notes of a launch (client/ranks/note_exchange.py)
 """
 
 from __future__ import annotations
@@ -153,22 +153,22 @@ class Spool(Leftovers):
         """Move a part to the quarantine, because its bytes are proven corrupt and no tier can repair it."""
         self.removals += 1
         home = self.path(part)
-        aside = self._room("quarantine") / part.path
+        target = self._room("quarantine") / part.path
         if not home.is_dir():
             return  # quarantined before: that directory is the only copy left
-        if aside.exists():
-            self._trash(aside)
-        make_private(aside.parent)
+        if target.exists():
+            self._trash(target)
+        make_private(target.parent)
         try:
-            home.rename(aside)
+            home.rename(target)
         except FileNotFoundError:
             return
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            shutil.copytree(home, aside, symlinks=True)  # overlayfs, as in `trash`
+            shutil.copytree(home, target, symlinks=True)  # overlayfs, as in `trash`
             self._trash(home)
-        sync_directory(aside.parent)
+        sync_directory(target.parent)
         sync_left(home.parent)
         self._drop_if_empty(home.parent)
 

@@ -44,7 +44,7 @@ def load(
     state: Mapping[str, object],
     restored: Mapping[str, object],
     *,
-    lent: bool = True,
+    handed_over: bool = True,
     file: Buffer | None = None,
     staged: Mapping[int, torch.Tensor] = MappingProxyType({}),
     fitting: Fitting | None = None,
@@ -55,8 +55,8 @@ def load(
     samples come first, because their own `load_state_dict` refuses a state most often, and `RngState` comes last.
 
     Args:
-        lent: whether the memory of the restored tensors is reused after the load. If not, optimizers keep views of
-            large tensors, which keep the file's memory.
+        handed_over: whether the memory of the restored tensors is reused after the load. If not, optimizers keep views
+            of large tensors, which keep the file's memory.
         file: the memory of the restored tensors, if it is not reused. If it is a mapping, the parts that no object kept
             are returned to the system; `restored`, if it is a dict, is emptied for that.
         staged: by the id of a restored tensor, a tensor with the same values on the target's device. Nothing else
@@ -67,8 +67,8 @@ def load(
         StateMismatch: as `check_fit`, and then nothing was loaded; or an object's own `load_state_dict` raised
             (chained), and then the message says which entries were loaded before it.
     """
-    kept = ReclaimedMemory(file, tensors_in(restored)) if file is not None and not lent else None
-    _load(state, restored, lent, staged, fitting or check_fit(state, restored))
+    kept = ReclaimedMemory(file, tensors_in(restored)) if file is not None and not handed_over else None
+    _load(state, restored, handed_over, staged, fitting or check_fit(state, restored))
     if kept is not None:
         if isinstance(restored, dict):
             restored.clear()
@@ -78,16 +78,16 @@ def load(
 def _load(
     state: Mapping[str, object],
     restored: Mapping[str, object],
-    lent: bool,
+    handed_over: bool,
     staged: Mapping[int, torch.Tensor],
     fitting: Fitting,
 ) -> None:
     memo: dict[int, object] = dict(staged)  # so that tied tensors are cloned only once
     meshes = meshes_of(state)
     done: list[str] = []
-    for path, target, saved in sorted(fitting.stateful, key=lambda item: _turn(item[1])):
+    for path, target, saved in sorted(fitting.stateful, key=lambda item: _load_order(item[1])):
         try:
-            if not lent and isinstance(target, torch.optim.Optimizer):
+            if not handed_over and isinstance(target, torch.optim.Optimizer):
                 _spare(saved, memo)
             if isinstance(target, nn.Module):
                 load_module(target, saved, memo, meshes)
@@ -123,7 +123,7 @@ def _copied(saved: Any, memo: dict[int, object]) -> Any:
     return copy.deepcopy(saved, memo)
 
 
-def _turn(target: Stateful) -> int:
+def _load_order(target: Stateful) -> int:
     return 2 if isinstance(target, RngState) else 0 if loader_arguments.gives_samples(target) else 1
 
 

@@ -46,9 +46,9 @@ class Forms:
             else:
                 with torch.enable_grad():  # because with grad disabled the guard ignores requires_grad
                     fits = self._guard(*guarded)
-            if fits and all(_look(tensors[index]) == self._forms[index] for index in self._alone):
+            if fits and all(_form_of(tensors[index]) == self._forms[index] for index in self._alone):
                 return True
-        if list(map(_look, tensors)) != self._forms:
+        if list(map(_form_of, tensors)) != self._forms:
             return False
         if self._alone:
             self._guard, self._guarded, self._alone = _guard(tensors), list(range(len(tensors))), []
@@ -84,7 +84,7 @@ class Extents:
         return all(map(operator.le, ends, map(_nbytes, map(_storage, chosen))))
 
 
-def _look(tensor: torch.Tensor) -> tuple[TensorForm, bool]:
+def _form_of(tensor: torch.Tensor) -> tuple[TensorForm, bool]:
     return form_of(tensor), tensor.requires_grad
 
 

@@ -248,15 +248,15 @@ async def children(store: Store, prefix: str) -> AsyncIterator[str]:
         after = f"{prefix}{name}/\x7f" if slash else found  # '\x7f' sorts after every character of a key
 
 
-async def listed_names(store: Store, prefix: str, told: Callable[[], None] = lambda: None) -> set[str]:
+async def listed_names(store: Store, prefix: str, on_answer: Callable[[], None] = lambda: None) -> set[str]:
     """Return the names directly under `prefix` (which is empty or ends in ``/``).
 
     A name with few objects is passed by reading on in the listing; after `_MANY` objects of one name a new listing
-    skips the rest. `told` is called after each answer of the store.
+    skips the rest. `on_answer` is called after each answer of the store.
     """
     names, after = set[str](), ""
     while True:
-        told()
+        on_answer()
         many = 0
         async with aclosing(store.scan(prefix, after)) as listing:
             async for info in listing:

@@ -93,7 +93,7 @@ async def _resolved(path: str) -> _Directory:
             answer.set_result(found)
 
     def work() -> None:
-        found = _look(path)
+        found = _inspect(path)
         try:
             loop.call_soon_threadsafe(settle, found)
         except RuntimeError:  # the directory answered after the loop had ended
@@ -108,7 +108,7 @@ async def _resolved(path: str) -> _Directory:
         return _Directory(path, Path(os.path.normpath(path)))
 
 
-def _look(path: str) -> _Directory:
+def _inspect(path: str) -> _Directory:
     real = Path(os.path.realpath(path))
     return _Directory(path, real, _identity(real), frozenset(_identity(one) for one in real.parents))
 

@@ -80,8 +80,8 @@ class EncryptedStore:
         if check_key(key) in _PLAIN:
             return await self._inner.put(key, data)
         if _CHUNK.fullmatch(key):
-            return await self._inner.put(self._hidden(key), await _turned(self._encrypt, key, plain))
-        wrapped = await _turned(self._close, key, plain)
+            return await self._inner.put(self._hidden(key), await _transformed(self._encrypt, key, plain))
+        wrapped = await _transformed(self._close, key, plain)
         if len(wrapped) > MAX_MANIFEST_SIZE:
             raise StoreRefused(f"{key}: {len(plain)} bytes, which are too many encrypted: no reader would take them")
         return await self._inner.put(key, wrapped)
@@ -101,9 +101,9 @@ class EncryptedStore:
         if not found and _MARK.fullmatch(key):
             data = found  # written before pins and marks had a tag; the name carries all the information
         elif chunk:
-            data = await _turned(self._decrypt, key, found)
+            data = await _transformed(self._decrypt, key, found)
         else:
-            data = await _turned(self._open, key, found)
+            data = await _transformed(self._open, key, found)
         if into is None:
             return data
         filled = room(into, len(data), f"{self!r}: get {key}")
@@ -199,25 +199,25 @@ class EncryptedStore:
 
     # -- encryption, in threads -------------------------------------------------------------------------------------
 
-    def _turn(self, key: str, nonce: bytes, tag: bytes | None = None) -> AEADCipherContext:
+    def _context(self, key: str, nonce: bytes, tag: bytes | None = None) -> AEADCipherContext:
         """Begin to encrypt the object `key`, or to decrypt it if its `tag` is given."""
         # Each directory has its own key, so random nonces never come near the limit of 2^32 under one key.
         secret = self._key.derive("objects", key.rpartition("/")[0])
         cipher = Cipher(algorithms.AES(secret), modes.GCM(nonce, tag))
-        turn = cipher.encryptor() if tag is None else cipher.decryptor()
-        turn.authenticate_additional_data(key.encode())
-        return turn
+        context = cipher.encryptor() if tag is None else cipher.decryptor()
+        context.authenticate_additional_data(key.encode())
+        return context
 
     def _encrypt(self, key: str, plain: memoryview) -> memoryview:
         nonce, end = os.urandom(_NONCE), _NONCE + len(plain)
         encrypted = memory_for(end + _TAG)[: end + _TAG]
         encrypted[:_NONCE] = nonce
-        turn = self._turn(key, nonce)
+        context = self._context(key, nonce)
         for at in range(0, len(plain), _PIECE):
-            turn.update_into(plain[at : at + _PIECE], encrypted[_NONCE + at :])
-        turn.finalize()
-        assert isinstance(turn, AEADEncryptionContext)
-        encrypted[end:] = turn.tag
+            context.update_into(plain[at : at + _PIECE], encrypted[_NONCE + at :])
+        context.finalize()
+        assert isinstance(context, AEADEncryptionContext)
+        encrypted[end:] = context.tag
         return encrypted
 
     def _close(self, key: str, plain: memoryview) -> memoryview:
@@ -231,10 +231,10 @@ class EncryptedStore:
                 memory = memory_for(len(found))[: len(found)]
                 memory[:] = found
                 found = memory
-            turn = self._turn(key, bytes(found[:_NONCE]), bytes(found[-_TAG:]))
+            context = self._context(key, bytes(found[:_NONCE]), bytes(found[-_TAG:]))
             for at in range(_NONCE, len(found) - _TAG, _PIECE):  # in place, because this call alone owns the buffer
-                turn.update_into(found[at : min(at + _PIECE, len(found) - _TAG)], found[at:])
-            turn.finalize()
+                context.update_into(found[at : min(at + _PIECE, len(found) - _TAG)], found[at:])
+            context.finalize()
         except InvalidTag:
             raise CorruptChunk(f"{key}: not what key {self._key.id} encrypted under this name") from None
         return found[_NONCE:-_TAG]
@@ -266,12 +266,12 @@ def _sorted(page: list[ObjectInfo]) -> list[ObjectInfo]:
     return sorted(page, key=lambda info: info.key)
 
 
-async def _turned(turn: Callable[[str, memoryview], memoryview], key: str, data: memoryview) -> memoryview:
-    """Run `turn` (encrypt or decrypt) on an object's bytes, in a thread if they are many.
+async def _transformed(context: Callable[[str, memoryview], memoryview], key: str, data: memoryview) -> memoryview:
+    """Run `context` (encrypt or decrypt) on an object's bytes, in a thread if they are many.
 
     A thread that outlives its cancelled call writes only to its own memory.
     """
     if len(data) < _SMALL:
-        return turn(key, data)
+        return context(key, data)
     pool = None if is_hasty() else POLITE
-    return await asyncio.get_running_loop().run_in_executor(pool, turn, key, data)
+    return await asyncio.get_running_loop().run_in_executor(pool, context, key, data)

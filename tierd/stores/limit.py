@@ -33,11 +33,11 @@ class _Bucket:
         self._rate, self._clock, self._sleep = rate, clock, sleep
         self._most = rate * _BURST_S
         self._level, self._at = self._most, clock()
-        self._turn = asyncio.Lock()  # admits its waiters in FIFO order
+        self._lock = asyncio.Lock()  # admits its waiters in FIFO order
 
     async def take(self, size: int) -> None:
         """Charge `size` bytes, and return when they and all bytes charged before them are paid for."""
-        async with self._turn:
+        async with self._lock:
             self.charge(size)
             try:
                 while self._level <= -1:  # less than a byte is a rounding error

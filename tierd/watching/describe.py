@@ -51,9 +51,9 @@ def describe(unit: Unit, opener: Opener) -> Described:
     """Describe a unit."""
     step, metrics = unit.step, _named(basename(unit.path))
     state = next((path for path in unit.files if basename(path) == _STATE), None)
-    if state is not None and isinstance(told := _read(opener, state, read_json), dict):
-        step = _step(told.get("global_step"), step)
-        metrics |= _logged(told.get("log_history"))
+    if state is not None and isinstance(written := _read(opener, state, read_json), dict):
+        step = _step(written.get("global_step"), step)
+        metrics |= _logged(written.get("log_history"))
     elif unit.layout is LIGHTNING and len(unit.files) == 1 and "step=" not in basename(unit.path):
         data = _read(opener, unit.files[0], lambda source: read_record(source, "/data.pkl", _MAX_PICKLE))
         step = _step(find_int(data, "global_step") if data else None, step)

@@ -82,7 +82,7 @@ class Settling:
         self._seen: dict[str, _Seen] = {}
         self.units: dict[str, Unit] = {}  # of the last listing, by path
 
-    def look(self, listing: Listing, now_s: float) -> list[Due]:
+    def observe(self, listing: Listing, now_s: float) -> list[Due]:
         """Process a listing, and return the due units, the newest first. `now_s` is any monotonic clock."""
         found = self.units = {unit.path: unit for unit in units(listing)}
         for path in self._seen.keys() - found.keys():

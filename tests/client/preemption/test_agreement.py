@@ -149,8 +149,8 @@ def test_of_a_thousand_notices_none_loses_more_than_the_step_in_hand_where_the_s
         world = 1 + number % 16
         job = Job(noise, world)
         at_s = noise.uniform(0.5, 10) * job.step_s + 1
-        told = range(world) if noise.random() < 0.3 else [noise.randrange(world)]
-        done, given_s = job.play((at_s + noise.choice((0.0, 0.001, 0.7)) * (rank > 0), rank) for rank in told)
+        reported = range(world) if noise.random() < 0.3 else [noise.randrange(world)]
+        done, given_s = job.play((at_s + noise.choice((0.0, 0.001, 0.7)) * (rank > 0), rank) for rank in reported)
         steps = {rank.due_at for rank in job.ranks}
         assert len(steps) == 1, f"seed {number}: {sorted(steps)}"
         (step,) = steps

@@ -151,9 +151,9 @@ def test_close_sends_the_newest_first_and_an_older_one_gives_way(spool, quick) -
         ckpt.close(wait="s3", deadline="60s")
         events = tuple(daemon.reconciler.journal.events)
     flushed = [one.step for one in events if one.what == "flushed"]
-    told = [one for one in events if one.what == "preempted"]
+    reported = [one for one in events if one.what == "preempted"]
     assert flushed[0] == 3 and sorted(flushed) == [1, 2, 3]
-    assert len(told) == 1 and told[0].step == 3 and "SIGTERM" in told[0].why
+    assert len(reported) == 1 and reported[0].step == 3 and "SIGTERM" in reported[0].why
 
 
 def test_close_says_at_the_deadline_what_no_tier_has(spool, quick, caplog) -> None:
@@ -296,7 +296,7 @@ def until(process: subprocess.Popen[str], word: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("world", "told", "number"),
+    ("world", "reported", "number"),
     [
         (2, (1,), signal.SIGTERM),
         (2, (0, 1), signal.SIGTERM),
@@ -304,12 +304,12 @@ def until(process: subprocess.Popen[str], word: str) -> list[str]:
         (1, (0,), signal.SIGTERM),
     ],
 )
-def test_real_ranks_save_the_same_step_and_it_is_on_the_tier(tmp_path: Path, world: int, told, number) -> None:
+def test_real_ranks_save_the_same_step_and_it_is_on_the_tier(tmp_path: Path, world: int, reported, number) -> None:
     with training(tmp_path, world, 0.05) as running:
         for process in running:
             while int(until(process, "at")[1]) < 3:
                 pass
-        for rank in told:
+        for rank in reported:
             running[rank].send_signal(number)
         dues = [until(process, "due") for process in running]
         for process in running:

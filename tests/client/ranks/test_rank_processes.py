@@ -51,8 +51,8 @@ if launch == "1700000000":
     print("{}")
     raise SystemExit
 from tierd.client.restoring import source
-sight = source.NodeSource.sight
-def looking(self):
+sight = source.NodeSource.run_view
+def observing(self):
     if number == 1:
         wait("looked")
         with tierd.Checkpointer(spool, "run", 1, 2, open(f"{room}/attempt").read(), to=[]) as late:
@@ -61,7 +61,7 @@ def looking(self):
         return sight(self)
     finally:
         open(f"{room}/looked", "w").close()
-source.NodeSource.sight = looking
+source.NodeSource.run_view = observing
 state = tensors(0)
 with tierd.Checkpointer(spool, "run", to=[]) as checkpointer:
     found = checkpointer.restore(state)
@@ -74,8 +74,8 @@ with tierd.Checkpointer(spool, "run", to=[]) as checkpointer:
 def test_ranks_of_a_slurm_step_on_one_node_resume_from_the_same_without_a_group(tmp_path, spool):
     for launch in ("1700000000", "1700000100"):
         own = [[str(number), str(spool.root), str(tmp_path), launch] for number in (0, 1)]
-        told = processes(_SLURM, own)
-    first, second = (json.loads(one.splitlines()[-1]) for one in told)
+        reported = processes(_SLURM, own)
+    first, second = (json.loads(one.splitlines()[-1]) for one in reported)
     assert first == second, "rank 0 would go on from 5, and rank 1 from 6"
 
 

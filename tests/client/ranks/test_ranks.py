@@ -353,9 +353,9 @@ def test_where_one_rank_cannot_load_no_rank_goes_on_and_nothing_is_saved_until_a
             checkpointer.save(10, state).wait()
             return str(raised.value), found.step, float(state["model"].value[0])
 
-    told = group.run(work)
-    assert [one[1:] for one in told] == [(9, 0.0), (9, 1.0), (9, 2.0)]
-    assert all("rank 1 could not load run step 9" in told[number][0] for number in (0, 2))
+    reported = group.run(work)
+    assert [one[1:] for one in reported] == [(9, 0.0), (9, 1.0), (9, 2.0)]
+    assert all("rank 1 could not load run step 9" in reported[number][0] for number in (0, 2))
     assert group.run(lambda number: Restorer(spool, "run", Ranks(), tiers=False).restore(None, None).part) == [
         part for part in spool.parts() if part.checkpoint.step == 10
     ]

@@ -27,7 +27,7 @@ import tierd
 from tierd.client.checkpointer import made_of
 from tierd.client.ranks import tier_board
 from tierd.client.ranks.launchers import all_here, launch_name
-from tierd.client.ranks.meeting import Meeting
+from tierd.client.ranks.note_exchange import NoteExchange
 from tierd.client.ranks.tier_board import TierBoard
 from tierd.core.errors import ConfigError, DaemonUnavailable, StoreRefused, StoreUnavailable
 from tierd.core.urls import parse_url
@@ -96,9 +96,9 @@ def test_the_requests_of_a_launch_that_meets_on_a_tier(tmp_path):
         for number in range(world):
             talking = board(nodes[number % 2])
             talking.poll_s = talking.beat_s = 60.0  # a rank that waits reads a few times at first, and then seldom
-            ranks.append(Meeting(talking, number, world, 200.0))
+            ranks.append(NoteExchange(talking, number, world, 200.0))
         store.taken()
-        assert together(*(lambda one=one: one.meet(50.0) for one in ranks)) == [None] * world
+        assert together(*(lambda one=one: one.begin(50.0) for one in ranks)) == [None] * world
         met = store.taken()
         assert 3 * world + 2 <= met["PUT"] <= 3 * world + 20, met
         for _ in range(2):
@@ -165,24 +165,24 @@ def test_a_note_that_somebody_deletes_or_replaces_ends_in_an_error_or_not_at_all
         for number, node in enumerate(nodes):
             talking = board(node)
             talking.beat_s = 0.1
-            ranks.append(Meeting(talking, number, 2, 2.0))
+            ranks.append(NoteExchange(talking, number, 2, 2.0))
 
         def talk(number: int) -> list[bytes]:
-            ranks[number].meet(6.0)
+            ranks[number].begin(6.0)
             return ranks[number].exchange(f"{number}".encode(), 6.0)
 
         meddling = threading.Thread(target=meddle)
         meddling.start()
         try:
-            told = together(lambda: talk(0), lambda: talk(1))
+            reported = together(lambda: talk(0), lambda: talk(1))
         finally:
             done.set()
             meddling.join()
-    failed = [isinstance(one, StoreUnavailable) for one in told]
+    failed = [isinstance(one, StoreUnavailable) for one in reported]
     if how == "of another process":  # on a tier that is not encrypted, anyone who writes there speaks for a rank
-        assert all(fails or one[0] == b"0" for fails, one in zip(failed, told, strict=True)), told
+        assert all(fails or one[0] == b"0" for fails, one in zip(failed, reported, strict=True)), reported
     else:
-        assert all(failed) or told == [[b"0", b"1"]] * 2, told
+        assert all(failed) or reported == [[b"0", b"1"]] * 2, reported
 
 
 def test_a_daemon_that_was_killed_is_waited_for_and_another_one_goes_on(tmp_path):
@@ -273,8 +273,9 @@ def test_a_launch_that_goes_on_for_long_is_marked_again_and_not_swept(tmp_path, 
         talking = board(daemon)
         talking.put("hello/0", b"")
         former = [key for key in notes(store) if "/since." in key]
-        daemon.control.handler._meetings._marked = {
-            key: (at - rank_notes._MARK_S, mark) for key, (at, mark) in daemon.control.handler._meetings._marked.items()
+        daemon.control.handler._rank_notes._marked = {
+            key: (at - rank_notes._MARK_S, mark)
+            for key, (at, mark) in daemon.control.handler._rank_notes._marked.items()
         }
         time.sleep(0.01)
         talking.put("token/5/0", b"")
@@ -312,8 +313,8 @@ if what == "first":
             open(f"{room}/attempt", "w").write(checkpointer.attempt)
     print("{}")
 elif what == "second":
-    sight = source.NodeSource.sight
-    def looking(self):
+    sight = source.NodeSource.run_view
+    def observing(self):
         if number == 1:  # its last part becomes durable between the two ranks' looks
             wait("looked")
             with tierd.Checkpointer(spool, "run", 1, 2, open(f"{room}/attempt").read()) as late:
@@ -322,7 +323,7 @@ elif what == "second":
             return sight(self)
         finally:
             open(f"{room}/looked", "w").close()
-    source.NodeSource.sight = looking
+    source.NodeSource.run_view = observing
     state = tensors(0)
     with made() as checkpointer:
         found = checkpointer.restore(state)
@@ -353,9 +354,9 @@ def test_ranks_of_a_slurm_step_on_two_nodes_resume_from_the_same_without_a_group
         spools = [str(node.spool.root) for node in (one, other)]
         for what in ("first", "second"):
             own = [[str(number), spool, str(tmp_path), what] for number, spool in enumerate(spools)]
-            told = processes(_RANK, own, 200)
+            reported = processes(_RANK, own, 200)
             assert left() == [], "ranks that end in order leave nothing"
-    first, second = (json.loads(one.splitlines()[-1]) for one in told)
+    first, second = (json.loads(one.splitlines()[-1]) for one in reported)
     assert first == second and first[0] in (5, 6), "rank 0 would go on from 5, and rank 1 from 6"
 
 
@@ -399,8 +400,8 @@ def test_a_node_without_a_daemon_says_so_at_once(tmp_path, monkeypatch):
 
 def test_a_rank_that_does_not_come_is_named_with_the_tier(tmp_path, monkeypatch):
     slurm(monkeypatch)
-    told = r"rank 0 did not come within 1 s \(tier tier \(file:///tier\), through the daemon of node"
-    with Daemon(tmp_path, {"tier": MemoryStore()}) as daemon, pytest.raises(ConfigError, match=told):
+    reported = r"rank 0 did not come within 1 s \(tier tier \(file:///tier\), through the daemon of node"
+    with Daemon(tmp_path, {"tier": MemoryStore()}) as daemon, pytest.raises(ConfigError, match=reported):
         tierd.Checkpointer(daemon.spool.root, "run", start_timeout=1)
 
 
@@ -456,9 +457,12 @@ def test_a_stopped_rank_on_another_node_ends_the_wait_of_all_within_a_minute(tmp
         begun = time.monotonic()
         other = ranks[1 - victim]
         print(file=other.stdin, flush=True)
-        told = other.stdout.readline()
+        reported = other.stdout.readline()
         assert time.monotonic() - begun < 60
-        assert told.startswith(StoreUnavailable.__name__) and f"rank {victim} (process {ranks[victim].pid} on " in told
+        assert (
+            reported.startswith(StoreUnavailable.__name__)
+            and f"rank {victim} (process {ranks[victim].pid} on " in reported
+        )
 
 
 def test_a_checkpoint_of_another_run_is_none_of_its_notes(tmp_path):

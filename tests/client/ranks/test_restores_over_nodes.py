@@ -205,8 +205,8 @@ def test_what_the_other_node_flushed_again_before_anybody_looked_is_restored(nod
     """Its daemon saw by itself that the copy was gone, and no rank lacked anything at the next look."""
     settle = Restorer.settle
 
-    def slowly(self, candidate, error, **told):
-        settled = settle(self, candidate, error, **told)
+    def slowly(self, candidate, error, **reported):
+        settled = settle(self, candidate, error, **reported)
         if settled.corrupt:
             nodes.settle()
         return settled

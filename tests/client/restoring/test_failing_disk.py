@@ -13,7 +13,7 @@ import tierd
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.restorer import Restorer
 from tierd.client.restoring.source import NodeSource
-from tierd.client.restoring.spool_view import look
+from tierd.client.restoring.spool_view import observe_spool
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.inventory import Inventory
@@ -29,9 +29,9 @@ class Healer:
         self._restorer = restorer
         self.fetched: list[int] = []
 
-    def ask(self, request, timeout_s=None, told=None):
+    def ask(self, request, timeout_s=None, on_progress=None):
         if isinstance(request, Candidates):
-            seen = run_view_of(Inventory(look(self._restorer.source._spool, "r", deep=False)[0], {}), "r")
+            seen = run_view_of(Inventory(observe_spool(self._restorer.source._spool, "r", deep=False)[0], {}), "r")
             return {"sight": msgspec.json.decode(msgspec.json.encode(seen))}
         assert isinstance(request, Fetch)
         self.fetched.append(request.part.checkpoint.step)

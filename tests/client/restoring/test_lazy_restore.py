@@ -69,8 +69,8 @@ def test_what_is_older_than_the_newest_few_is_found_by_its_step_and_is_not_gone(
     spool = Spool(tmp_path / "other")
     for step in reversed(range(10)):  # the last commit is step 0
         commit(spool, part(step))
-    looked = source.NodeSource(spool, RUN, tiers=False, line=None, keep=True).sight()
-    assert looked.down_to == (attempt(1), 6) and not looked.gone
+    view = source.NodeSource(spool, RUN, tiers=False, line=None, keep=True).run_view()
+    assert view.down_to == (attempt(1), 6) and not view.gone
     assert restored(spool)[1] == []
 
 

@@ -57,9 +57,9 @@ def test_a_directory_that_is_missing_on_one_node_is_named_to_all_ranks_with_its_
 def test_a_restore_that_goes_on_without_it_names_it_in_the_log(launch, tmp_path, caplog):
     launch(saved=True)
     assert launch() == [1, 1]
-    told = [one.getMessage() for one in caplog.records if "not asked for newer ones" in one.getMessage()]
-    assert told
-    for one in told:
+    reported = [one.getMessage() for one in caplog.records if "not asked for newer ones" in one.getMessage()]
+    assert reported
+    for one in reported:
         check_names(one, tmp_path / "missing")
 
 
@@ -80,17 +80,17 @@ def test_what_only_that_tier_has_is_an_error_that_names_the_node(tmp_path, quick
 
 
 def test_many_ranks_make_no_endless_message():
-    sights = [
+    views = [
         RunView(unreached=("s3",), silent={"s3": f"node n{rank // 8}: s3://bucket/prefix: down"})
         for rank in range(1000)
     ]
-    told = because(agree(sights, "run", world=1000), 1000)
-    assert told.startswith(" (ranks 0, 1, 2, 3, 4 and 3 more on node n0: s3://bucket/prefix: down; ranks 8, 9,")
-    assert told.endswith("; and 120 more)") and len(told) < 1000
+    reported = because(agree(views, "run", world=1000), 1000)
+    assert reported.startswith(" (ranks 0, 1, 2, 3, 4 and 3 more on node n0: s3://bucket/prefix: down; ranks 8, 9,")
+    assert reported.endswith("; and 120 more)") and len(reported) < 1000
 
 
 def test_a_rank_that_hears_no_other_names_itself_and_a_lone_one_nobody():
     resume = agree([RunView(unreached=("tier",), silent={"tier": "node a: file:///t: gone"})], "run", world=4)
-    assert because(resume, 4, mute=3) == " (rank 3 on node a: file:///t: gone)"
+    assert because(resume, 4, isolated=3) == " (rank 3 on node a: file:///t: gone)"
     assert because(resume) == " (node a: file:///t: gone)"
     assert because(agree([RunView(unreached=("tier",))], "run", world=1)) == "", "a daemon of before says no more"

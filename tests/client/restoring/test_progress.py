@@ -53,13 +53,13 @@ def test_the_daemon_tells_how_far_it_is(spool):
         daemon.settle()
         spool.remove([PART])
         store.delay = 0.1
-        told: list[dict] = []
-        assert link.ask(Fetch(part=PART), told=told.append)["tiers"] == ["tier"]
-    seen = [(line["done"], line["total"]) for line in told if line.get("total")]
+        reported: list[dict] = []
+        assert link.ask(Fetch(part=PART), on_progress=reported.append)["tiers"] == ["tier"]
+    seen = [(line["done"], line["total"]) for line in reported if line.get("total")]
     whole = sum(map(len, content(7).values()))
     assert seen == sorted(seen) and {total for _, total in seen} == {whole}
     assert len({done for done, _ in seen}) > 1
-    assert ["tier"] in [line.get("tiers") for line in told]
+    assert ["tier"] in [line.get("tiers") for line in reported]
 
 
 def test_as_long_as_bytes_come_a_fetch_may_take_its_time(clock, caplog):

@@ -329,9 +329,9 @@ def test_the_daemon_is_told_of_samples_that_come_twice(spool):
         assert watch.see(6, [3, 4], 0) == 0 and watch.see(7, [4, 5], 0) == 1
         journal = daemon.reconciler.journal
         wait_until(lambda: "samples leaked" in [event.what for event in journal.events], 60)
-        (told,) = [event for event in journal.events if event.what == "samples leaked"]
-        assert (told.step, told.rank, told.level) == (7, 0, "error")
-        assert told.why == "1 samples of step 7 came twice in epoch 0: 4"
+        (reported,) = [event for event in journal.events if event.what == "samples leaked"]
+        assert (reported.step, reported.rank, reported.level) == (7, 0, "error")
+        assert reported.why == "1 samples of step 7 came twice in epoch 0: 4"
 
 
 def test_the_daemon_is_told_what_a_restore_passed_over_and_which_saves_were_given_up(spool, monkeypatch):
@@ -347,8 +347,8 @@ def test_the_daemon_is_told_what_a_restore_passed_over_and_which_saves_were_give
                 daemon.call(store.put(key, flipped(data)))
         assert resume(spool, to=None)[0].step == 1
         wait_until(lambda: "fell back" in [event.what for event in journal.events], 60)
-        (told,) = [event for event in journal.events if event.what == "fell back"]
-        assert (told.step, told.run, told.rank) == (1, "run", None) and "step 2" in told.why
+        (reported,) = [event for event in journal.events if event.what == "fell back"]
+        assert (reported.step, reported.run, reported.rank) == (1, "run", None) and "step 2" in reported.why
 
         monkeypatch.setattr("tierd.client.saving.pipeline.write_part", _no_room)
         monkeypatch.setattr("tierd.client.saving.handoff.HandoffClient.give", lambda *_: None)  # the daemon cannot know

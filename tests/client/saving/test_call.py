@@ -14,7 +14,7 @@ from support.training import fresh, train
 
 from tierd.client.checkpointer import made_of
 from tierd.client.saving import interpreter_lock, sampling
-from tierd.client.saving.interpreter_lock import short_turns
+from tierd.client.saving.interpreter_lock import short_switches
 from tierd.client.saving.snapshot import Snapshot
 from tierd.core.manifest import TENSORS, TREE
 from tierd.spool.spool import Spool
@@ -102,12 +102,12 @@ def test_a_blocking_save_encodes_beside_the_copy_and_the_copier_waits_for_it(loc
 
     tree = Capture.tree
 
-    def told(*arguments):
+    def reported(*arguments):
         encoding.set()
         return tree(*arguments)
 
     monkeypatch.setattr(Snapshot, "_begin", slow)
-    monkeypatch.setattr(Capture, "tree", told)
+    monkeypatch.setattr(Capture, "tree", reported)
     local.save(1, fresh()).wait()
     assert trees == [threading.current_thread()]
 
@@ -247,8 +247,8 @@ def interval():
 
 
 def test_turns_are_short_inside_and_as_they_were_outside(interval):
-    with pytest.raises(KeyError), short_turns:
-        with short_turns:
+    with pytest.raises(KeyError), short_switches:
+        with short_switches:
             assert sys.getswitchinterval() == pytest.approx(interpreter_lock._SHORT_S, rel=0.02)
         assert sys.getswitchinterval() == pytest.approx(interpreter_lock._SHORT_S, rel=0.02)
         raise KeyError
@@ -259,7 +259,7 @@ def test_the_last_of_several_threads_restores_them(interval):
     inside, leave = threading.Barrier(3), [threading.Event(), threading.Event()]
 
     def stay(until: threading.Event) -> None:
-        with short_turns:
+        with short_switches:
             inside.wait(60)
             assert until.wait(60)
 
@@ -274,11 +274,11 @@ def test_the_last_of_several_threads_restores_them(interval):
 
 
 def test_what_a_process_set_itself_stays(interval):
-    with short_turns:
+    with short_switches:
         sys.setswitchinterval(0.001)
     assert sys.getswitchinterval() == pytest.approx(0.001)
     sys.setswitchinterval(0.00005)
-    with short_turns:
+    with short_switches:
         assert sys.getswitchinterval() == pytest.approx(0.00005)
     assert sys.getswitchinterval() == pytest.approx(0.00005)
 

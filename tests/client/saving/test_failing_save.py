@@ -145,7 +145,7 @@ def test_failures_are_told_in_their_order_though_the_first_telling_takes_longest
     monkeypatch.setattr(attachment, "Link", slow)
     tie = attachment.Attachment(spool, None, "run")
     for step in (1, 2, 3, 4):
-        tie.tell(Failed(part=part(step), why="no room"))
+        tie.report(Failed(part=part(step), why="no room"))
     tie.close()
     assert [event.step for event in daemon.reconciler.journal.events if event.what == "persist failed"] == [1, 2, 3, 4]
 

@@ -277,7 +277,7 @@ def test_what_looking_raises_fails_the_save_and_not_the_step(spool, local, job, 
     def broken(*_):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr("tierd.client.saving.snapshot.TensorSample.look", broken)
+    monkeypatch.setattr("tierd.client.saving.snapshot.TensorSample.compare", broken)
     save = local.save(1, job)
     train(job)
     with pytest.raises(SaveFailed, match="no such kernel"):

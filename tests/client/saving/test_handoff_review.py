@@ -183,7 +183,7 @@ def test_extra_state_from_memory_is_not_overwritten_by_the_next_save(spool):
     copy(targets(capture.layout, arena.view), capture.tensors)
     state = {"model": Keeper()}
     image = arena.view[: capture.layout.size]
-    load(state, unflatten(capture.tree(), image), lent=True, file=image)
+    load(state, unflatten(capture.tree(), image), handed_over=True, file=image)
     arena.view[len(capture.layout.header) : capture.layout.size] = bytes(
         capture.layout.size - len(capture.layout.header)
     )

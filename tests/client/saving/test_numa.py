@@ -154,8 +154,10 @@ def test_the_kernel_takes_what_it_is_told_for_a_preference():
             pytest.skip(f"this kernel, or this container, refuses: {error}")
         raise
     arena.prefault()
-    told = [line.split()[1] for line in Path("/proc/self/numa_maps").read_text().splitlines() if "memfd:tierd" in line]
-    assert f"prefer:{node}" in told
+    reported = [
+        line.split()[1] for line in Path("/proc/self/numa_maps").read_text().splitlines() if "memfd:tierd" in line
+    ]
+    assert f"prefer:{node}" in reported
     with pytest.raises(OSError, match="mbind"):
         numa.Kernel().prefer(torch.frombuffer(arena.view, dtype=torch.uint8).data_ptr(), arena.size, 4000)
     assert os.fstat(arena.fd).st_blocks * 512 == 1 << 20

@@ -23,15 +23,15 @@ def noted(live: dict[str, torch.Tensor]) -> TensorSample:
     return TensorSample(Late(live), live)
 
 
-def look(sample: TensorSample, live: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]) -> list[str]:
-    return sample.look(live, copies, torch.cuda.current_stream)()
+def compare(sample: TensorSample, live: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]) -> list[str]:
+    return sample.compare(live, copies, torch.cuda.current_stream)()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (64, 64), (512, 600)], ids=str)
 def test_equal_bits_are_equal_nan_and_all(dtype, shape):
     live = {"a": noise(dtype, *shape)}
-    assert look(noted(live), live, {"a": live["a"].clone()}) == []
+    assert compare(noted(live), live, {"a": live["a"].clone()}) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -41,7 +41,7 @@ def test_one_bit_of_a_small_tensor_shows(dtype):
     for at in (0, live.numel() // 3, live.numel() - 1):
         copy = live.clone()
         copy.view(torch.uint8)[at * live.element_size()] ^= 1
-        assert look(noted(both), both, {"a": live.clone(), "b": copy}) == ["b"]
+        assert compare(noted(both), both, {"a": live.clone(), "b": copy}) == ["b"]
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ def test_a_write_to_all_of_a_tensor_shows_whatever_was_copied(shape):
     other = torch.randn(100_000)
     both = {"a": live, "b": other}
     sample = noted(both)
-    assert look(sample, both, {name: one.contiguous().clone() for name, one in both.items()}) == []
+    assert compare(sample, both, {name: one.contiguous().clone() for name, one in both.items()}) == []
     live.add_(1)
     # All of the copy is from after the write, or nearly all of it: nothing in the copy tells.
-    assert look(sample, both, {name: one.contiguous().clone() for name, one in both.items()}) == ["a"]
+    assert compare(sample, both, {name: one.contiguous().clone() for name, one in both.items()}) == ["a"]
 
 
 def test_where_it_looks_is_drawn_anew_and_from_no_generator_of_training():
@@ -74,6 +74,6 @@ def test_where_it_looks_is_drawn_anew_and_from_no_generator_of_training():
     for _ in range(400):
         sample = noted(live)
         live["a"][77_000:87_000] += 1  # a twentieth
-        found.add(bool(look(sample, live, copies)))
+        found.add(bool(compare(sample, live, copies)))
     assert found == {False, True}
     assert (random.getstate(), torch.get_rng_state().tolist()) == (states[0], states[1].tolist())

@@ -126,11 +126,11 @@ def test_an_optimizers_step_waits_for_no_stopped_daemon(spool, tmp_path, caplog)
 
 def test_memory_that_a_stopped_daemon_holds_is_bounded_and_released_when_it_wakes(spool, tmp_path, monkeypatch):
     timed_client(monkeypatch, alone_s=0.05)
-    lent: list[Lend] = []
+    handed_over: list[Lend] = []
     real = packets.send
 
     def send(connection, message, *fds):
-        lent.extend([message] if isinstance(message, Lend) else [])
+        handed_over.extend([message] if isinstance(message, Lend) else [])
         real(connection, message, *fds)
 
     monkeypatch.setattr(client, "send", send)
@@ -143,10 +143,10 @@ def test_memory_that_a_stopped_daemon_holds_is_bounded_and_released_when_it_wake
                 step = hand_over(ckpt, step, state)
             arena = max(slot.arena.size for slot in made_of(ckpt).pipeline.slots if slot.arena)
             process.send_signal(signal.SIGSTOP)
-            lent.clear()
+            handed_over.clear()
             assert save_all(ckpt, range(step, step + 10), state) < MOST_BLOCKED_S
             step += 10
-            assert len(lent) <= slots, "nothing is lent to a daemon that has not greeted"
+            assert len(handed_over) <= slots, "nothing is lent to a daemon that has not greeted"
             assert held_bytes(process) < (2 * slots + 1) * arena
             before = made_of(ckpt).handoff.line
             process.send_signal(signal.SIGCONT)
@@ -348,16 +348,16 @@ def test_memory_is_touched_anew_before_training_needs_it(spool, daemon, monkeypa
             patch.setattr(pipeline.Pipeline, "_anew", lambda *_: pytest.fail("nobody is silent"))
             for step in (1, 2):
                 ckpt.save(step, state).wait(timeout=20)
-        lent = [slot.arena for slot in made_of(ckpt).pipeline.slots]
-        assert all(lent) and ckpt.stats.handed_over == 2
+        handed_over = [slot.arena for slot in made_of(ckpt).pipeline.slots]
+        assert all(handed_over) and ckpt.stats.handed_over == 2
         working.go.clear()
         made_of(ckpt).handoff.line = client.Connection(
-            made_of(ckpt).handoff.line.connection, made_of(ckpt).handoff.line.lent, 0.2
+            made_of(ckpt).handoff.line.connection, made_of(ckpt).handoff.line.handed_over, 0.2
         )
         ckpt.save(3, state).wait(timeout=20)
         wait_until(lambda: made_of(ckpt).pipeline.free.qsize() == 2)
         now = [slot.arena for slot in made_of(ckpt).pipeline.slots]
-        assert not {id(one) for one in now} & {id(one) for one in lent}, "a daemon may still read those"
+        assert not {id(one) for one in now} & {id(one) for one in handed_over}, "a daemon may still read those"
         assert all(os.fstat(one.fd).st_blocks * 512 >= 1 << 20 for one in now), "touched"
         working.go.set()
 

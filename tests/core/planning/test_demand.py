@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from support.worlds import Cluster, checkpoint, config, facts, histories, part, places, policies, solo, whole
+from support.inventories import Cluster, checkpoint, config, facts, histories, part, places, policies, solo, whole
 
 from tierd.core.planning.actions import Flush, Prune
 from tierd.core.planning.demand import Demand
@@ -47,9 +47,11 @@ def wanted(world: Inventory, policy: RetentionPolicy) -> set:
     for owner in {p.checkpoint for p in known}:
         own = sorted(p for p in known if p.checkpoint == owner)
         if any({p.rank for p in own if p.world == w} == set(range(w)) for w in {p.world for p in own}):
-            told = known[own[0]]
+            reported = known[own[0]]
             infos.append(
-                CheckpointInfo(owner, True, True, created=told.created, metrics=told.metrics, origin=told.origin)
+                CheckpointInfo(
+                    owner, True, True, created=reported.created, metrics=reported.metrics, origin=reported.origin
+                )
             )
     return {verdict.id for verdict in decide(infos, policy, world.origins("r")) if verdict.keep}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hypothesis import given
-from support.worlds import attempt, cases, checkpoint, config, facts, part, solo
+from support.inventories import attempt, cases, checkpoint, config, facts, part, solo
 
 from tierd.core.ids import CheckpointId
 from tierd.core.planning.actions import Discard, Flush, Prune

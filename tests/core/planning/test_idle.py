@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from support.inventories import facts
 from support.world import part
-from support.worlds import facts
 
 from tierd.core.planning.idle import is_on_the_way, pause_s
 from tierd.core.planning.place import Place

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from support.worlds import (
+from support.inventories import (
     Cluster,
     attempt,
     cases,
@@ -32,7 +32,7 @@ from tierd.core.planning.copies import CheckpointCopy, ManifestFacts, is_complet
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL, Place
 from tierd.core.planning.plan import plan
-from tierd.core.planning.sharing import lender
+from tierd.core.planning.sharing import base_part
 from tierd.core.report import report
 from tierd.core.retention.policy import Best, RetentionPolicy
 from tierd.core.timeline.candidates import restore_candidates
@@ -42,11 +42,11 @@ A100, A200, A300 = (checkpoint(1, step) for step in (100, 200, 300))
 
 
 def test_nobody_lends_to_a_rank_while_one_of_its_parts_is_set_aside():
-    lends = Place.of({part(A100, rank, 2): facts() for rank in (0, 1)})
-    assert lender(lends, part(A200, 1, 2)) == part(A100, 1, 2)
-    aside = replace(lends, quarantined={part(A300, 1, 2): None})
-    assert lender(aside, part(A200, 1, 2)) is None
-    assert lender(aside, part(A200, 0, 2)) == part(A100, 0, 2)
+    whole = Place.of({part(A100, rank, 2): facts() for rank in (0, 1)})
+    assert base_part(whole, part(A200, 1, 2)) == part(A100, 1, 2)
+    quarantined = replace(whole, quarantined={part(A300, 1, 2): None})
+    assert base_part(quarantined, part(A200, 1, 2)) is None
+    assert base_part(quarantined, part(A200, 0, 2)) == part(A100, 0, 2)
 
 
 def planned(world, settings, backoff=None, now=0.0):
@@ -292,15 +292,15 @@ def test_an_incomplete_checkpoint_that_a_rule_would_keep_whole_waits_for_its_oth
     assert [p.checkpoint for p in prunes(planned(world, config(LAST1)))] == [A100, A200]
 
 
-@pytest.mark.parametrize("lent", [False, True])
-def test_chunks_that_no_manifest_names_retire_with_age_unless_a_survivor_borrows_them(lent):
-    tier = solo(Place(owners=frozenset({A100, A200})), A200, borrowed=[A100] if lent else ())
+@pytest.mark.parametrize("shared", [False, True])
+def test_chunks_that_no_manifest_names_retire_with_age_unless_a_survivor_borrows_them(shared):
+    tier = solo(Place(owners=frozenset({A100, A200})), A200, bases=[A100] if shared else ())
     found = prunes(planned(Inventory(solo(Place(), A200), {"a": tier}), config(LAST1)))
-    assert [p.checkpoint for p in found] == ([] if lent else [A100])
+    assert [p.checkpoint for p in found] == ([] if shared else [A100])
 
 
 def test_a_deletion_that_was_cut_off_is_done_again_though_a_survivor_borrows_of_what_is_left():
-    tier = solo(Place(owners=frozenset({A100, A200}), cut=frozenset({A100, A200})), A200, borrowed=[A100])
+    tier = solo(Place(owners=frozenset({A100, A200}), cut=frozenset({A100, A200})), A200, bases=[A100])
     found = prunes(planned(Inventory(solo(Place(), A200), {"a": tier}), config(LAST1)))
     assert [p.checkpoint for p in found] == [A100]
 
@@ -362,11 +362,11 @@ def test_what_a_dead_writer_left_is_discarded_last():
 
 
 def test_a_quarantined_part_is_kept_to_be_looked_at_until_enough_newer_ones_are_verified():
-    aside = Place(quarantined={part(A100): None})
+    quarantined = Place(quarantined={part(A100): None})
     keep2 = RetentionPolicy(keep_last=2)
-    one = Inventory(solo(aside, A200), {"a": solo(Place(), A200)})
+    one = Inventory(solo(quarantined, A200), {"a": solo(Place(), A200)})
     assert planned(one, config(keep2, spool=keep2)) == ()
-    two = Inventory(solo(aside, A200, A300), {"a": solo(Place(), A200, A300)})
+    two = Inventory(solo(quarantined, A200, A300), {"a": solo(Place(), A200, A300)})
     assert planned(two, config(keep2, spool=keep2)) == (Discard(f"quarantine/{part(A100).path}"),)
 
 
@@ -436,11 +436,13 @@ def test_what_the_newest_launch_resumed_from_stays_whichever_of_its_manifests_te
     first = [checkpoint(1, step) for step in (1, 2, 3, 4, 5)]
     parts = {part(one, rank, 2): facts(one.step) for one in first for rank in (0, 1)}
     late = {part(launched, rank, 2): facts(6 + rank, origin=first[1]) for rank in (0, 1)}
-    aside = {one: found for one, found in late.items() if how == "all aside" or (how == "aside" and one.rank == 0)}
-    parts |= {one: found for one, found in late.items() if one not in aside}
+    quarantined = {
+        one: found for one, found in late.items() if how == "all aside" or (how == "aside" and one.rank == 0)
+    }
+    parts |= {one: found for one, found in late.items() if one not in quarantined}
     if how == "corrupt":
         parts[part(launched, 0, 2)] = None
-    tier = Place.of(parts, quarantined=aside)
+    tier = Place.of(parts, quarantined=quarantined)
     janitor = Place.of({part(first[2] if how == "all aside" else launched, 0, 2): None})
     world = Inventory(janitor, {"a": tier})
     assert first[1] in [one.checkpoint for one in restore_candidates(world, "r").candidates][:2]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.worlds import attempt, cases, checkpoint, config, facts, held, part, policies, remade
+from support.inventories import attempt, cases, checkpoint, config, facts, held, part, policies, remade
 
 from tierd.core.errors import ManifestError
 from tierd.core.ids import CheckpointId
@@ -14,7 +14,7 @@ from tierd.core.planning.demand import Demand
 from tierd.core.planning.inventory import Inventory, Sent, runs
 from tierd.core.planning.place import SPOOL, LocalLaunch, Place, Trainer
 from tierd.core.planning.plan import Planner, flushes, plan
-from tierd.core.planning.verdicts import given_up, judge
+from tierd.core.planning.verdicts import judge, not_kept
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.retention.ranking import CheckpointInfo, Ranking
 
@@ -129,7 +129,7 @@ def test_what_is_given_up_is_what_the_verdicts_do_not_keep(case):
     for run in runs(world):
         demand = Demand(world, asked, run)
         for name in world.places:
-            assert given_up(demand, name) == tuple(one for one in judge(demand, name) if not one.keep)
+            assert not_kept(demand, name) == tuple(one for one in judge(demand, name) if not one.keep)
 
 
 @given(observed(), policies, st.booleans())
@@ -138,9 +138,9 @@ def test_what_is_kept_is_what_each_verdict_keeps(case, policy, lives):
     world, asked = case
     for run in runs(world):
         demand = Demand(world, asked, run)
-        living = {one.attempt for one in demand.copies} if lives else ()
+        live = {one.attempt for one in demand.copies} if lives else ()
         infos = [replace(info, pinned=info.id.step == 3) for info in demand._infos.values()]
-        ranking = Ranking(infos, policy, demand.origins, living)
+        ranking = Ranking(infos, policy, demand.origins, live)
         assert ranking.kept == {info.id for info in infos if ranking.verdict(info).keep}
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from support.inventories import attempt, facts
 from support.world import part
-from support.worlds import attempt, facts
 
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.actions import Discard, Flush, Prune

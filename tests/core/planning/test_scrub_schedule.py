@@ -6,11 +6,11 @@ from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.worlds import EPOCH, checkpoint, facts, held, part, remade, solo
+from support.inventories import EPOCH, checkpoint, facts, held, part, remade, solo
 
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL, Place
-from tierd.core.planning.scrub_schedule import ScrubbedCopy, agenda, lenders, overdue
+from tierd.core.planning.scrub_schedule import ScrubbedCopy, agenda, base_copies, overdue
 
 DAY = 86_400.0
 PERIOD = 30 * DAY
@@ -26,15 +26,15 @@ def spool(*steps: int, rank: int = 0, ranks: int = 1) -> Place:
 def test_every_copy_comes_due_after_it_was_verified_and_well_within_the_period(age, period, step):
     where = spool(step)
     copy = ScrubbedCopy(SPOOL, next(where.parts()))
-    (turn,) = agenda(Inventory(where, {}), {copy: NOW - age}, period, NOW)
-    assert turn.verified == NOW - age < turn.at <= NOW - age + 0.91 * period
+    (due,) = agenda(Inventory(where, {}), {copy: NOW - age}, period, NOW)
+    assert due.verified == NOW - age < due.at <= NOW - age + 0.91 * period
 
 
 def test_what_was_made_at_once_comes_due_all_over_the_period():
     where = spool(*range(1000))
     remembered = {ScrubbedCopy(SPOOL, one): NOW for one in where.parts()}
     tenths = Counter(
-        int((turn.at - NOW) / (0.9 * PERIOD) * 10) for turn in agenda(Inventory(where, {}), remembered, PERIOD, NOW)
+        int((due.at - NOW) / (0.9 * PERIOD) * 10) for due in agenda(Inventory(where, {}), remembered, PERIOD, NOW)
     )
     assert set(tenths) == set(range(10)) and all(60 < count < 140 for count in tenths.values())
 
@@ -46,10 +46,10 @@ def test_whoever_works_off_the_agenda_keeps_every_gap_within_the_period(pauses, 
     now, remembered = NOW, {ScrubbedCopy(SPOOL, one): NOW for one in where.parts()}
     for pause in pauses:
         now += min(pause, 1.0) * DAY
-        for turn in agenda(Inventory(where, {}), remembered, PERIOD, now):
-            assert turn.verified + PERIOD >= now
-            if turn.at <= now:
-                remembered[turn.copy] = now
+        for due in agenda(Inventory(where, {}), remembered, PERIOD, now):
+            assert due.verified + PERIOD >= now
+            if due.at <= now:
+                remembered[due.copy] = now
     assert not overdue(agenda(Inventory(where, {}), remembered, PERIOD, now), PERIOD, now)
 
 
@@ -58,10 +58,10 @@ def test_a_year_reads_every_copy_thirteen_times_and_no_day_stands_out():
     remembered = {ScrubbedCopy(SPOOL, one): NOW for one in where.parts()}
     read, days = Counter(), Counter()
     for day in range(365):
-        for turn in agenda(Inventory(where, {}), remembered, PERIOD, NOW + day * DAY):
-            if turn.at <= NOW + day * DAY:
-                remembered[turn.copy] = NOW + day * DAY
-                read[turn.copy] += 1
+        for due in agenda(Inventory(where, {}), remembered, PERIOD, NOW + day * DAY):
+            if due.at <= NOW + day * DAY:
+                remembered[due.copy] = NOW + day * DAY
+                read[due.copy] += 1
                 days[day] += 1
     assert len(read) == 300 and set(read.values()) <= {13, 14}
     assert max(days.values()) <= 3 * 300 / 27
@@ -84,19 +84,19 @@ def test_the_most_overdue_comes_first_and_a_place_can_be_asked_for_alone():
     world = Inventory(spool(1, 2), {"a": spool(1, 2)})
     remembered = {ScrubbedCopy(name, one): NOW - 100 * DAY for name in (SPOOL, "a") for one in (first, last)}
     remembered[ScrubbedCopy("a", last)] = NOW - 300 * DAY
-    turns = agenda(world, remembered, PERIOD, NOW)
-    assert turns[0].copy == ScrubbedCopy("a", last) and len(turns) == 4 == overdue(turns, PERIOD, NOW)
-    assert {turn.copy.place for turn in agenda(world, remembered, PERIOD, NOW, SPOOL)} == {SPOOL}
+    scrubs = agenda(world, remembered, PERIOD, NOW)
+    assert scrubs[0].copy == ScrubbedCopy("a", last) and len(scrubs) == 4 == overdue(scrubs, PERIOD, NOW)
+    assert {due.copy.place for due in agenda(world, remembered, PERIOD, NOW, SPOOL)} == {SPOOL}
 
 
 def test_a_tier_that_does_not_answer_or_a_manifest_that_cannot_be_read_is_on_no_agenda():
     bad = part(checkpoint(1, 3))
     world = Inventory(remade(spool(1), {**held(spool(1)), bad: None}), {"a": None})
-    assert [turn.copy for turn in agenda(world, {}, PERIOD, NOW)] == [ScrubbedCopy(SPOOL, part(checkpoint(1, 1)))]
+    assert [due.copy for due in agenda(world, {}, PERIOD, NOW)] == [ScrubbedCopy(SPOOL, part(checkpoint(1, 1)))]
 
 
 def test_a_tier_that_was_added_is_on_the_agenda_at_once():
-    copies = {turn.copy for turn in agenda(Inventory(spool(1), {"a": spool(1), "b": spool(1, 2)}), {}, PERIOD, NOW)}
+    copies = {due.copy for due in agenda(Inventory(spool(1), {"a": spool(1), "b": spool(1, 2)}), {}, PERIOD, NOW)}
     assert {copy.place for copy in copies} == {SPOOL, "a", "b"} and len(copies) == 4
 
 
@@ -107,7 +107,7 @@ def test_ranks_share_the_work_on_a_tier_and_leave_none_over():
     tier = Place.of({**old, **new})
     nodes = [Place.of({one: found for one, found in new.items() if one.rank == rank}) for rank in range(2)]
     read = [
-        Counter(turn.copy.part for turn in agenda(Inventory(node, {"a": tier}), {}, PERIOD, NOW, "a")) for node in nodes
+        Counter(due.copy.part for due in agenda(Inventory(node, {"a": tier}), {}, PERIOD, NOW, "a")) for node in nodes
     ]
     assert read[0] + read[1] == Counter(list(tier.parts()))
     assert {one.rank for one in read[1]} == {1} and {one.rank for one in read[0]} == {0, 2, 3}
@@ -128,12 +128,12 @@ def test_what_outlives_every_copy_that_names_it_is_read_within_the_period_and_no
         now = NOW + number * interval * DAY
         fresh = part(checkpoint(1, first + number))
         steps = [*steps, fresh][-keep:]
-        place = Place.of({one: facts(0, borrowed=[frozen]) for one in steps})
+        place = Place.of({one: facts(0, bases=[frozen]) for one in steps})
         world = Inventory(place, {"a": place})
         remembered[ScrubbedCopy("a", fresh)] = now  # as it was flushed
-        while turns := [turn for turn in agenda(world, remembered, PERIOD, now, "a") if turn.at <= now]:
-            copy = turns[0].copy
-            remembered |= dict.fromkeys([copy, *lenders(world, copy)], now)
+        while scrubs := [due for due in agenda(world, remembered, PERIOD, now, "a") if due.at <= now]:
+            copy = scrubs[0].copy
+            remembered |= dict.fromkeys([copy, *base_copies(world, copy)], now)
             if now > last:
                 gaps.append(now - last)
             last = now

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
-from support.worlds import checkpoint, config, facts, part
+from support.inventories import checkpoint, config, facts, part
 
 from tierd.core.ids import PartId
 from tierd.core.planning.actions import Flush, Prune

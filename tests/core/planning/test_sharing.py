@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from support.inventories import facts
 from support.world import part
-from support.worlds import facts
 
 from tierd.core.ids import CheckpointId, PartId, chunk_key
 from tierd.core.manifest import VERSION, Chunk, File, Manifest, Stored
@@ -43,7 +43,7 @@ def tier(borrowers: int, *, there: bool = True, rank: int = 0) -> tuple[Checkpoi
     first = part(0, rank=rank, world=2)
     parts: dict[PartId, ManifestFacts | None] = {first: facts(0)} if there else {}
     for step in range(1, borrowers + 1):
-        parts[part(step, rank=rank, world=2)] = facts(step, borrowed=[first.checkpoint])
+        parts[part(step, rank=rank, world=2)] = facts(step, bases=[first.checkpoint])
     return first.checkpoint, Place.of(parts)
 
 

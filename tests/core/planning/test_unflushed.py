@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.worlds import checkpoint, part, solo
+from support.inventories import checkpoint, part, solo
 
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place

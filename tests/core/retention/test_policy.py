@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
-from support.worlds import EPOCH, attempt, histories, policies
+from support.inventories import EPOCH, attempt, histories, policies
 
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId

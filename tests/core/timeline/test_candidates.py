@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.worlds import cases, checkpoint, facts, held, histories, part, places, remade, solo
+from support.inventories import cases, checkpoint, facts, held, histories, part, places, remade, solo
 
 from tierd.core.errors import (
     CheckpointNotFound,
@@ -199,8 +199,8 @@ def test_a_place_whose_disk_hides_where_the_newest_attempt_came_from_has_not_ans
     place = remade(solo(Place(), A100), {part(A100): facts(), newest: None}, {newest: error})
     found = restore_candidates(Inventory(place, {"a": Place()}), "r")
     assert (found.unreached, found.unvouched, tried(found)) == (expected, (B210,), [A100])
-    told_elsewhere = Place.of({part(B210, 1, 2): facts(origin=A100)})
-    found = restore_candidates(Inventory(place, {"a": told_elsewhere}), "r")
+    reported_elsewhere = Place.of({part(B210, 1, 2): facts(origin=A100)})
+    found = restore_candidates(Inventory(place, {"a": reported_elsewhere}), "r")
     assert found.unreached == ()
 
 
@@ -220,46 +220,46 @@ def test_names_of_another_number_of_ranks_that_cannot_be_read_stop_nobody(own, w
             (planted(sound, *(part(A100, rank, other) for rank in range(other)), why=why), ()),
             (planted(sound, *(part(newer, rank, other) for rank in range(other)), why=why), (newer,)),
         ):
-            for seen in ([run_view_of(Inventory(place, {}), "r")] * own, sights(*[Place()] * own, tier=place)):
+            for seen in ([run_view_of(Inventory(place, {}), "r")] * own, views(*[Place()] * own, tier=place)):
                 found = agree(seen, "r", world=own)
                 assert (found.candidates, found.unvouched) == ((Candidate(A100, own),), passed)
                 by_name = agree(seen, "r", newer.step, world=own)
                 assert (by_name.candidates, by_name.unvouched) == ((), passed)
     both = planted(sound, part(newer, 0, 4 - own), *(part(newer, rank, 4) for rank in range(4)), why=why)
     both = planted(both, *(part(newer, rank, 3 * own) for rank in range(3 * own)), why=why)
-    assert agree(sights(*[Place()] * own, tier=both), "r", world=own).candidates == (Candidate(A100, own),)
+    assert agree(views(*[Place()] * own, tier=both), "r", world=own).candidates == (Candidate(A100, own),)
     whoever = restore_candidates(Inventory(planted(sound, part(A100, 0, 1), part(A100, 1, 2)), {}), "r")
     assert whoever.candidates == (Candidate(A100, own),)
 
 
 def test_a_number_of_ranks_that_a_manifest_tells_is_refused_by_whoever_has_another():
-    told_elsewhere = Place.of({part(A100): facts()})
+    reported_elsewhere = Place.of({part(A100): facts()})
     place = planted(Place(), part(A100))
-    assert agree(sights(place, told_elsewhere, tier=place), "r", world=2).candidates == (Candidate(A100, 1),)
+    assert agree(views(place, reported_elsewhere, tier=place), "r", world=2).candidates == (Candidate(A100, 1),)
     unknown = remade(Place(), {part(A100): None, part(A200): facts()}, {part(A100): SpoolUnusable("EIO")})
-    found = agree(sights(unknown, unknown, tier=Place()), "r", world=2)
+    found = agree(views(unknown, unknown, tier=Place()), "r", world=2)
     assert found.candidates == (Candidate(A200, 1), Candidate(A100, 1))
 
 
 def test_names_of_another_number_of_ranks_hide_nothing_that_lies_in_the_nodes_own_spools():
     spools = [Place.of({part(A100, rank, 2): facts()}) for rank in (0, 1)]
-    found = agree(sights(*spools, tier=planted(Place(), part(A100))), "r", world=2)
+    found = agree(views(*spools, tier=planted(Place(), part(A100))), "r", world=2)
     assert (found.candidates, found.incomplete, found.unvouched) == ((Candidate(A100, 2),), (), ())
-    moved = agree(sights(*reversed(spools), tier=planted(Place(), part(A100))), "r", world=2)
+    moved = agree(views(*reversed(spools), tier=planted(Place(), part(A100))), "r", world=2)
     assert moved.candidates == (Candidate(A100, 2, (0, 1)),)
 
 
 # -- by what several ranks see ----------------------------------------------------------------------------------------
 
 
-def sights(*places: Place, tier: Place | None = None) -> list[RunView]:
+def views(*places: Place, tier: Place | None = None) -> list[RunView]:
     """What ranks see, each on a node of its own, beside one tier."""
     return [run_view_of(Inventory(place, {"a": tier}), "r") for place in places]
 
 
 def test_parts_in_each_nodes_own_spool_are_a_candidate():
     spools = [Place.of({part(A100, rank, 2): facts()}) for rank in (0, 1)]
-    found = agree(sights(*spools, tier=Place()), "r", world=2)
+    found = agree(views(*spools, tier=Place()), "r", world=2)
     assert found.candidates == (Candidate(A100, 2),)
     assert not found.incomplete
 
@@ -267,41 +267,41 @@ def test_parts_in_each_nodes_own_spool_are_a_candidate():
 def test_a_rank_that_cannot_get_at_its_part_is_named():
     """The ranks changed nodes: what each needs lies in the other's spool."""
     spools = [Place.of({part(A100, rank, 2): facts()}) for rank in (1, 0)]
-    assert agree(sights(*spools, tier=Place()), "r", world=2).candidates == (Candidate(A100, 2, (0, 1)),)
+    assert agree(views(*spools, tier=Place()), "r", world=2).candidates == (Candidate(A100, 2, (0, 1)),)
     both = Place.of({part(A100, rank, 2): facts() for rank in (0, 1)})
-    assert agree(sights(both, Place(), tier=Place()), "r", world=2).candidates == (Candidate(A100, 2, (1,)),)
-    assert agree(sights(both, Place(), tier=both), "r", world=2).candidates == (Candidate(A100, 2),)
+    assert agree(views(both, Place(), tier=Place()), "r", world=2).candidates == (Candidate(A100, 2, (1,)),)
+    assert agree(views(both, Place(), tier=both), "r", world=2).candidates == (Candidate(A100, 2),)
 
 
 def test_whoever_needs_every_part_lacks_what_another_node_alone_has():
     spools = [Place.of({part(A100, rank, 2): facts()}) for rank in (0, 1)]
-    assert agree(sights(*spools, tier=Place()), "r", world=2, everything=True).candidates == (
+    assert agree(views(*spools, tier=Place()), "r", world=2, everything=True).candidates == (
         Candidate(A100, 2, (0, 1)),
     )
     tier = Place.of({part(A100, 0, 2): facts()})
-    found = agree(sights(*spools, tier=tier), "r", world=2, everything=True)
+    found = agree(views(*spools, tier=tier), "r", world=2, everything=True)
     assert found.candidates == (Candidate(A100, 2, (0,)),), "and a mixture of its own spool and the tier is enough"
-    assert agree(sights(*spools, spools[0], tier=tier), "r", world=3).candidates == (Candidate(A100, 2),)
+    assert agree(views(*spools, spools[0], tier=tier), "r", world=3).candidates == (Candidate(A100, 2),)
 
 
 def test_a_rank_that_cannot_talk_takes_no_mixture_of_its_spool_and_a_tier():
     own, tier = Place.of({part(A100, 1, 2): facts()}), Place.of({part(A100, 0, 2): facts()})
-    alone = agree(sights(own, tier=tier), "r", world=2)
+    alone = agree(views(own, tier=tier), "r", world=2)
     assert (alone.candidates, alone.incomplete) == ((), (A100,))
     both = Place.of({part(A100, rank, 2): facts() for rank in (0, 1)})
-    assert tried(agree(sights(own, tier=both), "r", world=2)) == [A100]
+    assert tried(agree(views(own, tier=both), "r", world=2)) == [A100]
 
 
 def test_one_that_saw_the_newest_attempt_is_enough_for_all():
     """The others would resume from the branch that it left."""
     branch = solo(Place(), A100, A200, A300)
     seen = solo(Place(), B210, origin=A200)
-    found = agree(sights(branch, seen, branch, tier=Place()), "r")
+    found = agree(views(branch, seen, branch, tier=Place()), "r")
     assert tried(found) == [B210, A200, A100] and found.branches == (A300,)
 
 
 def test_who_could_not_be_asked_is_named_by_rank():
-    two = sights(Place(), Place())
+    two = views(Place(), Place())
     assert agree(two, "r", world=2).unreached == ("a",)
     two[1] = msgspec.structs.replace(two[1], alone="no daemon")
     assert agree(two, "r", world=2).alone == ("rank 1: no daemon",)
@@ -328,8 +328,8 @@ def _read(nodes) -> set[str]:
     """The attempts of which any node sees a readable manifest, quarantined or not."""
     places = [place for node in nodes for place in (node.spool, *node.tiers.values()) if place]
     shown = _readable(nodes)
-    aside = {part for place in places for part, facts in place.quarantined.items() if facts}
-    return {part.checkpoint.attempt for part in shown | aside if part.checkpoint.run == "r"}
+    quarantined = {part for place in places for part, facts in place.quarantined.items() if facts}
+    return {part.checkpoint.attempt for part in shown | quarantined if part.checkpoint.run == "r"}
 
 
 def _sees_whole(seen, checkpoint) -> bool:
@@ -355,7 +355,7 @@ def test_what_ranks_agree_on_each_can_have_and_nothing_newer_is_passed_over_unsa
         for node in nodes
     ]
     every = set().union(*seen)
-    aside = {
+    quarantined = {
         p.checkpoint
         for node in nodes
         for place in (node.spool, *node.tiers.values())
@@ -379,11 +379,11 @@ def test_what_ranks_agree_on_each_can_have_and_nothing_newer_is_passed_over_unsa
             assert candidate.lacking == tuple(blind)
     first = found.candidates[0].checkpoint if found.candidates else None
     newer = {c for c in owners - whole if not first or c > first}
-    assert newer <= {*found.incomplete, *found.unvouched, *aside}, "each newer one is named"
+    assert newer <= {*found.incomplete, *found.unvouched, *quarantined}, "each newer one is named"
     # The newest attempt of which anybody could read anything decides; below it, only what it descends from.
     origins = {p.checkpoint.attempt: facts.origin for p, facts in history.items()}
     if found.candidates:
-        here, limit = max(_read(nodes) or {one.attempt for one in owners | aside}), 10**9
+        here, limit = max(_read(nodes) or {one.attempt for one in owners | quarantined}), 10**9
         allowed = {}
         while here is not None:
             allowed[here] = limit
@@ -399,7 +399,7 @@ def test_a_thousand_ranks_and_checkpoints_are_agreed_on_at_once():
     for node in range(128):
         parts = {A: {step: {1024: [node * 8, node * 8 + 7]} for step in (500_000, 500_500)}}
         gathered += [RunView(whole={1024: steps}, parts=parts, origins={A: None})] * 8
-    said = [msgspec.json.encode(sight) for sight in gathered]
+    said = [msgspec.json.encode(view) for view in gathered]
     assert max(map(len, said)) < 10_000
     heard = [msgspec.json.decode(one, type=RunView) for one in said]
     begun = time.process_time()
@@ -445,8 +445,8 @@ def test_rank_0_speaks_and_whoever_sees_its_manifest_tells_the_others():
     gathered = [
         read_member({"sight": msgspec.json.decode(msgspec.json.encode(one))}, "sight", RunView) for one in gathered
     ]
-    for sights in (gathered, gathered[::-1]):
-        assert tried(agree(sights, "r", best=LOSS)) == [A100, A200]
+    for views in (gathered, gathered[::-1]):
+        assert tried(agree(views, "r", best=LOSS)) == [A100, A200]
     assert agree(gathered[1:], "r", best=LOSS).candidates == ()
     both = Place.of({part(A100, n, 2): facts(1, metrics={"loss": 1.0}) if n else None for n in (0, 1)})
     assert restore_candidates(Inventory(both, {}), "r", best=LOSS).corrupt == (), "why it cannot be read is not known"
@@ -459,8 +459,8 @@ def test_a_corrupt_manifest_says_nothing_where_another_copy_does():
     torn = remade(place, {**known, part(A200): None}, {part(A200): ManifestError("x")})
     found = restore_candidates(Inventory(torn, {}), "r", best=LOSS)
     assert (tried(found), found.corrupt, found.unread) == ([A100], (A200,), ())
-    healed = restore_candidates(Inventory(torn, {"a": place}), "r", best=LOSS)
-    assert (tried(healed), healed.corrupt) == ([A200, A100], ())
+    repaired = restore_candidates(Inventory(torn, {"a": place}), "r", best=LOSS)
+    assert (tried(repaired), repaired.corrupt) == ([A200, A100], ())
     silent = remade(torn, defects={part(A200): SpoolUnusable("EIO")})
     assert restore_candidates(Inventory(silent, {}), "r", best=LOSS).unread == (A200,)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hypothesis import given
-from support.worlds import checkpoint, histories
+from support.inventories import checkpoint, histories
 
 from tierd.core.timeline.chain import Timeline, timeline
 

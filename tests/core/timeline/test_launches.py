@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
-from support.worlds import config, held, part, remade
+from support.inventories import config, held, part, remade
 
 from tierd.core.ids import CheckpointId
 from tierd.core.planning.actions import Flush, Prune
@@ -16,7 +16,7 @@ from tierd.core.planning.place import SPOOL, Place, Trainer
 from tierd.core.planning.plan import plan
 from tierd.core.report import report
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.timeline.launches import beside, leases, living, warning
+from tierd.core.timeline.launches import beside, leases, live_launches, warning
 from tierd.core.timeline.launches import held as held_by
 
 LAST2 = RetentionPolicy(keep_last=2)
@@ -108,7 +108,9 @@ def test_the_node_of_the_earlier_launch_keeps_its_own_in_its_spool_and_is_warned
     world = Inventory(spool, {"a": saved(saved(Place(), A, 10, 20, 25), B, 31, 32, 33)})
     assert [(one.attempt, one.place) for one in beside(world, "r")] == [(A, SPOOL), (B, "a")]
     assert [one.step for one in pruned(world, SPOOL)] == [10]
-    assert living(world, "r", "a") == frozenset(), "the other node cannot tell yet, and would delete what is sent"
+    assert live_launches(world, "r", "a") == frozenset(), (
+        "the other node cannot tell yet, and would delete what is sent"
+    )
 
 
 def test_another_nodes_ranks_of_the_same_launch_are_no_rivals():

@@ -137,7 +137,7 @@ def test_events_are_summed_by_run_and_place() -> None:
         event("fell back"),
         event("corrupt", place="s3"),
         event("repaired", place="s3", chunks=3),
-        event("healed", chunks=2),
+        event("repaired", chunks=2),
         event("quarantined", place="s3"),
         event("pruned", place="s3"),
         Event(at="", what="failing", place="s3", subject="", why=""),

@@ -160,8 +160,8 @@ def test_a_tier_found_bad_during_a_fetch_is_flushed_again(spool):
         async with running(reconciler(spool, {"first": first, "second": second})) as daemon:
             assert await daemon.repairs.fetch(part(1)) == ("second",)
             await settle(daemon)
-        healed = await contents(first)
-        named = [key for key in healed if is_manifest(key)]
+        repaired = await contents(first)
+        named = [key for key in repaired if is_manifest(key)]
         assert named == [part(1).manifest_key] and read(spool, part(1)) == content(1)
         await second.delete(list(await contents(second)))
         spool.remove([part(1)])

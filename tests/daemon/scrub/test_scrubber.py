@@ -35,7 +35,7 @@ HARMS = ("flip", "truncate", "missing", "lengthen", "swap")
 async def observed(daemon):
     """The same daemon, after it has looked at every place."""
     for name in daemon.workers:
-        await daemon.look(name)
+        await daemon.observe(name)
     return daemon
 
 
@@ -121,8 +121,8 @@ def test_a_tiers_chunk_is_put_right_where_it_lay(spool, tiers, how, source):
             0,
             1,
         ]
-        told = [(event.what, event.place) for event in daemon.journal.events]
-        assert told == [("corrupt", "first"), ("repaired", "first")]
+        reported = [(event.what, event.place) for event in daemon.journal.events]
+        assert reported == [("corrupt", "first"), ("repaired", "first")]
         assert source in daemon.journal.events[-1].why
 
     asyncio.run(work())
@@ -136,7 +136,7 @@ def test_the_spools_copy_is_put_right_from_a_tier(spool, how, victim):
         commit(spool, part(1))
         await converge(spool, {"tier": store})
         daemon = scrubber(spool, {"tier": store})
-        await daemon.look(SPOOL)  # before the damage: what was seen once is not read again by looking
+        await daemon.observe(SPOOL)  # before the damage: what was seen once is not read again by looking
         damage(spool.path(part(1)) / victim, how)
         await daemon.scrubber.scrub(ScrubbedCopy(SPOOL, part(1)))
         assert read(spool, part(1)) == content(1) and not spool.quarantined()
@@ -216,8 +216,8 @@ def test_one_place_that_has_it_right_is_enough_for_all(spool, tiers, right):
             await scrub(daemon, "first", "second", SPOOL)
             await settle(daemon)
             # the tier worker's own repair may have met the damage on the first tier before the scrubber did
-            told = {event.place for event in daemon.journal.events if event.what == "corrupt"}
-            assert told == {SPOOL, "first", "second"} - {right}
+            reported = {event.place for event in daemon.journal.events if event.what == "corrupt"}
+            assert reported == {SPOOL, "first", "second"} - {right}
         assert read(spool, part(1)) == content(1) and not daemon.journal.counters["quarantined"]
         for store in tiers.values():
             assert await is_right(store, part(1), content(1))
@@ -241,8 +241,8 @@ def test_what_nobody_has_right_is_set_aside_everywhere_and_the_rest_stays(spool,
             objects = await contents(store)
             assert [key for key in objects if is_manifest(key)] == [part(2).manifest_key]
             assert part(1).quarantine_key in objects
-        aside = [(event.place, event.subject) for event in daemon.journal.events if event.what == "quarantined"]
-        assert sorted(aside) == sorted((place, str(part(1))) for place in (SPOOL, "first", "second"))
+        quarantined = [(event.place, event.subject) for event in daemon.journal.events if event.what == "quarantined"]
+        assert sorted(quarantined) == sorted((place, str(part(1))) for place in (SPOOL, "first", "second"))
         assert daemon.journal.counters["scrub_findings"] == 3
 
     asyncio.run(work())
@@ -360,13 +360,13 @@ def test_a_sector_that_the_disk_gave_up_is_healed_and_other_errors_of_a_disk_are
 
         monkeypatch.setattr(os, "preadv", fails)
         daemon = scrubber(spool, {"tier": store})
-        await daemon.look(SPOOL)
+        await daemon.observe(SPOOL)
         with pytest.raises(OSError, match="denied"):
             await daemon.scrubber.scrub(ScrubbedCopy(SPOOL, part(1)))
         assert not daemon.journal.events
         failing[0] = errno.EIO
         await daemon.scrubber.scrub(ScrubbedCopy(SPOOL, part(1)))
-        assert [event.what for event in daemon.journal.events] == ["healed"]
+        assert [event.what for event in daemon.journal.events] == ["repaired"]
         failing.clear()
         assert read(spool, part(1)) == content(1)
 
@@ -465,12 +465,12 @@ def test_a_shared_chunk_is_told_once_and_its_sharers_are_read_again_at_once(spoo
             daemon.scrubber.verified("tier", part(step))
         assert await daemon.scrubber.next("tier") is None
         await daemon.scrubber.scrub(ScrubbedCopy("tier", part(1)))
-        await daemon.look("tier")
+        await daemon.observe("tier")
         for _ in (2, 3):
             copy = await daemon.scrubber.next("tier")
             assert copy in {ScrubbedCopy("tier", part(2)), ScrubbedCopy("tier", part(3))}
             await daemon.scrubber.scrub(copy)
-            await daemon.look("tier")
+            await daemon.observe("tier")
         assert counted(daemon, "scrub_findings", "corruptions", "quarantined") == [1, 1, 3]
 
     asyncio.run(work())
@@ -493,7 +493,7 @@ def test_a_shared_chunk_is_put_right_for_all_who_name_it(spool):
 
 
 def test_a_daemon_scrubs_by_itself_what_is_due_and_the_next_one_remembers(spool, monkeypatch):
-    timed(monkeypatch, scrub_look_s=0.02)
+    timed(monkeypatch, scrub_rest_s=0.02)
 
     async def work():
         store = MemoryStore()
@@ -505,8 +505,8 @@ def test_a_daemon_scrubs_by_itself_what_is_due_and_the_next_one_remembers(spool,
         corrupt(spool.path(part(2)) / "weights.bin")
         async with running(scrubber(spool, {"tier": store})) as daemon:  # what it holds is of long ago
             await until(lambda: daemon.journal.counters["scrubbed"] >= 10 and not daemon.scrubber.status().due)
-            told = status(daemon, 0, 0).scrub
-            assert told.oldest.startswith("20") and told.due == 0
+            reported = status(daemon, 0, 0).scrub
+            assert reported.oldest.startswith("20") and reported.due == 0
         assert await contents(store) == pristine and read(spool, part(2)) == content(2)
         assert counted(daemon, "scrubbed", "scrub_findings") == [10, 2]
         again = scrubber(spool, {"tier": store})
@@ -542,7 +542,7 @@ def test_turns_are_worked_out_beside_the_loop_and_once_for_what_was_seen(spool, 
         daemon = scrubber(spool, {"tier": store})
         found = []
         while len(found) < 5:
-            await daemon.look("tier")  # which sees the same each time
+            await daemon.observe("tier")  # which sees the same each time
             found.append(await daemon.scrubber.next("tier"))
             await daemon.scrubber.scrub(found[-1])
             daemon.scrubber.status()
@@ -550,7 +550,7 @@ def test_turns_are_worked_out_beside_the_loop_and_once_for_what_was_seen(spool, 
         assert sorted(found) == [ScrubbedCopy("tier", part(step)) for step in range(5)]
         assert len(built) == 1 and built[0] is not threading.main_thread()
         commit(spool, part(5))
-        await daemon.look("tier")
+        await daemon.observe("tier")
         assert await daemon.scrubber.next("tier") is None and len(built) == 2
 
     asyncio.run(work())
@@ -602,7 +602,7 @@ def test_zero_switches_it_off_but_for_what_is_in_doubt(spool):
             assert daemon.scrubber.status().due == 0 and daemon.scrubber.status().oldest is None
             assert not daemon.journal.counters["scrubbed"]
             daemon.scrubber.suspect(SPOOL, part(1))
-            await until(lambda: not daemon.scrubber._doubtful)
+            await until(lambda: not daemon.scrubber._suspected)
             assert daemon.journal.counters["scrubbed"] == 1, "one was in doubt"
         assert (spool.path(part(1)) / "weights.bin").read_bytes() == content(1)["weights.bin"]
 
@@ -631,7 +631,7 @@ def test_what_fails_rests_so_that_others_get_their_turn(spool):
 
 def test_beside_flushes_prunes_and_rot_nothing_good_is_lost_and_nothing_bad_is_left(spool, monkeypatch):
     """A trainer commits, retention prunes, bits rot in all places, and everything is due all the time."""
-    timed(monkeypatch, scrub_look_s=0.01, scrub_later_s=0.01)
+    timed(monkeypatch, scrub_rest_s=0.01, scrub_later_s=0.01)
 
     async def work():
         noise, stores = random.Random(7), {"first": MemoryStore(), "second": MemoryStore()}
@@ -648,8 +648,8 @@ def test_beside_flushes_prunes_and_rot_nothing_good_is_lost_and_nothing_bad_is_l
             await settle(daemon)
             await scrub(daemon, parts={part(step) for step in range(36, 40)})
             await settle(daemon)
-            aside = {event.subject for event in daemon.journal.events if event.what == "quarantined"}
-            assert not aside & {str(part(step)) for step in range(36, 40)}
+            quarantined = {event.subject for event in daemon.journal.events if event.what == "quarantined"}
+            assert not quarantined & {str(part(step)) for step in range(36, 40)}
         for step in range(36, 40):
             assert read(spool, part(step)) == content(step)
             for name, store in stores.items():
@@ -670,7 +670,7 @@ def test_a_seeded_tenth_of_the_benchmark(tmp_path):
 
 @pytest.mark.parametrize("data", [b'{"local":{"run/\xff":1.0}}', b'{"\xed\xa0\x80":{}}', b"\xff", b"[" * 9999])
 def test_a_memory_of_whatever_bytes_is_not_used_and_nothing_dies_of_it(spool, data, monkeypatch):
-    timed(monkeypatch, scrub_look_s=0.02)
+    timed(monkeypatch, scrub_rest_s=0.02)
 
     async def work():
         path = spool.control / "scrubbed.json"
@@ -696,15 +696,15 @@ def test_a_shared_chunk_that_had_to_move_makes_its_sharers_be_read_again_and_the
         real = codec.zstandard.ZstdCompressor
         monkeypatch.setattr(codec.zstandard, "ZstdCompressor", lambda **o: real(**{**o, "write_checksum": True}))
         daemon = scrubber(spool, {"tier": store})
-        await daemon.look(SPOOL)
-        await daemon.look("tier")
+        await daemon.observe(SPOOL)
+        await daemon.observe("tier")
         for step in range(count):
             daemon.scrubber.verified("tier", part(step))
         await daemon.scrubber.scrub(ScrubbedCopy("tier", part(0)))
-        await daemon.look("tier")
+        await daemon.observe("tier")
         while copy := await daemon.scrubber.next("tier"):
             await daemon.scrubber.scrub(copy)
-            await daemon.look("tier")
+            await daemon.observe("tier")
         assert counted(daemon, "scrub_findings", "repaired_chunks", "quarantined") == [1, count, 0]
         assert daemon.journal.counters["scrubbed"] <= 2 * count  # the one under whose name it lay more than once
         for step in range(count):
@@ -720,9 +720,9 @@ def test_the_rate_is_kept_where_a_file_is_damaged_too(spool, how, monkeypatch):
         commit(spool, part(1), {"weights.bin": random.Random(3).randbytes(40_000)})
         await converge(spool, {"tier": store})
         daemon = scrubber(spool, {"tier": store}, scrub_rate="200kB/s")
-        await daemon.look(SPOOL)
+        await daemon.observe(SPOOL)
         damage(spool.path(part(1)) / "weights.bin", how)
-        daemon._repairer.heal = lambda *rest, **more: asyncio.sleep(0)  # whose reading is its own affair
+        daemon._repairer.repair_spool = lambda *rest, **more: asyncio.sleep(0)  # whose reading is its own affair
         reads, real = [], os.preadv
         monkeypatch.setattr(os, "preadv", lambda *given: reads.append(given) or real(*given))
         begun = time.monotonic()
@@ -794,7 +794,7 @@ def test_what_is_beyond_repair_is_counted_as_corrupt_once(spool):
     async def work():
         commit(spool, part(1))
         daemon = scrubber(spool, {"tier": MemoryStore()})
-        await daemon.look(SPOOL)
+        await daemon.observe(SPOOL)
         corrupt(spool.path(part(1)) / "weights.bin")
         await daemon.scrubber.scrub(ScrubbedCopy(SPOOL, part(1)))
         assert counted(daemon, "scrub_findings", "corruptions", "quarantined") == [1, 1, 1]

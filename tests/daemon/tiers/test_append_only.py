@@ -50,7 +50,7 @@ class Lasting(Double):
         return sum(operation == "delete" for operation, _ in self.calls)
 
 
-def told(daemon) -> list[str]:
+def reported(daemon) -> list[str]:
     return [event.why for event in daemon.journal.events if event.what == "append only"]
 
 
@@ -67,7 +67,7 @@ def test_every_save_reaches_a_bucket_without_delete_object(spool: Spool) -> None
                 assert daemon.journal.counters["flushed"] == 6
                 assert daemon.journal.counters["errors"] == 0
                 assert not daemon.journal.alerts()
-                [why] = told(daemon)
+                [why] = reported(daemon)
                 assert "s3:DeleteObject" in why
                 [tier] = status(daemon, 0, 0).tiers
                 assert tier.append_only
@@ -112,7 +112,7 @@ def test_a_directory_whose_entries_cannot_be_removed_is_append_only_too(spool: S
             assert steps_on(there) == list(range(6))
             assert daemon.journal.counters["errors"] == 0
             assert not marks()
-            [why] = told(daemon)
+            [why] = reported(daemon)
             assert "chattr +a" in why
             assert status(daemon, 0, 0).tiers[0].append_only
         await store.aclose()
@@ -134,7 +134,7 @@ def test_nothing_is_pruned_no_mark_is_left_and_nobody_asks_again_and_again(spool
         store.calls.clear()
         async with running(reconciler(spool, {"tier": store}, keep=1, keep_local=100)) as daemon:
             await settle(daemon)
-            await until(lambda: told(daemon))
+            await until(lambda: reported(daemon))
             asked = store.asked()
             for _ in range(5):
                 daemon.wake()
@@ -143,7 +143,7 @@ def test_nothing_is_pruned_no_mark_is_left_and_nobody_asks_again_and_again(spool
         there = await contents(store.inner)
         assert steps_on(there) == list(range(5))
         assert not [key for key in there if "/pruning/" in key]
-        assert len(told(daemon)) == 1
+        assert len(reported(daemon)) == 1
         assert daemon.journal.counters["errors"] == daemon.journal.counters["pruned"] == 0
 
     asyncio.run(work())

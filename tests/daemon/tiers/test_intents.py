@@ -26,7 +26,7 @@ from tierd.core.planning.actions import Flush, Prune
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
 from tierd.core.planning.plan import plan
-from tierd.core.planning.sharing import lender
+from tierd.core.planning.sharing import base_part
 from tierd.daemon import timings
 from tierd.daemon.tiers import announcements, intents, stamps
 from tierd.daemon.tiers.observe import SpoolEye, TierObserver
@@ -119,7 +119,7 @@ class Daemon:
     async def work(self, rounds: int) -> None:
         for _ in range(rounds):
             try:
-                tier = await self.eye.look({RUN})
+                tier = await self.eye.observe({RUN})
                 seen = sorted({*tier.checkpoints, *tier.owners})
                 if seen and self.rng.random() < 0.3:  # whatever a plan may say, on whatever it saw
                     await prune(self.node, [self.rng.choice(seen)], self.who, self.eye.manifests, timings=YOUNG)
@@ -130,15 +130,15 @@ class Daemon:
             await asyncio.sleep(0)
 
     def _actions(self, tier: Place) -> list[Flush | Prune]:
-        world = Inventory(SpoolEye(self.spool).look(), {"tier": tier})
+        world = Inventory(SpoolEye(self.spool).observe(), {"tier": tier})
         found = plan(world, self.config, {}, 0.0)
         return [one for one in found if isinstance(one, Flush) or (isinstance(one, Prune) and one.tier == "tier")]
 
     async def _do(self, action: Flush | Prune, tier: Place) -> None:
         if isinstance(action, Flush):
-            whose = lender(tier, action.part)
+            whose = base_part(tier, action.part)
             manifest = decode(bytes(await self.node.get(whose.manifest_key))) if whose else None
-            await flush(self.spool, action.part, Route(self.node, who=self.who, timings=YOUNG), lender=manifest)
+            await flush(self.spool, action.part, Route(self.node, who=self.who, timings=YOUNG), base=manifest)
         else:
             await prune(self.node, [action.checkpoint], self.who, self.eye.manifests)
 
@@ -186,7 +186,7 @@ def cut_short(seed: int, home: Path) -> Shared:
 
 
 MADE = 0x19_0000_0000  # ms: when the nodes' first stamps are made
-YOUNG = DaemonTimings(wall_ns=Ticking(MADE), own_stale_ms=NEVER_MS, mark_looks=20, mark_pause_s=0.0)
+YOUNG = DaemonTimings(wall_ns=Ticking(MADE), own_stale_ms=NEVER_MS, mark_reads=20, mark_pause_s=0.0)
 
 
 def aged(ms: int) -> DaemonTimings:
@@ -290,8 +290,8 @@ def test_a_flush_waits_for_a_deletion_of_its_own_node_only_until_that_is_over(ag
     assert asyncio.run(work()) == [age >= USUAL.own_stale_ms, False]
 
 
-@pytest.mark.parametrize(("age_s", "lent"), [(5, True), (14, True), (16, False), (500, False)])
-def test_what_a_prune_cut_off_by_an_outage_has_marked_is_sent_rather_than_waited_for(age_s, lent):
+@pytest.mark.parametrize(("age_s", "shared"), [(5, True), (14, True), (16, False), (500, False)])
+def test_what_a_prune_cut_off_by_an_outage_has_marked_is_sent_rather_than_waited_for(age_s, shared):
     """Its marks stand for a quarter of an hour: flushes that name what lies there waited and failed for ten minutes."""
     store, own = MemoryStore(), part(1).checkpoint
 
@@ -299,7 +299,7 @@ def test_what_a_prune_cut_off_by_an_outage_has_marked_is_sent_rather_than_waited
         await store.put(f"{RUN}/pruning/{own.name}.{MADE:012x}-aaaaaaaa", b"")
         return own not in await intents.left_over(store, RUN, aged(1000 * age_s))
 
-    assert asyncio.run(work()) == lent
+    assert asyncio.run(work()) == shared
 
 
 def test_a_mark_from_before_the_clock_was_set_back_a_day_holds_up_its_own_node_as_briefly_as_any(monkeypatch):

@@ -36,7 +36,7 @@ def test_a_manifest_of_any_size_is_one_that_cannot_be_used(spool, tmp_path, size
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         fresh = Spool(tmp_path / "fresh")
         daemon = reconciler(fresh, {"tier": store})
-        await daemon.look("tier")
+        await daemon.observe("tier")
         with pytest.raises(CorruptChunk):  # proven, by every copy that there is
             await daemon.repairs.fetch(part(2))
         await daemon.repairs.fetch(part(1))
@@ -56,7 +56,7 @@ def test_what_is_wrong_with_a_manifest_is_kept_without_what_was_read(spool):
         store = MemoryStore()
         daemon = await converge(spool, {"tier": store})
         await store.put(part(1).manifest_key, bytes(1000))
-        await daemon.look("tier")
+        await daemon.observe("tier")
         [(_, why)] = daemon.tiers.observed.places["tier"].defects()
         assert type(why) is ManifestError and why.__traceback__ is why.__context__ is why.__cause__ is None
 

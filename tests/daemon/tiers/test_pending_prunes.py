@@ -46,17 +46,17 @@ def test_status_tells_how_many_copies_wait_to_be_pruned(spool):
 
 
 def test_a_backlog_that_grows_is_an_alert_until_it_is_gone():
-    told = []
-    journal, backlog = Journal(told.append), PruneBacklog()
+    reported = []
+    journal, backlog = Journal(reported.append), PruneBacklog()
     for number in range(200):
         journal.waiting("tier", number, backlog.count(number, 5.0 * number))
-    assert [event.what for event in told] == ["failing"]
-    assert (told[0].doing, told[0].place, told[0].level) == ("prune", "tier", "alert")
-    assert "ever more" in told[0].why
+    assert [event.what for event in reported] == ["failing"]
+    assert (reported[0].doing, reported[0].place, reported[0].level) == ("prune", "tier", "alert")
+    assert "ever more" in reported[0].why
     assert [alert.doing for alert in journal.alerts()] == ["prune"]
     assert journal.counters["alerts"] == 1
     journal.waiting("tier", 0, backlog.count(0, 1005.0))
-    assert [event.what for event in told] == ["failing", "works again"] and journal.alerts() == ()
+    assert [event.what for event in reported] == ["failing", "works again"] and journal.alerts() == ()
 
 
 def test_a_pass_marks_all_that_it_dooms_before_it_looks(spool):
@@ -68,7 +68,7 @@ def test_a_pass_marks_all_that_it_dooms_before_it_looks(spool):
             commit(spool, part(step))
             await flush(spool, part(step), Route(store))
         eye = TierObserver(store)
-        seen = await eye.look({RUN})
+        seen = await eye.observe({RUN})
         to_delete = [part(step).checkpoint for step in range(2)]
         marked = []
 
@@ -95,12 +95,12 @@ def test_a_checkpoint_that_a_node_is_flushing_stays_while_others_of_its_pass_go(
             commit(spool, part(step, rank=1, world=2))
             await flush(spool, part(step, rank=0, world=2), Route(store))
         eye = TierObserver(store)
-        seen = await eye.look({RUN}, {RUN: {0}})
+        seen = await eye.observe({RUN}, {RUN: {0}})
         await flush(spool, part(1, rank=1, world=2), Route(store))
         to_delete = [part(step, rank=0, world=2).checkpoint for step in range(2)]
         done = await prune(store, to_delete, "", eye.manifests, seen)
         assert done.gone == {to_delete[0]}
-        left = (await TierObserver(store).look({RUN})).checkpoints
+        left = (await TierObserver(store).observe({RUN})).checkpoints
         assert set(left) == {to_delete[1], part(2).checkpoint}
         assert not [info.key async for info in store.scan(f"{RUN}/pruning/")], "marks are left"
 

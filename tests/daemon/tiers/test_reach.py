@@ -239,7 +239,7 @@ def test_the_command_says_which_mode(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert not list((tmp_path / "tier").glob("[!.]*"))
         bucket.deny("PutObject")
         assert run(["config", "check", str(file), "--reach", "--json"]) == 6
-        told = json.loads(capsys.readouterr().out)
-        assert told["reach"] == {"nas": "answers", "s3": "answers"}
-        assert told["modes"]["nas"] == {"mode": "read-write", "why": "", "failure": None}
-        assert told["modes"]["s3"]["mode"] == "read-only"
+        reported = json.loads(capsys.readouterr().out)
+        assert reported["reach"] == {"nas": "answers", "s3": "answers"}
+        assert reported["modes"]["nas"] == {"mode": "read-write", "why": "", "failure": None}
+        assert reported["modes"]["s3"]["mode"] == "read-only"

@@ -211,11 +211,11 @@ def test_a_changed_configuration_replaces_this_nodes_own_policy(trained, spool):
 def test_a_look_sees_at_once_what_another_node_wrote(trained, spool):
     async def work():
         daemon = reconciler(spool, {"tier": trained}, keep=1)
-        await daemon.look("tier")
+        await daemon.observe("tier")
         for keep in (5, 7):
             theirs = StoredRetention(RUN, "abcdef01", "configuration", retention=RetentionPolicy(keep_last=keep))
             await trained.put(retention_key(RUN, theirs.by, theirs.given), encode(theirs))
-            await daemon.look("tier")
+            await daemon.observe("tier")
             kept = [one for one in report(daemon.inventory(), daemon.config).checkpoints if one.copies[-1].keep]
             assert len(kept) == keep
 
@@ -410,16 +410,16 @@ def test_nothing_is_written_while_the_daemon_is_paused(spool):
         await daemon.pause.begin(None)
         async with running(daemon):
             await until(lambda: daemon.tiers.observed.places["tier"])
-            await settle_looks(daemon)
+            await settle_observations(daemon)
             assert not await contents(store, policies=True)
             await daemon.pause.end()
             daemon.wake()
             await settle(daemon)
         assert any("/retention/" in key for key in await contents(store, policies=True))
 
-    async def settle_looks(daemon: Reconciler) -> None:
+    async def settle_observations(daemon: Reconciler) -> None:
         for _ in range(3):
-            await daemon.look("tier")
+            await daemon.observe("tier")
 
     asyncio.run(work())
 

@@ -15,8 +15,8 @@ OLD = part(0)
 
 def test_only_what_others_wrote_is_borrowed():
     one = part(1)
-    borrowed = named_by(manifest(one, (5, OLD), (6, one), (7, OLD)))
-    assert borrowed.owners == {OLD.checkpoint}
+    shared = named_by(manifest(one, (5, OLD), (6, one), (7, OLD)))
+    assert shared.owners == {OLD.checkpoint}
     everything = named_by(manifest(one, (5, OLD), (6, one)), own=True)
     assert everything.owners == {OLD.checkpoint, one.checkpoint}
     (key,) = [chunk.stored.key for chunk in manifest(one, (5, OLD)).chunks()]

@@ -79,7 +79,7 @@ def test_a_new_tier_gets_what_its_policy_wants_of_runs_that_nobody_saves_here(tm
             assert 2 * 2 * 4 <= daemon.journal.counters["flushed"] <= 2 * 2 * 4 + 2
         for run in RUNS:
             assert sorted(set(await on(new, run))) == [10, 20, 24, 25]
-            place = await TierObserver(new).look({run}, few=1000)
+            place = await TierObserver(new).observe({run}, few=1000)
             (policy,) = place.policies[run]
             assert policy.retention == TENS and policy.given == "configuration"
             known = together(place.heads[run])

@@ -27,34 +27,34 @@ FILES = {"noise": random.Random(1).randbytes(6 * LARGE + 777), "numbers": NUMBER
 
 def test_what_was_used_is_used_again_for_what_is_about_as_large():
     made = Buffers()
-    with made.lend(5 * LARGE) as memory:
+    with made.hold(5 * LARGE) as memory:
         assert len(memory) == 5 * LARGE
         first = memory.obj
-    with made.lend(4 * LARGE) as memory:
+    with made.hold(4 * LARGE) as memory:
         assert memory.obj is first and len(memory) == 4 * LARGE
-    with made.lend(LARGE) as memory:  # its budget would not cover what was touched of the large one
+    with made.hold(LARGE) as memory:  # its budget would not cover what was touched of the large one
         assert memory.obj is not first
-    with made.lend(5 * LARGE) as memory:
+    with made.hold(5 * LARGE) as memory:
         assert memory.obj is first
 
 
 def test_two_users_have_two_buffers():
     made = Buffers()
-    with made.lend(2 * LARGE) as one, made.lend(2 * LARGE) as other:
+    with made.hold(2 * LARGE) as one, made.hold(2 * LARGE) as other:
         assert one.obj is not other.obj
 
 
 def test_no_more_is_kept_than_is_said():
     made = Buffers()
-    with made.lend(KEPT - LARGE), made.lend(3 * LARGE), made.lend(2 * LARGE), made.lend(KEPT + LARGE):
+    with made.hold(KEPT - LARGE), made.hold(3 * LARGE), made.hold(2 * LARGE), made.hold(KEPT + LARGE):
         pass
     assert 0 < sum(map(len, made._idle)) <= KEPT
 
 
 def test_what_a_budget_leaves_free_may_lie_idle_too():
     made = Buffers(3 * KEPT)
-    with made.lend(KEPT), made.lend(KEPT):
-        with made.lend(KEPT), made.lend(KEPT // 2):
+    with made.hold(KEPT), made.hold(KEPT):
+        with made.hold(KEPT), made.hold(KEPT // 2):
             pass
         assert sum(map(len, made._idle)) <= KEPT
     assert 2 * KEPT < sum(map(len, made._idle)) <= 3 * KEPT

@@ -65,7 +65,7 @@ async def files_of(store: Store, which: PartId) -> dict[str, bytes]:
 
 async def check(store: Store, run: str = RUN, steps=(1, 2), world: int = 1) -> None:
     """Exactly these checkpoints are whole on a tier, and right."""
-    place = await TierObserver(store).look({run}, few=1000)
+    place = await TierObserver(store).observe({run}, few=1000)
     assert [one.step for one in place.run(run).whole] == list(steps)
     for step in steps:
         for rank in range(world):
@@ -130,7 +130,7 @@ def test_a_copy_that_is_killed_shows_no_half_and_continues(spool):
             target = MemoryStore()
             with pytest.raises(Killed):
                 await copy(store, dying(target, at, after=bool(at % 2)), NEW)
-            place = await TierObserver(target).look({NEW}, few=1000)
+            place = await TierObserver(target).observe({NEW}, few=1000)
             done = [one.step for one in place.run(NEW).whole]
             await check(target, NEW, done, world=2)
             if steps_on(await contents(target)):
@@ -173,12 +173,12 @@ def test_whatever_happens_a_copy_ends_with_all_that_is_right_and_nothing_half(se
             if chance.random() < 0.6:
                 with suppress(Killed, CheckpointNotFound):
                     await copy(store, dying(target, chance.randrange(1, 60), chance.random() < 0.5), to_run)
-            place = await TierObserver(target).look({to_run}, few=1000)
+            place = await TierObserver(target).observe({to_run}, few=1000)
             await check(target, to_run, [one.step for one in place.run(to_run).whole], world)
         if not left:
             return
         done = await copy(store, target, to_run)
-        place = await TierObserver(target).look({to_run}, few=1000)
+        place = await TierObserver(target).observe({to_run}, few=1000)
         whole = {one.step for one in place.run(to_run).whole}
         assert left.keys() - bad <= whole and {one.step for one in done.checkpoints} <= whole
         assert {int(one.split()[1]) for one in done.failed} <= bad and not done.vanished
@@ -256,13 +256,13 @@ def test_policies_and_pins_come_first_and_the_target_s_own_policy_holds(spool):
         assert puts.index(retention_key(NEW, "0a0b0c0d", "trainer")) < puts.index(next(filter(is_chunk, puts)))
         pin = puts.index(pin_key(CheckpointId(NEW, attempt(1), 2)))
         assert pin < min(at for at, key in enumerate(puts) if f"{2:012}" in key and not key.startswith(f"{NEW}/pins"))
-        (found,) = (await TierObserver(target).look({NEW})).policies[NEW]
+        (found,) = (await TierObserver(target).observe({NEW})).policies[NEW]
         assert found.retention == RetentionPolicy(keep_last=10) and found.tiers == ()
 
         own = Double()
         await _given(own, keep=2, by="11111111")
         done = await copy(store, own)
-        assert done.policies == 0 and len((await TierObserver(own).look({RUN})).policies[RUN]) == 1
+        assert done.policies == 0 and len((await TierObserver(own).observe({RUN})).policies[RUN]) == 1
 
     asyncio.run(work())
 
@@ -274,7 +274,7 @@ def test_a_copy_that_was_killed_between_two_policies_puts_the_other(spool):
         await _given(store, keep=9, given="configuration")
         await _given(target, NEW, keep=7)
         assert (await copy(store, target, NEW)).policies == 1
-        assert {one.given for one in (await TierObserver(target).look({NEW})).policies[NEW]} == {
+        assert {one.given for one in (await TierObserver(target).observe({NEW})).policies[NEW]} == {
             *("trainer", "configuration")
         }
 
@@ -287,7 +287,7 @@ def test_a_single_checkpoint_is_pinned_and_brings_no_policy_and_no_head(spool):
         await _given(store)
         done = await copy(store, target, NEW, step=2)
         assert (done.pinned, done.policies, [one.step for one in done.checkpoints]) == ((2,), 0, [2])
-        place = await TierObserver(target).look({NEW})
+        place = await TierObserver(target).observe({NEW})
         assert place.pins == {CheckpointId(NEW, attempt(1), 2)} and not place.policies and not place.heads
         with pytest.raises(CheckpointNotFound):
             await copy(store, target, NEW, step=7)
@@ -349,7 +349,7 @@ def test_a_launch_of_which_nothing_is_left_still_links_the_copy(spool):
         await store.delete([key for key in await contents(store) if two.name in key])
         target = MemoryStore()
         done = await copy(store, target, NEW)
-        place = await TierObserver(target).look({NEW}, few=1000)
+        place = await TierObserver(target).observe({NEW}, few=1000)
         known = together(place.heads[NEW])
         assert [known[attempt(at)].newest for at in (1, 2, 3)] == [1, None, 3]
         assert known[attempt(2)].resumed_from.attempt == attempt(1)
@@ -371,7 +371,7 @@ def test_a_daemon_that_saves_the_run_under_its_new_name_obeys_the_policy_that_ca
         await check(target, NEW, range(1, 7))
         commit(here, part(7, launch=2, run=NEW), origin=CheckpointId(NEW, attempt(1), 6))
         await converge(here, {"tier": target}, keep=None)
-        place = await TierObserver(target).look({NEW}, few=1000)
+        place = await TierObserver(target).observe({NEW}, few=1000)
         assert [one.step for one in place.run(NEW).whole] == [3, 4, 5, 6, 7]
 
     asyncio.run(work())

@@ -180,7 +180,7 @@ def test_what_nobody_goes_on_with_gives_way_to_what_is_wanted(spool, store, monk
 
 def test_progress_only_grows_and_ends_at_the_whole(spool, store):
     seen: list[tuple[int, int]] = []
-    progress = Progress(told=lambda at: seen.append((at.done, at.total)))
+    progress = Progress(on_progress=lambda at: seen.append((at.done, at.total)))
     asyncio.run(fetch(spool, PART, {"tier": store}, progress=progress))
     whole = sum(map(len, FILES.values()))
     assert seen == sorted(seen) and seen[0] == (0, whole) and seen[-1] == (whole, whole)

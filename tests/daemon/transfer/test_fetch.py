@@ -221,13 +221,13 @@ def test_one_tiers_lie_with_an_intact_seal_does_not_lose_what_another_has_right(
     commit(spool, PART)
     stores = {"first": MemoryStore(), "second": MemoryStore()}
     flushed(spool, *stores.values())
-    told = decode(bytes(asyncio.run(stores["first"].get(PART.manifest_key))))
-    *files, last = told.files
+    reported = decode(bytes(asyncio.run(stores["first"].get(PART.manifest_key))))
+    *files, last = reported.files
     chunk, *rest = last.chunks
     key = chunk.stored.key.replace(chunk.xxh3_128, "0" * 32)
     false = Chunk(size=chunk.size, xxh3_128="0" * 32, stored=msgspec.structs.replace(chunk.stored, key=key))
     files.append(msgspec.structs.replace(last, chunks=(false, *rest)))
-    lie = encode(msgspec.structs.replace(told, files=tuple(files)))
+    lie = encode(msgspec.structs.replace(reported, files=tuple(files)))
     asyncio.run(stores["first"].put(PART.manifest_key, lie))
     fresh = Spool(tmp_path / "fresh")
     fetched = asyncio.run(fetch(fresh, PART, stores))

@@ -118,13 +118,13 @@ def test_a_manifest_spoiled_on_its_way_is_no_copy_and_the_one_set_aside_stays_un
     store = Double()
     flushed(spool, store)
     assert asyncio.run(quarantine(store, PART))
-    aside = asyncio.run(contents(store.inner))[PART.quarantine_key]
+    quarantined = asyncio.run(contents(store.inner))[PART.quarantine_key]
     store.spoil = lambda key, data: flipped(data) if is_manifest(key) else data
     with pytest.raises(StoreUnavailable, match="read back"):
         flushed(spool, store)
-    assert asyncio.run(contents(store.inner))[PART.quarantine_key] == aside
+    assert asyncio.run(contents(store.inner))[PART.quarantine_key] == quarantined
     assert asyncio.run(quarantine(store, PART))  # as another node does, which finds it damaged
-    assert asyncio.run(contents(store.inner))[PART.quarantine_key] == aside
+    assert asyncio.run(contents(store.inner))[PART.quarantine_key] == quarantined
     store.spoil = None
     flushed(spool, store)
     assert decode(asyncio.run(contents(store.inner))[PART.manifest_key], PART)
@@ -249,7 +249,7 @@ def steps(spool: Spool, store: Double, *contents_of: dict[str, bytes]) -> list[M
         which = part(step)
         commit(spool, which, files)
         store.calls = []
-        asyncio.run(flush(spool, which, Route(store), lender=found[-1] if found else None))
+        asyncio.run(flush(spool, which, Route(store), base=found[-1] if found else None))
         found.append(manifest_on(store, which))
     return found
 
@@ -274,7 +274,7 @@ def test_what_the_lender_has_lost_is_sent(spool):
     (first,) = steps(spool, store, {"w": b"x" * CHUNK + b"y" * CHUNK})
     asyncio.run(store.inner.delete([f"{first.run}/{next(first.chunks()).stored.key}"]))
     commit(spool, part(1), {"w": b"x" * CHUNK + b"y" * CHUNK})
-    asyncio.run(flush(spool, part(1), Route(store), lender=first))
+    asyncio.run(flush(spool, part(1), Route(store), base=first))
     assert manifest_on(store, part(1)).owners == {part(0).checkpoint, part(1).checkpoint}
     shutil.rmtree(spool.path(part(1)))
     asyncio.run(fetch(spool, part(1), {"tier": store}, Budget()))
@@ -286,8 +286,8 @@ def test_nothing_is_borrowed_from_another_rank(spool):
     for rank in (0, 1):
         which = part(rank, rank=rank, world=2)
         commit(spool, which, {"w": b"x" * CHUNK})
-        lender = manifest_on(store, part(0, rank=0, world=2)) if rank else None
-        asyncio.run(flush(spool, which, Route(store), lender=lender))
+        base = manifest_on(store, part(0, rank=0, world=2)) if rank else None
+        asyncio.run(flush(spool, which, Route(store), base=base))
         assert manifest_on(store, which).owners == {which.checkpoint}
 
 
@@ -299,7 +299,7 @@ def test_where_a_dead_nodes_mark_stands_nothing_is_borrowed(spool):
     mark = f"{pruning_prefix(first.run)}{first.part.checkpoint.name}.{when:012x}-12345678"
     asyncio.run(store.inner.put(mark, b""))
     commit(spool, part(1), {"w": b"x" * CHUNK})
-    asyncio.run(flush(spool, part(1), Route(store, timings=replace(USUAL, mark_looks=2)), lender=first))
+    asyncio.run(flush(spool, part(1), Route(store, timings=replace(USUAL, mark_reads=2)), base=first))
     assert manifest_on(store, part(1)).owners == {part(1).checkpoint}
 
 

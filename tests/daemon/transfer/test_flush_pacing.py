@@ -39,7 +39,7 @@ def test_chunks_begin_one_after_the_other_however_many_wait(monkeypatch):
 
         async def hand() -> None:
             while len(begun) < 13:
-                await pauses.turn(20)
+                await pauses.pause(20)
                 begun.append(clock.now)
 
         await asyncio.gather(*(hand() for _ in range(8)))

@@ -55,7 +55,7 @@ async def sent(spool: Spool, store, *steps: int) -> list[Flushed]:
     """Flush these steps, each with the one before it as the base checkpoint."""
     done, before = [], None
     for step in steps:
-        done.append(await flush(spool, part(step), Route(store), lender=before))
+        done.append(await flush(spool, part(step), Route(store), base=before))
         before = await on_tier(store, step)
     return done
 
@@ -115,10 +115,10 @@ def test_whole_chunks_are_sent_where_the_older_copy_has_left_the_spool_or_is_cor
     async def work():
         await sent(spool, store, 1)
         (spool.path(part(1)) / "table").write_bytes(table(2)["table"])  # a patch of that would be empty
-        await flush(spool, part(2), Route(store), lender=await on_tier(store, 1))
+        await flush(spool, part(2), Route(store), base=await on_tier(store, 1))
         assert chain(await on_tier(store, 2)) == [1] * 4
         shutil.rmtree(spool.path(part(2)))
-        await flush(spool, part(3), Route(store), lender=await on_tier(store, 2))
+        await flush(spool, part(3), Route(store), base=await on_tier(store, 2))
         assert chain(await on_tier(store, 3)) == [1] * 4
         assert await fetched(spool, 3, tier=store) == table(3)
 
@@ -134,7 +134,7 @@ def test_a_fifo_in_the_place_of_the_older_copy_is_not_waited_for(spool):
         await sent(spool, store, 1)
         (spool.path(part(1)) / "table").unlink()
         os.mkfifo(spool.path(part(1)) / "table")
-        await flush(spool, part(2), Route(store), lender=await on_tier(store, 1))
+        await flush(spool, part(2), Route(store), base=await on_tier(store, 1))
         assert chain(await on_tier(store, 2)) == [1] * 4
 
     asyncio.run(work())
@@ -146,10 +146,10 @@ def test_bases_are_needed_on_the_tier_and_their_loss_is_noticed_before_the_manif
 
     async def work():
         await sent(spool, store, 1, 2)
-        lender = await on_tier(store, 2)
+        base = await on_tier(store, 2)
         gone = next(key for key in await contents(store) if is_chunk(key) and part(1).checkpoint.name in key)
         await store.delete([gone])
-        await flush(spool, part(3), Route(store), lender=lender)
+        await flush(spool, part(3), Route(store), base=base)
         assert sorted(chain(await on_tier(store, 3))) == [1, 3, 3, 3]
 
     asyncio.run(work())
@@ -205,9 +205,9 @@ def test_a_scrub_repairs_a_corrupt_base_or_patch_where_it_lies(spool, bad, order
         assert len(objects) == 3
         for one in bad:
             await flip(store, f"run/{objects[one].key}")
-        await node.look("local")
+        await node.observe("local")
         for name in stores:
-            await node.look(name)
+            await node.observe(name)
         for step in order:
             await node.scrubber.scrub(ScrubbedCopy("tier", part(step)))
         assert await contents(store) == pristine
@@ -292,10 +292,10 @@ def test_two_flushes_of_one_part_with_different_bases_do_not_overwrite_each_othe
 
     async def work():
         await sent(spool, store, 1, 2)
-        lenders = [await on_tier(store, step) for step in (1, 2)]
+        base_copies = [await on_tier(store, step) for step in (1, 2)]
         kept = []
-        for lender in lenders:
-            await flush(spool, part(3), Route(store), lender=lender)
+        for base in base_copies:
+            await flush(spool, part(3), Route(store), base=base)
             kept.append((bytes(await store.get(part(3).manifest_key)), await on_tier(store, 3)))
         for data, manifest in kept:  # as if each of them had been the last
             await store.put(part(3).manifest_key, data)

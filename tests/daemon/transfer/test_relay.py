@@ -278,7 +278,7 @@ def test_a_save_that_comes_while_a_last_copy_is_deleted_does_not_hide_that_a_tie
                 node.wake()
                 await until(lambda step=step: node.tiers.observed.has(part(step), "a"))
             await until(lambda: node.tiers.observed.has(part(3), "a") and 1 not in steps_on(fast.inner.objects))
-            await until(lambda: {("a", 1), ("local", 1)} <= {told[:2] for told in events(node, "pruned")})
+            await until(lambda: {("a", 1), ("local", 1)} <= {reported[:2] for reported in events(node, "pruned")})
         return node
 
     node = asyncio.run(work())
@@ -301,7 +301,7 @@ def test_only_time_in_which_a_tier_was_asked_in_vain_ends_what_is_held_for_it(sp
             now[0] += later
             store.error = error
             with contextlib.suppress(StoreUnavailable):
-                await node.look("b")
+                await node.observe("b")
             return node.inventory().silent
 
         down = StoreUnavailable("no route")

@@ -148,7 +148,7 @@ def test_a_deletion_that_fails_holds_up_no_flush(spool, monkeypatch):
 
 def test_a_prune_waits_for_the_copy_that_cannot_be_read_and_is_not_asked_for_again_each_second(spool, monkeypatch):
     hurry(monkeypatch)
-    looked, failing = [], [True]
+    observed, failing = [], [True]
 
     class Down(MemoryStore):
         async def put(self, key: str, data: Buffer) -> str:
@@ -160,7 +160,7 @@ def test_a_prune_waits_for_the_copy_that_cannot_be_read_and_is_not_asked_for_aga
         real, wrong = daemon._pruner._covered, daemon.scrubber._reader.read
 
         async def covered(checkpoint):
-            looked.append(checkpoint)
+            observed.append(checkpoint)
             return await real(checkpoint)
 
         async def read(copy):
@@ -177,13 +177,13 @@ def test_a_prune_waits_for_the_copy_that_cannot_be_read_and_is_not_asked_for_aga
         for step in (1, 2):
             commit(spool, part(step))
         async with running(daemon):
-            await until(lambda: looked and daemon.scrubber.rests_s(part(2)) > 60)
+            await until(lambda: observed and daemon.scrubber.rests_s(part(2)) > 60)
             await asyncio.sleep(0.1)
-            before = len(looked)
+            before = len(observed)
             for _ in range(10):
                 daemon.wake()
                 await asyncio.sleep(0.05)
-            assert len(looked) == before
+            assert len(observed) == before
             failing.clear()
             await daemon.scrubber.scrub(ScrubbedCopy(SPOOL, part(2)))  # its turn comes
             await until(lambda: steps_in(spool) == [2])

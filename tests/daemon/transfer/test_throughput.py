@@ -49,19 +49,19 @@ def one_chunk() -> tuple[Chunk, bytes]:
 
 def paced(link: float, encoder: float) -> Throughput:
     """A pace that has measured these rates, in bytes per second."""
-    pace = Throughput()
-    for meter, rate in ((pace.link("s3"), link), (pace._encoder, encoder)):
+    throughput = Throughput()
+    for meter, rate in ((throughput.link("s3"), link), (throughput._encoder, encoder)):
         meter._bytes, meter._seconds = rate, 1.0
-    pace._raw, pace._stored = 1e9, 0.5e9
-    return pace
+    throughput._raw, throughput._stored = 1e9, 0.5e9
+    return throughput
 
 
-def codecs(pace: Throughput, count: int = 200) -> list[str]:
+def codecs(throughput: Throughput, count: int = 200) -> list[str]:
     chunk, raw = one_chunk()
     found = []
     for _ in range(count):
-        found.append(pace.encode(part(0), chunk, raw, pace.packs()).stored.codec)
-        pace._encoder._bytes, pace._encoder._seconds = 1e9, 1.0
+        found.append(throughput.encode(part(0), chunk, raw, throughput.packs()).stored.codec)
+        throughput._encoder._bytes, throughput._encoder._seconds = 1e9, 1.0
     return found
 
 
@@ -76,10 +76,10 @@ def test_it_does_not_where_the_link_outruns_it_but_tries_now_and_then():
 
 
 def test_a_slow_tier_beside_a_fast_one_has_its_way():
-    pace = paced(link=5e9, encoder=1e9)
-    slow = pace.link("slow")
+    throughput = paced(link=5e9, encoder=1e9)
+    slow = throughput.link("slow")
     slow._bytes, slow._seconds = 1e7, 1.0
-    assert RAW not in codecs(pace)
+    assert RAW not in codecs(throughput)
 
 
 def test_before_anything_is_known_it_packs():

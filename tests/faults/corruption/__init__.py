@@ -45,7 +45,7 @@ MET = (
     *("harm: everywhere: chunk", "harm: everywhere: manifest"),
     *(f"harm: {what}" for what in planted.HARMS),
     *(f"resumed: {what}" for what in histories.ANSWERS),
-    *(f"told: {what}" for what in histories.TOLD),
+    *(f"told: {what}" for what in histories.REPORTED),
     *(f"near {how}: {kind}" for how in ("plain", "encrypted") for kind in KINDS),
 )
 MUTANTS = (
@@ -194,7 +194,7 @@ MUTANTS = (
     Mutant(
         "what is newer by name alone is passed over unsaid",
         "tierd/client/restoring/search.py",
-        "        doubtful |= dict.fromkeys(resume.unvouched, UNVOUCHED)\n",
+        "        unusable |= dict.fromkeys(resume.unvouched, UNVOUCHED)\n",
         "",
         "corruption --only 12",
         "(unvouched) is newer than",

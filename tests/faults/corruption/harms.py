@@ -131,8 +131,8 @@ class Harms:
 
     def _keys(self, part: PartId, tier: str) -> list[str]:
         """The chunks of a part, as its right manifest names them."""
-        told = json.loads(self._places.pristine[tier][part.manifest_key][:-SEAL] + b"}")
-        return [f"{told['run']}/{chunk['stored']['key']}" for file in told["files"] for chunk in file["chunks"]]
+        reported = json.loads(self._places.pristine[tier][part.manifest_key][:-SEAL] + b"}")
+        return [f"{reported['run']}/{chunk['stored']['key']}" for file in reported["files"] for chunk in file["chunks"]]
 
     def _all_keys(self) -> list[str]:
         return [key for key in self._places.pristine["near"] if "/chunks/" in key]
@@ -146,34 +146,34 @@ class Harms:
 
     def _forged(self, data: bytes, *, stored: bool) -> bytes:
         """A right manifest that was made to say something else, with a seal of its own."""
-        told = json.loads(data[:-SEAL] + b"}")
-        chunks = [chunk for file in told["files"] for chunk in file["chunks"]]
+        reported = json.loads(data[:-SEAL] + b"}")
+        chunks = [chunk for file in reported["files"] for chunk in file["chunks"]]
         deep = FORGED_DEEP if self._deep and stored else ()
         way = self._noise.choice([*FORGED_NAMES, *(FORGED_FORMS if stored else ()), *deep])
-        self._forge(told, chunks[self._index(len(chunks))], way)
-        body = json.dumps(told, separators=(",", ":")).encode()[:-1]
+        self._forge(reported, chunks[self._index(len(chunks))], way)
+        body = json.dumps(reported, separators=(",", ":")).encode()[:-1]
         return body + b',"digest":"%s"}\n' % digest(body).encode()
 
-    def _forge(self, told: dict, chunk: dict, way: str) -> None:
+    def _forge(self, reported: dict, chunk: dict, way: str) -> None:
         other = self._noise.choice(self._all_keys())
         match way:
             case "rank":
-                told["rank"] = 1 - told["rank"]
+                reported["rank"] = 1 - reported["rank"]
             case "world_size":
-                told["world_size"] += 1
+                reported["world_size"] += 1
             case "step":
-                told["step"] += 1
+                reported["step"] += 1
             case "attempt":
-                told["attempt"] = f"{int(told['attempt'][:12], 16) + 1:012x}{told['attempt'][12:]}"
+                reported["attempt"] = f"{int(reported['attempt'][:12], 16) + 1:012x}{reported['attempt'][12:]}"
             case "run":
-                told["run"] = "another"
+                reported["run"] = "another"
             case "size":
                 chunk["stored"]["size"] += self._noise.choice([-1, 1])
             case "xxh3_128":
                 chunk["stored"]["xxh3_128"] = f"{self._noise.getrandbits(128):032x}"
             case "key":  # another chunk's
                 key = other.partition("/")[2].split("/")
-                key[2] = f"{told['rank']:05}"
+                key[2] = f"{reported['rank']:05}"
                 chunk["stored"]["key"] = "/".join(key)
             case "home":  # under another checkpoint's name, where it may lie or not
                 chunk["stored"]["key"] = f"chunks/{other.split('/')[2]}/{chunk['stored']['key'].split('/', 2)[2]}"

@@ -19,7 +19,7 @@ from unittest import mock
 from faults.corruption.launch import launch
 from faults.corruption.places import RUN, TIERS, WORLD, Places
 from faults.corruption.planted import History
-from faults.corruption.remembered import HEAD, Known, is_foreign, look
+from faults.corruption.remembered import HEAD, Known, is_foreign, observe_all
 from faults.corruption.trials import _REASON, Trials, _skipped
 from faults.rounds import Lost
 
@@ -35,7 +35,7 @@ from tierd.stores.base import Buffer, ObjectInfo
 from tierd.stores.memory import MemoryStore
 
 ANSWERS = ("the newest", "an older one", "refused", "nothing", "anew", "of another key", "a place is silent")
-TOLD = ("gone", "unvouched", "passed over")
+REPORTED = ("gone", "unvouched", "passed over")
 
 
 class _Silent:
@@ -90,7 +90,7 @@ class Due:
         return [one for one in line if self.is_enough(one)]
 
     @property
-    def doubtful(self) -> bool:
+    def unusable(self) -> bool:
         """Whether anything that is no candidate may be newer, and lie whole where nobody answers."""
         newer = [*self.known.checkpoints, *self.known.remembered()]
         return not self.wanted or any(one > self.wanted for one in newer)
@@ -104,11 +104,11 @@ class Due:
 
 @dataclass(frozen=True)
 class Came:
-    """What came: a checkpoint, an error, or nothing at all, which is to begin anew. `told`: what was passed over."""
+    """What came: a checkpoint, an error, or nothing at all, which is to begin anew. `reported`: those passed over."""
 
     got: CheckpointId | None
     error: TierdError | None
-    told: dict[CheckpointId, str]
+    reported: dict[CheckpointId, str]
     text: str
 
     @property
@@ -151,7 +151,7 @@ class Histories(Trials):
             self._put_back()
 
     def _due(self, *, silent: bool, at_least: int | None) -> Due:
-        known = look(self.places, self.judge)
+        known = observe_all(self.places, self.judge)
         line = known.candidates()
         sound = {one for one in line if all(self._is_right(part) for part in _parts(one))}
         foreign = {
@@ -173,8 +173,8 @@ class Histories(Trials):
             same = [isinstance(each, Found) and (each.part.checkpoint, each.skipped) for each in found]
             if same != [(got, one.skipped)] * WORLD:
                 raise Lost(f"the ranks restored, and skipped, otherwise: {same}")
-            told = {CheckpointId(RUN, each.attempt, each.step): each.reason for each in one.skipped}
-            return Came(got, None, told, f"{got}, past {told}")
+            reported = {CheckpointId(RUN, each.attempt, each.step): each.reason for each in one.skipped}
+            return Came(got, None, reported, f"{got}, past {reported}")
         if one is None:
             return Came(None, None, {}, "a launch began anew")
         return Came(None, CheckpointNotFound(one), _skipped(one.splitlines()), one)
@@ -195,7 +195,7 @@ def judged(due: Due, came: Came) -> list[str]:
     """Compare; notes of what came."""
     wanted, above = due.wanted, due.above
     if came.error is not None and not isinstance(came.error, CheckpointNotFound):
-        if due.silent and (above or due.doubtful):
+        if due.silent and (above or due.unusable):
             return ["resumed: a place is silent"]
         if isinstance(came.error, StoreUnavailable) and due.foreign.intersection(above):
             return ["resumed: of another key"]
@@ -210,14 +210,14 @@ def judged(due: Due, came: Came) -> list[str]:
         return ["resumed: anew"]
     if came.error and due.may_begin_anew and not due.known.checkpoints:
         raise Lost("nothing is there, nor was, and a launch was stopped")
-    notes = _all_told(due, came)
+    notes = _all_reported(due, came)
     if came.got is None:
         return [f"resumed: {'refused' if due.sound else 'nothing'}", *notes]
     went_back = above or any(one > came.got for one in due.known.remembered())
     return [f"resumed: {'an older one' if went_back else 'the newest'}", *notes]
 
 
-def _all_told(due: Due, came: Came) -> list[str]:
+def _all_reported(due: Due, came: Came) -> list[str]:
     """That everything that is newer, and was or may have been complete, is named, each with a reason."""
     known, notes = due.known, Counter[str]()
     left = next((one for one in due.line if not due.is_enough(one)), None) if came.got is None else came.got
@@ -229,9 +229,9 @@ def _all_told(due: Due, came: Came) -> list[str]:
     }
     for why, one in [(why, one) for why, some in which.items() for one in some]:
         if left is None or one > left:
-            if len(came.told.get(one, "")) < _REASON:
-                raise Lost(f"{one} ({why}) is newer than {left}, and this was said: {came.told}")
+            if len(came.reported.get(one, "")) < _REASON:
+                raise Lost(f"{one} ({why}) is newer than {left}, and this was said: {came.reported}")
             notes[f"told: {why}"] += 1
-    if came.got in came.told:
-        raise Lost(f"{came.got} was given, and is among what was skipped: {came.told}")
+    if came.got in came.reported:
+        raise Lost(f"{came.got} was given, and is among what was skipped: {came.reported}")
     return list(notes)

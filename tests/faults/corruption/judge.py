@@ -77,10 +77,10 @@ class Judge:
 
     def _truth(self, part: PartId) -> Truth:
         files = self.places.held[part]
-        told = json.loads(self.places.files[f"{part.path}/manifest.json"][:-SEAL] + b"}")
-        assert sorted(files) == [file["path"] for file in told["files"]]
+        reported = json.loads(self.places.files[f"{part.path}/manifest.json"][:-SEAL] + b"}")
+        assert sorted(files) == [file["path"] for file in reported["files"]]
         pieces = []
-        for file in told["files"]:
+        for file in reported["files"]:
             offset, found = 0, []
             for chunk in file["chunks"]:
                 raw = files[file["path"]][offset : offset + chunk["size"]]
@@ -103,16 +103,17 @@ class Judge:
 
     def honest(self, place: str, part: PartId) -> dict[str, Any] | None:
         """What a place's manifest says, if it describes what was saved."""
-        told = self.readable(place, part)
-        if told is None:
+        reported = self.readable(place, part)
+        if reported is None:
             return None
         raw = [
-            (file["path"], [(chunk["size"], chunk["xxh3_128"]) for chunk in file["chunks"]]) for file in told["files"]
+            (file["path"], [(chunk["size"], chunk["xxh3_128"]) for chunk in file["chunks"]])
+            for file in reported["files"]
         ]
         right = [(path, [(size, name) for _, size, name in pieces]) for path, pieces in self.truth[part].pieces]
-        origin = told["resumed_from"]
+        origin = reported["resumed_from"]
         mine = ORIGIN[part.checkpoint.attempt] if part.checkpoint.run == RUN else None
-        return told if raw == right and (origin and (origin["attempt"], origin["step"])) == mine else None
+        return reported if raw == right and (origin and (origin["attempt"], origin["step"])) == mine else None
 
     # -- bytes ------------------------------------------------------------------------------------------------------
 
@@ -185,11 +186,11 @@ class Judge:
     # -- answers ----------------------------------------------------------------------------------------------------
 
     def copy_is_right(self, place: str, part: PartId) -> bool:
-        told = self.honest(place, part)
-        if told is None:
+        reported = self.honest(place, part)
+        if reported is None:
             return False
         if place in TIERS:
-            return all(self.stored(place, part, chunk) for file in told["files"] for chunk in file["chunks"])
+            return all(self.stored(place, part, chunk) for file in reported["files"] for chunk in file["chunks"])
         return all(self.local(part, path) == data for path, data in self.truth[part].files.items())
 
     def is_local(self, part: PartId) -> bool:
@@ -202,8 +203,11 @@ class Judge:
         """Whether any tier has a chunk right, where its manifest says or wherever its digest leads."""
         name = self.truth[part].pieces[number][1][index][2]
         for tier in TIERS:
-            told = self.honest(tier, part)
-            if told and self._link(tier, part, told["files"][number]["chunks"][index], (number, index)) is not None:
+            reported = self.honest(tier, part)
+            if (
+                reported
+                and self._link(tier, part, reported["files"][number]["chunks"][index], (number, index)) is not None
+            ):
                 return True
             if self.by_digest(tier, part, name):
                 return True
@@ -231,9 +235,9 @@ class Judge:
         """Where a base may lie: as the patch's manifest says, as those of other tiers say, or under the same key."""
         yield tier, link
         for other in (one for one in TIERS if one != tier):
-            if told := self.honest(other, part):
+            if reported := self.honest(other, part):
                 equal = (link["size"], link["xxh3_128"])
-                links = chain(told["files"][where[0]]["chunks"][where[1]])
+                links = chain(reported["files"][where[0]]["chunks"][where[1]])
                 yield from ((other, one) for one in links if (one["size"], one["xxh3_128"]) == equal)
             yield other, link
 
@@ -256,7 +260,7 @@ class Judge:
             for index in range(len(pieces))
         )
 
-    def can_be_mended(self, tier: str, part: PartId) -> bool:
+    def can_be_repaired(self, tier: str, part: PartId) -> bool:
         """Whether a tier's copy, whose manifest is right, can be made right by what lies elsewhere, as it lies now."""
         return all(
             self.chunk_in_spool(part, number, index, whole=True) or self.chunk_on_tiers(part, number, index)

@@ -16,7 +16,7 @@ from tierd.core.errors import CheckpointNotFound
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.timeline.run_view import RunView, run_view_of
 from tierd.daemon.scrub.repairer import Repairer
-from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.tiers.observe import observe_places
 
 Read = Callable[[PartId], "Mapping[str, bytes] | None"]  # what the spool gives of a part, None where it is corrupt
 
@@ -50,14 +50,14 @@ class _Source:
     def _wait(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def sight(self) -> RunView:
-        return run_view_of(self._wait(look_around(self._places.spool, self._places.stores, RUN)), RUN)
+    def run_view(self) -> RunView:
+        return run_view_of(self._wait(observe_places(self._places.spool, self._places.stores, RUN)), RUN)
 
     def obtain(self, part: PartId) -> Any:
         tier = "local"
         files = self._read(part)
         if files is None:
-            tier = (*self._wait(self._repairer.heal(part)), tier)[0]
+            tier = (*self._wait(self._repairer.repair_spool(part)), tier)[0]
             files = self._read(part)
             assert files is not None, f"{part} was healed and does not read"
         return self._places.spool.manifest(part), files, tier
@@ -82,7 +82,7 @@ async def launch(
         ranks: Any = _Ranks(rank, said, barrier)
         restorer = Restorer(places.spool, RUN, ranks, tiers=True)
         restorer.source = source  # type: ignore[assignment]
-        restorer.agreement = Agreement(ranks, RUN, source.sight, lambda: Clock(1, "00000000", None))
+        restorer.agreement = Agreement(ranks, RUN, source.run_view, lambda: Clock(1, "00000000", None))
         try:
             return restorer.restore(None, None, at_least=at_least)
         except CheckpointNotFound as error:

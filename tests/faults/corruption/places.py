@@ -220,15 +220,15 @@ def build(root: Path, *, encrypted: bool) -> Places:
     held = {}
 
     async def work() -> None:
-        lenders: dict[tuple[str, str, int], Manifest] = {}
+        base_copies: dict[tuple[str, str, int], Manifest] = {}
         for (run, launch, step), rank in ((one, rank) for one in CHECKPOINTS for rank in range(WORLD)):
             part = PartId(CheckpointId(run, attempt(launch), step), rank, WORLD)
             held[part] = contents(run, launch, step, rank)
             commit(spool, part, held[part], ORIGIN[part.checkpoint.attempt] if run == RUN else None)
             for tier, store in stores.items():
                 way = Route(store, tier=tier, encoding=Encoding(Throughput() if tier == "near" else Plain()))
-                await flush(spool, part, way, lender=lenders.get((tier, run, rank)))
-                lenders[tier, run, rank] = decode(bytes(await store.get(part.manifest_key)))
+                await flush(spool, part, way, base=base_copies.get((tier, run, rank)))
+                base_copies[tier, run, rank] = decode(bytes(await store.get(part.manifest_key)))
 
     asyncio.run(work())
     objects = {tier: {key: one[0] for key, one in store.objects.items()} for tier, store in memory.items()}
@@ -254,12 +254,12 @@ def build(root: Path, *, encrypted: bool) -> Places:
                 found.forms.setdefault(digest, {})[form] = data
     codecs = {form for forms in found.forms.values() for form in forms}
     assert {codec[:5] for codec in codecs} == {"raw", "zst", "plane", "patch"}, codecs
-    shared = [part for part in parts if _borrows(pristine["near"][part.manifest_key])]
+    shared = [part for part in parts if _shares(pristine["near"][part.manifest_key])]
     assert shared, "nothing is shared between checkpoints"
     return found
 
 
-def _borrows(manifest: bytes) -> bool:
+def _shares(manifest: bytes) -> bool:
     said = msgspec.json.decode(manifest)
     own = f"chunks/{said['step']:012}.{said['attempt']}/"
     return any(not chunk["stored"]["key"].startswith(own) for file in said["files"] for chunk in file["chunks"])

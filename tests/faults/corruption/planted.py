@@ -41,14 +41,14 @@ NAMED = tuple(f"names: {what}" for what in (*WHERE, *CONTENT, "of another number
 HARMS = (*NAMED, *(f"head: {what}" for what in HEADS), *(f"gone: {what}" for what in GONE), "silent")
 
 
-def sealed(told: dict[str, Any]) -> bytes:
-    body = json.dumps(told, separators=(",", ":")).encode()[:-1]
+def sealed(reported: dict[str, Any]) -> bytes:
+    body = json.dumps(reported, separators=(",", ":")).encode()[:-1]
     return body + b',"digest":"%s"}\n' % digest(body).encode()
 
 
 def head(run: str, by: str, launches: dict[str, tuple[str, int] | None], newest: dict[str, int], counter: int) -> bytes:
     """A head by FORMAT.md, of launches with what they resumed from."""
-    told = {
+    reported = {
         one: {
             "resumed_from": {"step": origin[1], "attempt": origin[0]} if origin else None,
             "newest": newest.get(one),
@@ -58,7 +58,15 @@ def head(run: str, by: str, launches: dict[str, tuple[str, int] | None], newest:
     before = None if counter == 1 else f"{counter:032x}"
     written = "2026-11-22T00:00:00+00:00"
     return sealed(
-        {"version": 1, "run": run, "by": by, "counter": counter, "before": before, "written": written, "launches": told}
+        {
+            "version": 1,
+            "run": run,
+            "by": by,
+            "counter": counter,
+            "before": before,
+            "written": written,
+            "launches": reported,
+        }
     )
 
 
@@ -139,8 +147,8 @@ class History:
                 (places.put if noise.random() < 0.5 else places.put_raw)(tier, key, places.pristine["far"][other])
             case "another key":
                 text = base64.b64encode(noise.randbytes(200)).decode().rstrip("=")
-                told = {"version": 2, "cipher": "aes-256-gcm", "key_id": f"{noise.getrandbits(64):016x}"}
-                places.put_raw(tier, key, sealed({**told, "encrypted": text}))
+                reported = {"version": 2, "cipher": "aes-256-gcm", "key_id": f"{noise.getrandbits(64):016x}"}
+                places.put_raw(tier, key, sealed({**reported, "encrypted": text}))
 
     # -- heads --------------------------------------------------------------------------------------------------------
 

@@ -49,15 +49,15 @@ class Known:
 
     Attributes:
         names: place -> the parts whose manifests are there by name.
-        aside: the parts that are quarantined, by name.
-        told: launch -> what it resumed from, where anything tells.
+        quarantined: the parts that are quarantined, by name.
+        reported: launch -> what it resumed from, where anything tells.
         whole: launch -> the newest step that any head says was complete.
         here: the checkpoints that the spool remembers to have committed.
     """
 
     names: dict[str, set[PartId]] = field(default_factory=dict)
-    aside: set[PartId] = field(default_factory=set)
-    told: Origins = field(default_factory=dict)
+    quarantined: set[PartId] = field(default_factory=set)
+    reported: Origins = field(default_factory=dict)
     whole: dict[str, int] = field(default_factory=dict)
     here: set[CheckpointId] = field(default_factory=set)
 
@@ -67,12 +67,12 @@ class Known:
 
     @property
     def checkpoints(self) -> set[CheckpointId]:
-        return {part.checkpoint for part in self.shown | self.aside}
+        return {part.checkpoint for part in self.shown | self.quarantined}
 
     @property
     def newest(self) -> str | None:
         """The newest launch of which anything can be read, or else the newest name."""
-        return max(self.told or {one.attempt for one in self.checkpoints}, default=None)
+        return max(self.reported or {one.attempt for one in self.checkpoints}, default=None)
 
     def complete(self, world: int) -> set[CheckpointId]:
         ranks: dict[CheckpointId, set[int]] = {}
@@ -87,7 +87,7 @@ class Known:
         at, limit = self.newest, float("inf")
         while at is not None:
             found[at] = limit
-            origin = self.told.get(at)
+            origin = self.reported.get(at)
             at, limit = (origin.attempt, origin.step) if origin else (None, 0.0)
         return found
 
@@ -107,13 +107,13 @@ class Known:
         return {*self.here, *([newest] if newest else [])}
 
 
-def look(places: Places, judge: Judge) -> Known:
+def observe_all(places: Places, judge: Judge) -> Known:
     """Read everything, by the formats alone."""
     known = Known()
     local = {part for part in places.parts if part.checkpoint.run == RUN and judge.is_local(part)}
     known.names[LOCAL] = local
     found: list[tuple[PartId, dict[str, Any]]] = []
-    found += [(part, told) for part in local if (told := judge.readable(LOCAL, part))]
+    found += [(part, reported) for part in local if (reported := judge.readable(LOCAL, part))]
     heads = [head_says(places.read(HEAD), "")]
     for tier in TIERS:
         names = known.names[tier] = set()
@@ -123,17 +123,17 @@ def look(places: Places, judge: Judge) -> Known:
                 if rank >= world or not is_launch(match[3]):
                     continue
                 part = PartId(CheckpointId(RUN, match[3], int(match[2])), rank, world)
-                (names if match[1] == "manifests" else known.aside).add(part)
-                if told := said(data, part):
-                    found.append((part, told))
+                (names if match[1] == "manifests" else known.quarantined).add(part)
+                if reported := said(data, part):
+                    found.append((part, reported))
             elif match := _TIER_HEAD.fullmatch(key):
                 heads.append(head_says(data, match[1]))
     for launches in (one for one in heads if one):
         for launch, one in launches.items():
-            known.told[launch] = _origin(one["resumed_from"])
+            known.reported[launch] = _origin(one["resumed_from"])
             if one["newest"] is not None:
                 known.whole[launch] = max(one["newest"], known.whole.get(launch, -1))
-    known.told |= {part.checkpoint.attempt: _origin(told["resumed_from"]) for part, told in found}
+    known.reported |= {part.checkpoint.attempt: _origin(reported["resumed_from"]) for part, reported in found}
     marks = places.spool.root / ".tierd" / "saved" / RUN
     for mark in sorted(marks.iterdir()) if marks.exists() else ():
         if (match := _MARK.fullmatch(mark.name)) and (text := mark.read_text()):
@@ -141,17 +141,17 @@ def look(places: Places, judge: Judge) -> Known:
     return known
 
 
-def _origin(told: dict[str, Any] | None) -> CheckpointId | None:
-    return CheckpointId(RUN, told["attempt"], told["step"]) if told else None
+def _origin(reported: dict[str, Any] | None) -> CheckpointId | None:
+    return CheckpointId(RUN, reported["attempt"], reported["step"]) if reported else None
 
 
 def is_foreign(places: Places, tier: str, part: PartId) -> bool:
     """Whether an intact manifest lies there that is of another version, or of another key: nobody without that key
     can say whether it is right, so a restore neither takes nor passes over it."""
     data = places.raw(tier, part.manifest_key)
-    told = sealed(data) if data else None
-    if told is None:
+    reported = sealed(data) if data else None
+    if reported is None:
         return False
     if tier == "near" and places.cipher:
-        return told.get("key_id") != places.cipher.id
-    return told.get("version") != 1
+        return reported.get("key_id") != places.cipher.id
+    return reported.get("version") != 1

@@ -30,7 +30,7 @@ from tierd.daemon.pause import at_once
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.scrub.repairer import Repairer
 from tierd.daemon.scrub.verifier import CopyVerifier
-from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.tiers.prune import verify
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import export
@@ -128,7 +128,7 @@ class Trials:
                 answers[await self._verify_tier(tier, part)] += 1
             if self.judge.is_local(part):
                 answers[self._verify_local(part)] += 1
-        world = await look_around(self.places.spool, self.places.stores, RUN)
+        world = await observe_places(self.places.spool, self.places.stores, RUN)
         for place, seen in (("local", world.spool), *world.tiers.items()):
             assert seen is not None
             for part in (one for one in self.places.parts if one.checkpoint.run == RUN):
@@ -141,18 +141,18 @@ class Trials:
         return "all right" if not answers[False] else "some wrong"
 
     async def _verify_tier(self, tier: str, part: PartId) -> bool:
-        told = self.judge.readable(tier, part)
+        reported = self.judge.readable(tier, part)
         if self.judge.manifest(tier, part) is None:
             return True
         try:
             _, wrong = await verify(self.places.stores[tier], part, lambda size: None)
         except ManifestError:
-            if told is not None:
+            if reported is not None:
                 raise Lost(f"{tier}: the manifest of {part} is right and was refused") from None
             return False
-        if told is None:
+        if reported is None:
             raise Lost(f"{tier}: the manifest of {part} is wrong and was taken")
-        chunks = [chunk for file in told["files"] for chunk in file["chunks"]]
+        chunks = [chunk for file in reported["files"] for chunk in file["chunks"]]
         bad = [chunk for chunk in chunks if not self.judge.stored(tier, part, chunk)]
         if len(bad) != len(wrong):
             raise Lost(f"{tier}: {len(bad)} chunks of {part} are wrong, and these were named: {wrong}")
@@ -202,7 +202,7 @@ class Trials:
         there = self.judge.exists(focus)
         can, lenient = self.judge.can_be_had(focus), self.judge.lenient(focus)
         try:
-            await repairer.heal(focus)
+            await repairer.repair_spool(focus)
         except CorruptChunk as error:
             if can:
                 raise Lost(f"{focus} can be had and was given up: {error}") from error
@@ -231,7 +231,7 @@ class Trials:
         lenient = judge.lenient(focus)
         there = self._there(place, focus)
         must = self._mendable(place, focus)
-        aside = place in TIERS and judge.honest(place, focus) is None and judge.readable(LOCAL, focus) is not None
+        quarantined = place in TIERS and judge.honest(place, focus) is None and judge.readable(LOCAL, focus) is not None
         try:
             whole = await reader.read(ScrubbedCopy(place, focus))
         except ObjectNotFound:
@@ -251,7 +251,7 @@ class Trials:
             raise Lost(f"{place}: {focus} cannot be mended and was called right")
         if whole:
             return "mended"
-        if must and not aside:
+        if must and not quarantined:
             raise Lost(f"{place}: {focus} can be mended and was not")
         if judge.exists(focus, spool=False) and place in TIERS and judge.manifest(place, focus) is not None:
             raise Lost(f"{place}: {focus} was not mended and not set aside")
@@ -269,7 +269,7 @@ class Trials:
             self.judge.honest(tier, part) for tier in TIERS if tier != place
         ):
             return False
-        return self.judge.can_be_mended(place, part)
+        return self.judge.can_be_repaired(place, part)
 
     # -- restore and export -------------------------------------------------------------------------------------------
 
@@ -281,11 +281,11 @@ class Trials:
         one = found[0]
         if isinstance(one, Found):
             got = one.part.checkpoint
-            told = {CheckpointId(RUN, each.attempt, each.step): each.reason for each in one.skipped}
+            reported = {CheckpointId(RUN, each.attempt, each.step): each.reason for each in one.skipped}
             same = [isinstance(each, Found) and (each.part.checkpoint, each.skipped) for each in found]
             if same != [(got, one.skipped)] * WORLD:
                 raise Lost(f"the ranks restored, and skipped, otherwise: {same}")
-            return self._compared(line, got, told)
+            return self._compared(line, got, reported)
         if one is None and any(line.checkpoints):
             raise Lost(f"a launch began from nothing, with {line.checkpoints} there")
         return self._compared(line, None, _skipped((one or "").splitlines()))
@@ -294,23 +294,23 @@ class Trials:
         line = self._line(spool=False)
         target = self._root / "exported"
         got: CheckpointId | None = None
-        told: dict[CheckpointId, str] = {}
+        reported: dict[CheckpointId, str] = {}
         try:
             found = await export(self.places.stores, RUN, target, None, None, Progress())
-            got, told = CheckpointId(RUN, found.attempt, found.step), _skipped(found.skipped)
+            got, reported = CheckpointId(RUN, found.attempt, found.step), _skipped(found.skipped)
             for rank in range(WORLD):
                 part = PartId(got, rank, WORLD)
                 for path, data in self.places.held[part].items():
                     if (target / part.name / path).read_bytes() != data:
                         raise Lost(f"{part}: wrong bytes of {path} were exported")
         except CheckpointNotFound as error:
-            told = _skipped(str(error).splitlines())
+            reported = _skipped(str(error).splitlines())
             if target.exists():
                 raise Lost("nothing was found, and something was exported") from None
         finally:
             shutil.rmtree(target, ignore_errors=True)
             shutil.rmtree(target.with_name(".exported.partial"), ignore_errors=True)
-        return self._compared(line, got, told)
+        return self._compared(line, got, reported)
 
     def _line(self, *, spool: bool) -> Line:
         """What must be tried, in order, by what lies there now."""
@@ -319,7 +319,7 @@ class Trials:
         lenient = any(self.judge.lenient(part) for part in self.places.parts)
         return Line([parts[0].checkpoint for parts in line], bad, lenient)
 
-    def _compared(self, line: Line, got: CheckpointId | None, told: dict[CheckpointId, str]) -> str:
+    def _compared(self, line: Line, got: CheckpointId | None, reported: dict[CheckpointId, str]) -> str:
         """That it is the first that can be had, and that what was passed over is named, each with a rank whose part is
         nowhere right."""
         wanted = line.first
@@ -330,12 +330,12 @@ class Trials:
                 raise Lost(f"{wanted or 'nothing'} can be had, and {got or 'nothing'} was given, of {order}")
         passed = line.checkpoints[: line.checkpoints.index(got)] if got else line.checkpoints
         for one, ranks in zip(passed, line.bad, strict=False):
-            why = told.get(one, "")
+            why = reported.get(one, "")
             named = {int(rank) for either in _RANK.findall(why) for rank in either if rank}
             if len(why) < _REASON or (named and not named & set(ranks) and not line.lenient):
-                raise Lost(f"{one} was passed over for ranks {ranks}, and this was said of it: {why!r}, in {told}")
-        if got in told:
-            raise Lost(f"{got} was given, and is among what was skipped: {told}")
+                raise Lost(f"{one} was passed over for ranks {ranks}, and this was said of it: {why!r}, in {reported}")
+        if got in reported:
+            raise Lost(f"{got} was given, and is among what was skipped: {reported}")
         return "nothing" if got is None else f"passed over {len(passed)}"
 
     # -- everything ---------------------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ class Trials:
     async def _scrub_all(self, daemon: Reconciler) -> None:
         for _ in range(2):
             for name in daemon.workers:
-                await daemon.look(name)
+                await daemon.observe(name)
             world: dict[str, Any] = {LOCAL: daemon.inventory().spool, **daemon.inventory().tiers}
             for name, place in world.items():
                 for part in sorted(place.parts()):

@@ -68,19 +68,19 @@ def _watch_workers() -> None:
     failed: weakref.WeakKeyDictionary[tier_worker.TierWorker, float] = (
         weakref.WeakKeyDictionary()
     )  # when, monotonic seconds
-    look, fail = agenda.Agenda.next_action, worker_loop.WorkerLoop._failed
+    observe, fail = agenda.Agenda.next_action, worker_loop.WorkerLoop._failed
 
-    async def looked(own: Any, one: Any) -> Any:
+    async def observed(own: Any, one: Any) -> Any:
         rested = time.monotonic() - failed.pop(one, -math.inf)
         if rested < 0.9 * BACKOFF / 2:
             _hasty.append(f"{one.name} tried again after {rested:.3f} s")
-        return await look(own, one)
+        return await observe(own, one)
 
     def noted(loop: Any, one: Any, action: Any, error: Exception) -> None:
         failed[one] = time.monotonic()  # before: afterwards, a busy machine may have let some of the rest pass
         fail(loop, one, action, error)
 
-    agenda.Agenda.next_action = looked  # type: ignore[method-assign]
+    agenda.Agenda.next_action = observed  # type: ignore[method-assign]
     worker_loop.WorkerLoop._failed = noted  # type: ignore[method-assign]
 
 

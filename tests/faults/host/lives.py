@@ -168,8 +168,8 @@ def _check_another(node: Node) -> None:
     another = Trainer(node.spool, node.big, alone=True, follows=None)
     found = another.resumed
     another.kill()
-    told = found.error and found.error.startswith("SpoolUnusable") and str(node.spool) in found.error
-    if not (told and "read-only" in found.error.lower()) and found.step != max(node.saved):
+    reported = found.error and found.error.startswith("SpoolUnusable") and str(node.spool) in found.error
+    if not (reported and "read-only" in found.error.lower()) and found.step != max(node.saved):
         raise Lost(f"on a read-only spool a launch is given {found}, not step {max(node.saved)}")
 
 
@@ -205,7 +205,7 @@ def _tier_read_only(kind: str) -> Play:
 def _check_refused(node: Node) -> None:
     """`status` says of the tier what failed, and why."""
 
-    def told() -> bool:
+    def reported() -> bool:
         (tier,) = (one for one in node.status()["tiers"] if one["name"] == "tier")
         return (
             tier["failures"] > 0
@@ -213,7 +213,7 @@ def _check_refused(node: Node) -> None:
             and tier["pending_parts"] > 0
         )
 
-    if not until(told, pause_s=0.1):
+    if not until(reported, pause_s=0.1):
         raise Lost(f"status does not say that the tier is read-only: {node.status()['tiers']}")
 
 

@@ -170,8 +170,8 @@ class Node:
         """Saves that failed have said so by one error, one line and one count, which name the place and the cause."""
         for one in self.failures:
             lines = [line for line in one.lines if "save failed, training goes on" in line]
-            told = any(os.strerror(code) in one.text for code in codes) and str(self.spool) in one.text
-            if (one.error, one.cause, one.failed, len(lines)) != ("SaveFailed", "SpoolUnusable", 1, 1) or not told:
+            reported = any(os.strerror(code) in one.text for code in codes) and str(self.spool) in one.text
+            if (one.error, one.cause, one.failed, len(lines)) != ("SaveFailed", "SpoolUnusable", 1, 1) or not reported:
                 raise Lost(f"a save that failed is not told by one clear error: {one}")
         self.failures.clear()
 

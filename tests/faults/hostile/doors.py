@@ -24,7 +24,7 @@ from tierd.core.errors import FormatTooNew, ManifestError, StateMismatch, TierdE
 from tierd.core.manifest_codec import decode
 from tierd.daemon.pause import TierPause
 from tierd.daemon.scrub.history import Scrubbed
-from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.tiers.observe import observe_places
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Status
 from tierd.spool.spool import Spool
@@ -132,7 +132,7 @@ def entries(noise: random.Random, room: Path, canary: Path) -> int:
         for _ in range(noise.randrange(3, 12)):
             done += _plant(noise, noise.choice([home, home / ".tierd", tier]), canary)
         try:
-            asyncio.run(_look(spool, store))
+            asyncio.run(_observe(spool, store))
         except (TierdError, OSError):
             pass
         for which in (part(1), part(2)):
@@ -166,9 +166,9 @@ def entries(noise: random.Random, room: Path, canary: Path) -> int:
     return done
 
 
-async def _look(spool: Spool, store: FileStore) -> None:
+async def _observe(spool: Spool, store: FileStore) -> None:
     try:
-        await look_around(spool, {"tier": store}, None)
+        await observe_places(spool, {"tier": store}, None)
         keys = [info.key async for info in store.scan("")]
         for key in keys:
             try:

@@ -145,7 +145,7 @@ def listing(noise: random.Random) -> None:
     # What no store takes, none lists; `is_key` is what any of them is asked with.
     store.objects = {key: (data, number) for number, (key, data) in enumerate(planted) if is_key(key)}
     store.keys = sorted(store.objects)
-    place = asyncio.run(TierObserver(store).look({RUN}, {RUN: (0,)}, few=noise.choice([0, 100])))
+    place = asyncio.run(TierObserver(store).observe({RUN}, {RUN: (0,)}, few=noise.choice([0, 100])))
     names = {key: match for key in store.keys if (match := _MANIFEST.fullmatch(key))}
     right = {
         (int(match[1]), match[2]) for match in names.values() if int(match[3]) < int(match[4]) and _is_launch(match[2])

@@ -19,7 +19,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from faults.kills.lives import Life
+from faults.kills.lives import KilledLife
 from faults.kills.victims import CALLS, end_with_parent
 from faults.rounds import Mutant, Round
 
@@ -111,7 +111,7 @@ def _begin(seed: int, room: Path, kills: int) -> dict[int, _Begun]:
         return {pid: _Begun(seed, answer, kills, time.monotonic())}
     try:
         end_with_parent()
-        life = Life(seed, home)
+        life = KilledLife(seed, home)
         lost = None
         try:
             life.live(kills)
@@ -133,11 +133,11 @@ def _end_one(work: Round, lives: dict[int, _Begun]) -> int:
         time.sleep(0.02)
     life = lives.pop(ended)
     seed, answer, asked = life.seed, life.answer, life.kills
-    told = json.loads(answer.read_text()) if answer.exists() else {"kills": 0, "notes": {}, "lost": vanished}
-    work.notes.update(told["notes"])
-    if told["lost"]:
-        work.lost(seed, told["lost"], told["kills"])
+    reported = json.loads(answer.read_text()) if answer.exists() else {"kills": 0, "notes": {}, "lost": vanished}
+    work.notes.update(reported["notes"])
+    if reported["lost"]:
+        work.lost(seed, reported["lost"], reported["kills"])
     else:
-        work.passed(told["kills"], "lives")
+        work.passed(reported["kills"], "lives")
     shutil.rmtree(work.room / str(seed), ignore_errors=True)
     return asked

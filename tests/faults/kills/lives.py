@@ -73,7 +73,7 @@ class Victim:
         return self.status is not None and os.WIFSIGNALED(self.status)
 
 
-class Life:
+class KilledLife:
     """Made and ended in one process, which is the parent of all that it kills.
 
     Args:
@@ -149,7 +149,7 @@ class Life:
         slow = 0.0 if last else self.slow
         pid = fork(page, log, lambda: daemon(config, page, slow, last=last))
         self.daemon = Victim("daemon", pid, page, time.monotonic(), log)
-        self.tell(f"daemon {pid} starts")
+        self.record(f"daemon {pid} starts")
 
     def start_launch(self, steps: int | None = None) -> None:
         """All ranks anew."""
@@ -173,18 +173,18 @@ class Life:
                 meeting=str(self.room / f"meeting-{self.launch}"),
                 daemon=with_daemon,
                 slots=self.slots,
-                pace=self.noise.choice((0.0, 0.01, 0.03)),
+                throughput=self.noise.choice((0.0, 0.01, 0.03)),
                 slow=self.slow,
                 steps=steps,
             )
             page, log = Page(), self.room / f"rank-{number}.log"
             pid = fork(page, log, lambda orders=orders, page=page: rank(orders, page))
             self.ranks.append(Victim(f"rank {number}", pid, page, time.monotonic(), log))
-        self.tell(f"launch {self.launch} starts{'' if with_daemon else ' without the daemon'}")
+        self.record(f"launch {self.launch} starts{'' if with_daemon else ' without the daemon'}")
 
     def _go_on(self) -> None:
         """Start every process that is to run."""
-        self.look()
+        self.observe()
         if self.daemon is None or not self.daemon.alive():
             self.start_daemon()
         if not self.ranks or not self._all_alive():
@@ -206,7 +206,7 @@ class Life:
     def _end_former(self) -> None:
         if self.former:
             self.former.kill()
-            self.look()
+            self.observe()
         self.former = None
 
     def _intrude(self) -> None:
@@ -222,7 +222,7 @@ class Life:
             while second.alive() and first.alive():
                 if _says(lock) == str(pid) or time.monotonic() > end:
                     raise Lost(f"a second daemon runs on one spool\n{_tail(log)}")
-                self.look()
+                self.observe()
                 time.sleep(_TICK)
         finally:
             second.kill()
@@ -230,7 +230,7 @@ class Life:
             if not second.status or "a daemon holds it already" not in log.read_text():
                 raise Lost(f"a second daemon ended with {second.status}, and did not say why\n{_tail(log)}")
             self.notes["second daemons refused"] += 1
-            self.tell("a second daemon refuses")
+            self.record("a second daemon refuses")
 
     def _await_lock(self, daemon: Victim) -> Path:
         lock = Path(self.config.spool) / ".tierd" / "lock"
@@ -247,7 +247,7 @@ class Life:
         self.expected.lost_spool()
         shutil.rmtree(self.config.spool, ignore_errors=True)
         self.notes["spools lost with their node"] += 1
-        self.tell("the spool is lost")
+        self.record("the spool is lost")
         self.start_daemon()
 
     def _strike(self) -> None:
@@ -292,7 +292,7 @@ class Life:
         if kind:
             count, end = self.seen[kind] + 1, time.monotonic() + 0.5
             while self.seen[kind] < count and time.monotonic() < end and victim.alive():
-                self.look()
+                self.observe()
                 time.sleep(_TICK)
         self._await_more(noise.random() * noise.choice((0.005, 0.03, 0.25)))
 
@@ -306,7 +306,7 @@ class Life:
         victim.page.arm(noise.randint(1, many), kinds, verb, after=noise.random() < 0.5)
         end = time.monotonic() + 1.5
         while self._all_alive() and time.monotonic() < end:
-            self.look()
+            self.observe()
             time.sleep(_TICK)
 
     def _kill(self, name: str, why: str = "") -> None:
@@ -316,7 +316,7 @@ class Life:
         by_itself = not victim.alive()
         hit = victim.page.hit
         if by_itself and not hit:
-            return  # it ended by itself; `look` judges that
+            return  # it ended by itself; `observe` judges that
         if not (victim.kill() or (by_itself and victim.killed)):
             return
         self.kills += 1
@@ -328,8 +328,8 @@ class Life:
         self.notes[f"at the n-th call: {hit}" if hit else "at random times"] += 1
         for verb in victim.page.verbs:
             self.notes[f"{kind} in the middle of {verb}"] += 1
-        self.tell(f"{why}{name} killed{f' at {hit}' if hit else ''} in {', '.join(victim.page.verbs) or 'nothing'}")
-        self.look()
+        self.record(f"{why}{name} killed{f' at {hit}' if hit else ''} in {', '.join(victim.page.verbs) or 'nothing'}")
+        self.observe()
 
     def _end_launch(self) -> None:
         """One rank is gone: a launcher ends the others, and reads what they were told."""
@@ -337,12 +337,12 @@ class Life:
             if victim.alive():
                 victim.kill()
                 self.notes["(not counted: other ranks, killed by their launcher)"] += 1
-        self.look()
+        self.observe()
         self.ranks = []
 
     # -- what is seen -------------------------------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def observe(self) -> None:
         """Read what writers were told since, and judge it."""
         with self.log.open("rb") as file:
             file.seek(self._at)
@@ -359,7 +359,7 @@ class Life:
     def _saw(self, line: dict[str, Any]) -> None:
         what, number = line["what"], line["rank"]
         self.heard = time.monotonic()
-        self.tell(" ".join(f"{key}={value}" for key, value in line.items() if key not in ("at", "trace")))
+        self.record(" ".join(f"{key}={value}" for key, value in line.items() if key not in ("at", "trace")))
         if line["launch"] == self.launch:
             self.seen[what] += 1
         if what == "restoring":
@@ -416,14 +416,14 @@ class Life:
         while not condition():
             if time.monotonic() > max(begun, self.heard) + DEADLINE:
                 raise Lost(f"nothing moved for {DEADLINE:.0f} s, and it did not come to be that {what}{self._stacks()}")
-            self.look()
+            self.observe()
             time.sleep(_TICK)
 
     def _await_more(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _TICK))
-            self.look()
+            self.observe()
 
     def _stacks(self) -> str:
         for victim in (self.daemon, *self.ranks):
@@ -451,7 +451,7 @@ class Life:
         steps = max(self.keep.values()) + 2
         self.start_launch(steps)
         self._await(lambda: not any(victim.alive() for victim in self.ranks), "the last launch ends")
-        self.look()
+        self.observe()
         if any(victim.status for victim in self.ranks):
             raise Lost(f"the last launch ended with {[victim.status for victim in self.ranks]}")
         self.ranks = []
@@ -462,12 +462,12 @@ class Life:
         while left := leftovers(Path(self.config.spool), self.tiers, self.keep, self.world, newest):
             if len(left) < fewest:  # it goes on
                 end, fewest = time.monotonic() + DEADLINE, len(left)
-            if aside := [one for one in left if "/quarantine/" in one]:
-                raise Lost(f"something was called corrupt: {aside}")
+            if quarantined := [one for one in left if "/quarantine/" in one]:
+                raise Lost(f"something was called corrupt: {quarantined}")
             if time.monotonic() > end:
                 self._stacks()
                 raise Lost(f"{DEADLINE:.0f} s after faults stopped there is left: {left[:10]}")
-            self.look()
+            self.observe()
             time.sleep(0.05)
         self._stop_daemon()
         self.notes["chunks that nobody names, beside one that is lent"] += waiting(self.tiers)
@@ -502,7 +502,7 @@ class Life:
 
     # -- the tale -----------------------------------------------------------------------------------------------------
 
-    def tell(self, line: str) -> None:
+    def log(self, line: str) -> None:
         self.story.append(f"{time.monotonic():.3f} {line}")
 
     def _tale(self) -> str:

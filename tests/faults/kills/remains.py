@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from faults.kills.victims import RUN, content, is_staged, staged, told
+from faults.kills.victims import RUN, content, is_staged, reported, staged
 from faults.rounds import Lost
 from support import by_hand
 from support.by_hand import chain
@@ -41,9 +41,9 @@ def leftovers(
         found += _differ(name, names, {f"{part}.json" for part in wanted(name)})
         named = {one["stored"]["key"] for path in manifests for chunk in _chunks(path) for one in chain(chunk)}
         there = {path.relative_to(tier / RUN).as_posix() for path in _files(tier / RUN / "chunks")}
-        lent = {key.split("/")[1] for key in named}
+        shared = {key.split("/")[1] for key in named}
         # What a cut-off prune left under a checkpoint goes when nobody names any chunk of that any more.
-        found += [f"{name}: {key}, which nobody names" for key in there - named if key.split("/")[1] not in lent]
+        found += [f"{name}: {key}, which nobody names" for key in there - named if key.split("/")[1] not in shared]
         found += [f"{name}: {key} is missing" for key in named - there]
     return found
 
@@ -116,7 +116,7 @@ def _check_part(manifest: dict[str, Any], seed: int, files: dict[str, bytes]) ->
         if files != {"sub/data": staged(seed, *who)}:
             raise Lost(f"{name} holds other bytes than were staged")
         return
-    if json.loads(files["state.json"])["told"] != told(seed, *who):
+    if json.loads(files["state.json"])["told"] != reported(seed, *who):
         raise Lost(f"{name} holds another's state: {files['state.json'][:200]!r}")
     data = files["tensors.safetensors"]
     (size,) = struct.unpack_from("<Q", data)

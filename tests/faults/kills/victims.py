@@ -52,7 +52,7 @@ AGAIN = 11  # and after one before a multiple of this the process restores
 CALLS = ("fsync", "rename", "unlink", "mkdir", "write", "send", "tell", "copy")
 VERBS = ("save", "stage", "restore", "persist", "flush", "prune", "mend", "fetch")
 
-_Tell = Callable[..., None]
+_Report = Callable[..., None]
 
 
 # -- what lies in a checkpoint, by this one function ------------------------------------------------------------------
@@ -72,7 +72,7 @@ def content(seed: int, attempt: str, step: int, rank: int) -> dict[str, np.ndarr
     }
 
 
-def told(seed: int, attempt: str, step: int, rank: int) -> dict[str, Any]:
+def reported(seed: int, attempt: str, step: int, rank: int) -> dict[str, Any]:
     """What of a state is no tensor."""
     return {"attempt": attempt, "step": step, "rank": rank, "seed": seed}
 
@@ -80,14 +80,16 @@ def told(seed: int, attempt: str, step: int, rank: int) -> dict[str, Any]:
 def is_right(state: dict[str, Any], seed: int, attempt: str, step: int, rank: int) -> bool:
     """Whether a state is, bit for bit, what this rank saved at this step of this attempt."""
     expected = content(seed, attempt, step, rank)
-    return state["told"] == told(seed, attempt, step, rank) and all(
+    return state["told"] == reported(seed, attempt, step, rank) and all(
         state[name].numpy().tobytes() == array.tobytes() for name, array in expected.items()
     )
 
 
 def staged(seed: int, attempt: str, step: int, rank: int) -> bytes:
     """What the file holds that is written through `stage`."""
-    return json.dumps(told(seed, attempt, step, rank)).encode() + content(seed, attempt, step, rank)["seen"].tobytes()
+    return (
+        json.dumps(reported(seed, attempt, step, rank)).encode() + content(seed, attempt, step, rank)["seen"].tobytes()
+    )
 
 
 def is_staged(step: int) -> bool:
@@ -298,7 +300,7 @@ def rank(orders: Orders, page: Page) -> None:
     """A rank's whole life. What it was told, it writes down outside, before and after each call."""
     out = Path(orders.log).open("ab", buffering=0)  # noqa: SIM115  # to the end; and not by os.write, which is counted
 
-    def tell(what: str, **more: object) -> None:
+    def report(what: str, **more: object) -> None:
         line = {"at": time.monotonic(), "launch": orders.launch, "rank": orders.rank, "what": what, **more}
         out.write(json.dumps(line).encode() + b"\n")
 
@@ -308,33 +310,33 @@ def rank(orders: Orders, page: Page) -> None:
             _mark(tierd.Checkpointer, name, page, name)
         _mark(pipeline, "write_part", page, "persist", orders.slow)
         page.begin()
-        _train(orders, tell, page)
-        tell("ended")
+        _train(orders, report, page)
+        report("ended")
     except BaseException as error:
-        tell("died", why=f"{type(error).__name__}: {error}", trace=traceback.format_exc())
+        report("died", why=f"{type(error).__name__}: {error}", trace=traceback.format_exc())
         raise
 
 
 class _Acks:
     """Tells what became durable, of saves that nobody waits for, too."""
 
-    def __init__(self, tell: _Tell) -> None:
-        self._tell = tell
+    def __init__(self, report: _Report) -> None:
+        self._report = report
         self._open: list[tierd.Save] = []
 
     def add(self, save: tierd.Save) -> None:
         self._open.append(save)
 
-    def look(self) -> None:
+    def observe(self) -> None:
         for save in self._open:
             if save.done():
                 error = save.error()
                 attempt = save.part.checkpoint.attempt
-                self._tell("failed" if error else "local", step=save.step, attempt=attempt, why=str(error))
+                self._report("failed" if error else "local", step=save.step, attempt=attempt, why=str(error))
         self._open = [save for save in self._open if not save.done()]
 
 
-def _train(orders: Orders, tell: _Tell, page: Page) -> None:
+def _train(orders: Orders, report: _Report, page: Page) -> None:
     seed, number = orders.seed, orders.rank
     noise = np.random.default_rng([seed, orders.launch])  # the same on every rank
     if orders.world > 1:
@@ -346,28 +348,30 @@ def _train(orders: Orders, tell: _Tell, page: Page) -> None:
             world_size=orders.world,
             timeout=timedelta(seconds=50),
         )
-    tell("restoring")
+    report("restoring")
     given: set[tuple[str, int]] = set()
-    tell_taken = page.counted(CALLS.index("tell"), tell)
+    tell_taken = page.counted(CALLS.index("tell"), report)
     _watch_giving(given)
     to = None if orders.daemon else []
     checkpointer = tierd.Checkpointer(orders.spool, RUN, to=to, slots=orders.slots)
-    step = _restore(checkpointer, orders, tell)
-    attempt, acks = checkpointer.attempt, _Acks(tell)
+    step = _restore(checkpointer, orders, report)
+    attempt, acks = checkpointer.attempt, _Acks(report)
     last = None if orders.steps is None else step + orders.steps
     while last is None or step < last:
         step += 1
-        tell("begun", step=step, attempt=attempt)
+        report("begun", step=step, attempt=attempt)
         if is_staged(step):
             with page.within("stage"), checkpointer.stage(step) as directory:
                 (directory / "sub").mkdir()
                 (directory / "sub" / "data").write_bytes(staged(seed, attempt, step, number))
                 time.sleep(0.7 * (noise.random() < 0.2))  # a slow writer's is not taken for a dead one's
-            tell("local", step=step, attempt=attempt)
+            report("local", step=step, attempt=attempt)
         else:
             arrays = content(seed, attempt, step, number)
             state = {name: torch.from_numpy(array) for name, array in arrays.items()}
-            save = checkpointer.save(step, {**state, "told": told(seed, attempt, step, number)}, metrics={"loss": step})
+            save = checkpointer.save(
+                step, {**state, "told": reported(seed, attempt, step, number)}, metrics={"loss": step}
+            )
             tell_taken("returned", step=step, attempt=attempt, given=(attempt, step) in given)
             acks.add(save)
             for array in arrays.values():
@@ -375,36 +379,36 @@ def _train(orders: Orders, tell: _Tell, page: Page) -> None:
             if (dice := noise.random()) < 0.3 or last:
                 save.wait()
             if dice < 0.15 or last:
-                _wait_for_tiers(save, orders, tell)
-        acks.look()
+                _wait_for_tiers(save, orders, report)
+        acks.observe()
         time.sleep(noise.random() * orders.pace)
         if step % AGAIN == AGAIN - 1 and not last:
-            tell("restoring")
-            step = _restore(checkpointer, orders, tell)
+            report("restoring")
+            step = _restore(checkpointer, orders, report)
             attempt = checkpointer.attempt
     checkpointer.close()
-    acks.look()
+    acks.observe()
     if orders.world > 1:
         distributed.destroy_process_group()
 
 
-def _wait_for_tiers(save: tierd.Save, orders: Orders, tell: _Tell) -> None:
+def _wait_for_tiers(save: tierd.Save, orders: Orders, report: _Report) -> None:
     for name in orders.tiers if orders.daemon else ():
         try:
             save.wait(name)
-            tell("tier", step=save.step, attempt=save.part.checkpoint.attempt, tier=name)
+            report("tier", step=save.step, attempt=save.part.checkpoint.attempt, tier=name)
         except (CheckpointNotFound, DaemonUnavailable) as error:  # newer ones have retired it; the daemon was killed
-            tell("untold", step=save.step, why=str(error))
+            report("untold", step=save.step, why=str(error))
 
 
-def _restore(checkpointer: tierd.Checkpointer, orders: Orders, tell: _Tell) -> int:
+def _restore(checkpointer: tierd.Checkpointer, orders: Orders, report: _Report) -> int:
     """Restore, and hold every byte against what was saved; the step to go on from."""
     seed, number = orders.seed, orders.rank
     arrays = content(seed, "", 0, number)
     state: dict[str, Any] = {
         name: torch.zeros(array.shape, dtype=torch.from_numpy(array).dtype) for name, array in arrays.items()
     }
-    state["told"] = told(seed, "", -1, number)
+    state["told"] = reported(seed, "", -1, number)
     try:
         found = checkpointer.restore(state)
         right = found is None or is_right(state, seed, found.attempt, found.step, number)
@@ -414,7 +418,7 @@ def _restore(checkpointer: tierd.Checkpointer, orders: Orders, tell: _Tell) -> i
         found = checkpointer.restore()
         assert found is not None, "what was there for one restore was not there for the next"
         if (found.directory / "state.json").exists():  # a launch beside this one has saved meanwhile
-            return _restore(checkpointer, orders, tell)
+            return _restore(checkpointer, orders, report)
         files = sorted(
             path.relative_to(found.directory).as_posix() for path in found.directory.rglob("*") if path.is_file()
         )
@@ -422,10 +426,10 @@ def _restore(checkpointer: tierd.Checkpointer, orders: Orders, tell: _Tell) -> i
             (found.directory / "sub" / "data").read_bytes() == staged(seed, found.attempt, found.step, number)
         )
     if found is None:
-        tell("restored", found=None)
+        report("restored", found=None)
         return -1
     skipped = [str(one) for one in found.skipped]
-    tell("restored", found=[found.attempt, found.step], tier=found.tier, right=right, skipped=skipped)
+    report("restored", found=[found.attempt, found.step], tier=found.tier, right=right, skipped=skipped)
     return found.step
 
 

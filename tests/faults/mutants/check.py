@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant(
         "a variable of a stream that has not begun is a cause",
         "tierd/check/evidence.py",
-        'if now is None and kind == "data" and path in saved_looks:',
+        'if now is None and kind == "data" and path in saved_evidence:',
         "if False:",
         "pytest tests/check/test_evidence.py -k not_begun",
     ),

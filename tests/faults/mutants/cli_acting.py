@@ -33,8 +33,8 @@ MUTANTS = (
     Mutant(
         "disown takes a launch that lives on this node",
         _DISOWN,
-        "    if living := living_here(run, attempt):\n",
-        "    if living := {}:\n",
+        "    if leases := leases_here(run, attempt):\n",
+        "    if leases := {}:\n",
         f"{_TEST_DISOWN} -k lives_here",
     ),
     Mutant(

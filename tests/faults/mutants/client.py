@@ -14,7 +14,7 @@ MUTANTS = (
     Mutant(
         "nobody is told that no tier accepts checkpoints",
         "tierd/client/acceptance.py",
-        "            looked = True\n",
+        "            asked = True\n",
         "            continue\n",
         f"{_TEST_CLOSING} -k mistyped",
     ),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from faults.rounds import Mutant
 
-_MEETING = "tierd/client/ranks/meeting.py"
+_MEETING = "tierd/client/ranks/note_exchange.py"
 _RENDEZVOUS = "tierd/client/ranks/rendezvous.py"
 _SIGNS = "tierd/client/ranks/signs.py"
-_TEST_MEETING = "pytest tests/client/ranks/test_meeting.py"
+_TEST_MEETING = "pytest tests/client/ranks/test_note_exchange.py"
 _TEST_RANKS_ON_NODES = "pytest tests/client/ranks/test_ranks_on_nodes.py"
 
 MUTANTS = (
@@ -21,7 +21,7 @@ MUTANTS = (
     Mutant(
         "who gives up waiting leaves what it said to a late rank 0",
         _MEETING,
-        '                self._put(f"{turn}/{self._rank}", b"")\n',
+        '                self._put(f"{number}/{self._rank}", b"")\n',
         "",
         f"{_TEST_MEETING} -k does_not_go_on_alone",
     ),
@@ -84,7 +84,7 @@ MUTANTS = (
     Mutant(
         "a rank that is stopped is waited for without an end",
         _SIGNS,
-        "            if silent_s > meeting.silent_s:\n",
+        "            if silent_s > exchange.silent_s:\n",
         "            if silent_s > 1e6:\n",
         f"{_TEST_MEETING} -k stopped_or_dies",
     ),

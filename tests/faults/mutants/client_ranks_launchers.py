@@ -10,7 +10,7 @@ _OTHER_LAUNCHES = "tierd/client/ranks/other_launches.py"
 _PROCESSES = "tierd/client/ranks/processes.py"
 _TEST_LAUNCHERS = "pytest tests/client/ranks/test_launchers.py"
 _TEST_LEASES = "pytest tests/spool/test_leases.py"
-_TEST_MEETING = "pytest tests/client/ranks/test_meeting.py"
+_TEST_MEETING = "pytest tests/client/ranks/test_note_exchange.py"
 
 MUTANTS = (
     Mutant(

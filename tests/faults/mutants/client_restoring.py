@@ -14,8 +14,8 @@ MUTANTS = (
     Mutant(
         "ranks may want different entries",
         "tierd/client/restoring/consensus.py",
-        "look.everything, look.only, look.best",
-        "look.everything, look.best",
+        "view.everything, view.only, view.best",
+        "view.everything, view.best",
         "pytest tests/client/ranks/test_ranks.py -k different_entries",
     ),
     Mutant(
@@ -122,7 +122,7 @@ MUTANTS = (
     Mutant(
         "a checkpoint that was removed was never there",
         _SEARCH,
-        "        doubtful |= dict.fromkeys(resume.gone, GONE)\n",
+        "        unusable |= dict.fromkeys(resume.gone, GONE)\n",
         "",
         "pytest tests/spool/test_links.py -k removed_is_among",
     ),

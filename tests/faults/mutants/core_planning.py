@@ -40,8 +40,8 @@ MUTANTS = (
     Mutant(
         "a tier lacks what a launch that lives has saved beside a later one",
         _DEMAND,
-        "self._living[place] = living(self.inventory, self.run, place)",
-        "self._living[place] = living(self.inventory, self.run, place) if place == 'local' else frozenset()",
+        "self._live[place] = live_launches(self.inventory, self.run, place)",
+        "self._live[place] = live_launches(self.inventory, self.run, place) if place == 'local' else frozenset()",
         "pytest tests/core/timeline/test_launches.py -k sent_there",
     ),
     Mutant(

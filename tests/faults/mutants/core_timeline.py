@@ -16,15 +16,15 @@ MUTANTS = (
     Mutant(
         "who hears no other rank is taken for rank 0",
         _CANDIDATES,
-        "ranks = numbers if mute is None else (mute,)",
+        "ranks = numbers if isolated is None else (isolated,)",
         "ranks = numbers",
         "pytest tests/client/restoring/test_missing_tier.py -k hears_no_other",
     ),
     Mutant(
         "a planted name in the place of a checkpoint that went hides that it went",
         _CANDIDATES,
-        "        doubtful &= hollow | set(timeline(",
-        "        doubtful &= set(timeline(",
+        "        unusable &= hollow | set(timeline(",
+        "        unusable &= set(timeline(",
         "corruption --only 32247",
         "is newer than",
     ),
@@ -150,8 +150,8 @@ MUTANTS = (
     Mutant(
         "what is older than the newest few is called gone",
         _RUN_VIEW,
-        "named(run, sight.gone) if one >= oldest)",
-        "named(run, sight.gone))",
+        "named(run, view.gone) if one >= oldest)",
+        "named(run, view.gone))",
         "pytest tests/client/restoring/test_lazy_restore.py -k is_not_gone",
     ),
     Mutant(

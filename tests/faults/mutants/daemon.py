@@ -14,7 +14,7 @@ MUTANTS = (
     Mutant(
         "notes of launches that live are swept",
         "tierd/daemon/rank_notes.py",
-        "            living.add(launch)\n",
+        "            alive.add(launch)\n",
         "            pass\n",
         "pytest tests/client/ranks/test_ranks_on_nodes.py -k were_killed_are_swept",
     ),

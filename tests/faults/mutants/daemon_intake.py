@@ -184,8 +184,8 @@ MUTANTS = (
     Mutant(
         "other files of a step count as imported",
         _IMPORTING,
-        "        return told == (len(wanted), digest(wanted)) and",
-        "        return bool(told) or",
+        "        return recorded == (len(wanted), digest(wanted)) and",
+        "        return bool(recorded) or",
         f"{_TEST_IMPORT} -k not_sound",
     ),
     Mutant(
@@ -212,7 +212,7 @@ MUTANTS = (
     Mutant(
         "what was in place is lost",
         _IN_PLACE,
-        "        fresh.rename(aside)\n    else:",
+        "        fresh.rename(target)\n    else:",
         "        remove(fresh)\n    else:",
         f"{_TEST_IN_PLACE} -k a_step_can_be_chosen",
     ),

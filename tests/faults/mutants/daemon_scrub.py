@@ -22,7 +22,7 @@ MUTANTS = (
     Mutant(
         "what was found rotten is only read again in its own time",
         "tierd/daemon/scrub/scrubber.py",
-        "        self._doubtful.add(ScrubbedCopy(place, part))\n",
+        "        self._suspected.add(ScrubbedCopy(place, part))\n",
         "",
         "pytest tests/daemon/scrub/test_scrubber.py -k in_doubt",
     ),

@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         "a tier that does not answer is named and no more",
         "tierd/daemon/request_handler.py",
-        "silent=self._located(silent, sight.unreached)",
+        "silent=self._located(silent, run_view.unreached)",
         "silent={}",
         "pytest tests/client/restoring/test_missing_tier.py -k missing_on_one_node",
     ),

@@ -55,7 +55,7 @@ MUTANTS = (
     Mutant(
         "a pass of prunes reads its survivors again",
         "tierd/daemon/tiers/manifests.py",
-        "        return read.borrowed.get(_mark(info)) if read else None",
+        "        return read.shared.get(_mark(info)) if read else None",
         "        return None",
         "pytest tests/daemon/test_request_counts.py -k survivor_however",
         "a pass of prunes costs",
@@ -92,14 +92,14 @@ MUTANTS = (
     Mutant(
         "time in which nobody asked a tier ends what is held for it",
         "tierd/daemon/tiers/observations.py",
-        "            self.mute.setdefault(tier, time.monotonic())",
-        "            self.mute.setdefault(tier, self._since[tier])",
+        "            self.unanswered_since.setdefault(tier, time.monotonic())",
+        "            self.unanswered_since.setdefault(tier, self._since[tier])",
         "pytest tests/daemon/transfer/test_relay.py -k asked_in_vain",
     ),
     Mutant(
         "a daemon that starts sweeps no notes",
         _TIERS,
-        "            await sweep_meetings(store, run)\n",
+        "            await sweep_rank_notes(store, run)\n",
         "",
         "pytest tests/client/ranks/test_ranks_on_nodes.py -k starts_sweeps",
     ),

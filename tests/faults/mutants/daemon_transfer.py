@@ -123,8 +123,8 @@ MUTANTS = (
     Mutant(
         "what a directory holds of a chunk is not compared with what was put",
         "tierd/daemon/transfer/chunk_upload.py",
-        "                check_digest(stored, *await digesting(self._way.store).digest(key), key)\n",
-        "                await digesting(self._way.store).digest(key)\n",
+        "                check_digest(stored, *await digesting(self._route.store).digest(key), key)\n",
+        "                await digesting(self._route.store).digest(key)\n",
         "pytest tests/daemon/transfer/test_flush.py -k directory_holds",
     ),
     Mutant(
@@ -221,8 +221,8 @@ MUTANTS = (
     Mutant(
         "nobody asks whether the bases of a patch are on the tier",
         "tierd/daemon/transfer/flush.py",
-        '        if all(there.get(f"{lender.run}/{stored.key}") == stored.size for stored in chunk.objects())\n',
-        '        if chunk.stored and there.get(f"{lender.run}/{chunk.stored.key}") == chunk.stored.size\n',
+        '        if all(there.get(f"{base.run}/{stored.key}") == stored.size for stored in chunk.objects())\n',
+        '        if chunk.stored and there.get(f"{base.run}/{chunk.stored.key}") == chunk.stored.size\n',
         f"{_TEST_PATCHES} -k bases_are_needed",
     ),
     Mutant(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from faults.rounds import Mutant
 
-_NOTICES = "tierd/events/notices.py"
+_NOTICES = "tierd/events/save_events.py"
 
 MUTANTS = (
     Mutant(
@@ -17,7 +17,7 @@ MUTANTS = (
     Mutant(
         "nobody tells of two launches",
         _NOTICES,
-        "if not told[run] <= self._beside.get(run, frozenset()):",
+        "if not reported[run] <= self._beside.get(run, frozenset()):",
         "if False:",
         "pytest tests/end_to_end/test_two_launches.py -k both_are_warned",
     ),

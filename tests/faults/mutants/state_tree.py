@@ -132,7 +132,7 @@ MUTANTS = (
     Mutant(
         "an added tensor may change its form",
         "tierd/state/tensor_forms.py",
-        "if fits and all(_look(tensors[index]) == self._forms[index] for index in self._alone):",
+        "if fits and all(_form_of(tensors[index]) == self._forms[index] for index in self._alone):",
         "if fits:",
         "pytest tests/state/test_added.py -k change_of",
     ),

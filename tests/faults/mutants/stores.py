@@ -64,14 +64,14 @@ MUTANTS = (
     Mutant(
         "a chunk is any of its directory",
         _ENCRYPTED,
-        "turn.authenticate_additional_data(key.encode())",
-        'turn.authenticate_additional_data(b"")',
+        "context.authenticate_additional_data(key.encode())",
+        'context.authenticate_additional_data(b"")',
         f"{_TEST_ENCRYPTED}::test_what_was_put_in_anothers_place_is_not_believed",
     ),
     Mutant(
         "a tag is not checked",
         _ENCRYPTED,
-        "            turn.finalize()\n        except InvalidTag:",
+        "            context.finalize()\n        except InvalidTag:",
         "            pass\n        except InvalidTag:",
         f"{_TEST_ENCRYPTED}::test_every_flip_and_every_cut_is_noticed",
     ),

@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         "a lane of top takes the whole width of a pipe",
         "tierd/cli/reading/frame.py",
-        "min(width - 2, _LANE)",
+        "min(width - 2, _LINE_WIDTH)",
         "width - 2",
         "pytest tests/cli/test_top.py -k without_a_width",
     ),

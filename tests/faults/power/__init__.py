@@ -206,7 +206,7 @@ MUTANTS = (
     Mutant(
         "a quarantine is answered before it is durable",
         "tierd/spool/spool.py",
-        """        sync_directory(aside.parent)
+        """        sync_directory(target.parent)
         sync_left(home.parent)
 """,
         "",
@@ -253,16 +253,16 @@ MUTANTS = (
             marks.begun = False  # no chunk is being deleted, so the marks may be removed
             raise
         gone = [key async for key in _lying(store, run, going)]
-        aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.to_delete]
-        await store.delete(gone + aside)
+        moved = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.to_delete]
+        await store.delete(gone + moved)
 """,
         """            pass
         except DeleteRefused:
             marks.begun = False  # no chunk is being deleted, so the marks may be removed
             raise
         gone = [key async for key in _lying(store, run, going)]
-        aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.to_delete]
-        await store.delete(gone + aside)
+        moved = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.to_delete]
+        await store.delete(gone + moved)
         await store.delete(manifests)
 """,
         "power --seed 22 --trials 80",

@@ -188,9 +188,22 @@ _LINE = re.compile(r"(?:\d+\s+)?(\w+)\((.*)\)\s+= (-?\d+|0x[0-9a-f]+)")
 class Trace:
     """strace of a process, from `begin` until the process has ended."""
 
-    def __init__(self, pid: int, told: Path) -> None:
-        self._told = told
-        command = ["strace", "-f", "-y", "-qq", "-s", "0", "-o", str(told), "-e", f"trace={_TRACED}", "-p", str(pid)]
+    def __init__(self, pid: int, reported: Path) -> None:
+        self._reported = reported
+        command = [
+            "strace",
+            "-f",
+            "-y",
+            "-qq",
+            "-s",
+            "0",
+            "-o",
+            str(reported),
+            "-e",
+            f"trace={_TRACED}",
+            "-p",
+            str(pid),
+        ]
         self._strace = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         end = time.monotonic() + 30
         while "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text():
@@ -203,7 +216,7 @@ class Trace:
         self._strace.communicate(timeout=60)
         return Counter(
             name
-            for line in _whole_lines(self._told.read_text(errors="replace"))
+            for line in _whole_lines(self._reported.read_text(errors="replace"))
             if (name := _change(line, [str(home) for home in homes]))
         )
 

@@ -31,7 +31,7 @@ from tierd.core.manifest_codec import decode
 from tierd.core.planning.plan import plan
 from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.reconcile import Reconciler
-from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.tiers.stamps import node
 from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.route import Route
@@ -83,12 +83,12 @@ class Ground:
         files = self.sizes.files_of(which.path)
         return {name: _Pieces(data, self.pieces * _PAGE) if self.pieces else data for name, data in files.items()}
 
-    async def flush(self, spool: Spool, store: FileStore, which: PartId, lender: PartId | None = None) -> None:
+    async def flush(self, spool: Spool, store: FileStore, which: PartId, base: PartId | None = None) -> None:
         if self.again and [info async for info in store.scan(which.manifest_key)]:
             return  # no daemon would send it again
         with self.change([(TIER, which.path)]):
-            lent = decode(bytes(await store.get(lender.manifest_key)), lender) if lender else None
-            await flush(spool, which, Route(store, "tier", node(spool.root)), lender=lent)
+            shared = decode(bytes(await store.get(base.manifest_key)), base) if base else None
+            await flush(spool, which, Route(store, "tier", node(spool.root)), base=shared)
 
     async def pin_there(self, store: FileStore, checkpoint: CheckpointId) -> None:
         with self.change([(TIER_PINNED, f"{RUN}/{checkpoint.name}")]):
@@ -152,7 +152,7 @@ async def _settle(ground: Ground, keep: int, keep_local: int) -> None:
         if daemon.pause.paused:
             await daemon.pause.end()
         for _ in range(_TURNS):
-            await daemon.look(TIER)
+            await daemon.observe(TIER)
             await daemon.tiers.tidy(TIER, {RUN})
             actions = plan(daemon.inventory(), daemon.config, {}, 0.0)
             if not actions:
@@ -165,7 +165,7 @@ async def _settle(ground: Ground, keep: int, keep_local: int) -> None:
 
 def later() -> None:
     """What was cut off has come of age: nothing of it is worth waiting for."""
-    give(abandoned_s=0.0, taken_up_s=0.0, own_stale_ms=0, mark_looks=3)
+    give(abandoned_s=0.0, taken_up_s=0.0, own_stale_ms=0, mark_reads=3)
 
 
 def settle(ground: Ground, keep: int = 100, keep_local: int = 100) -> None:
@@ -179,7 +179,7 @@ def offered(ground: Ground) -> set[str]:
 
     async def ask() -> None:
         spool, store = ground.opened()
-        resume = restore_candidates(await look_around(spool, {TIER: store}, RUN), RUN)
+        resume = restore_candidates(await observe_places(spool, {TIER: store}, RUN), RUN)
         found.update(f"{RUN}/{one.checkpoint.name}" for one in resume.candidates)
 
     alone(ask())

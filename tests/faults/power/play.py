@@ -25,7 +25,7 @@ from faults.power.cutter import MOMENTS, Call, Cut, Cutter, Trace, can_trace, sp
 from faults.power.ground import Ground, later, offered, settle
 from faults.power.loopfs import FLAGS, LoopFs
 from faults.power.scenes import SCENES, Scene, by_chance
-from faults.power.truth import Seen, Sizes, Truth, look
+from faults.power.truth import Seen, Sizes, Truth, observe
 from faults.rounds import Lost
 
 _SHARES = 16  # seeds that share the cuts of a scene as it is
@@ -167,7 +167,7 @@ def warm_up(room: Path) -> None:
     scene.prepare(ground)
     scene.act(ground)
     offered(ground)
-    look(ground.spool, ground.tier, scene.sizes)
+    observe(ground.spool, ground.tier, scene.sizes)
 
 
 @dataclass
@@ -276,7 +276,7 @@ class Play:
 
         def work(say: Say) -> None:
             ground = replace(self._for(lambda message: None), again=True)
-            seen = look(ground.spool, ground.tier, ground.sizes)
+            seen = observe(ground.spool, ground.tier, ground.sizes)
             truth.check(seen)
             _check_offers(seen, offered(ground))
             later()
@@ -284,7 +284,7 @@ class Play:
                 settle(ground, scene.keep, scene.keep_local)
             scene.act(ground)
             settle(ground, scene.keep, scene.keep_local)
-            seen = look(ground.spool, ground.tier, ground.sizes)
+            seen = observe(ground.spool, ground.tier, ground.sizes)
             seen.at_rest()
             say(["state", seen.state()])
 

@@ -15,13 +15,13 @@ from pathlib import Path
 import msgspec
 from faults.power.ground import Ground, alone, later, manifest_of, settle
 from faults.power.truth import (
-    ASIDE,
     PAUSED,
     PINNED,
+    QUARANTINED,
     SPOOL,
     TIER,
-    TIER_ASIDE,
     TIER_PINNED,
+    TIER_QUARANTINED,
     Sizes,
     Thing,
     Truth,
@@ -97,11 +97,11 @@ def _saved(*steps: int, flushed: Sequence[int] = (), world: int = 1, gone: Seque
             ground.save(spool, which)
 
         async def work() -> None:
-            lender: dict[int, PartId] = {}
+            base: dict[int, PartId] = {}
             for which in parts:
                 if which.checkpoint.step in flushed:
-                    await ground.flush(spool, store, which, lender.get(which.rank))
-                    lender[which.rank] = which
+                    await ground.flush(spool, store, which, base.get(which.rank))
+                    base[which.rank] = which
 
         alone(work())
         for which in parts:
@@ -267,7 +267,7 @@ def _prune(ground: Ground) -> None:
 def _prepare_quarantine(ground: Ground) -> None:
     _saved(1, 2, 3, flushed=(2,))(ground)
     spool, again = Spool(ground.spool), part(1)
-    with ground.change([(ASIDE, again.path)], [(SPOOL, again.path)]):
+    with ground.change([(QUARANTINED, again.path)], [(SPOOL, again.path)]):
         spool.quarantine(again)
     ground.save(spool, again)
     for which in (part(1), part(3)):
@@ -276,20 +276,20 @@ def _prepare_quarantine(ground: Ground) -> None:
 
 def _expect_quarantine(truth: Truth) -> None:
     truth.damaged |= {(SPOOL, part(1).path), (SPOOL, part(3).path)}
-    truth.together += [((SPOOL, part(1).path), (ASIDE, part(1).path)), ((SPOOL, part(3).path), (ASIDE, part(3).path))]
-    truth.together += [((TIER, part(2).path), (TIER_ASIDE, part(2).path))]
-    truth.apart += [((SPOOL, part(3).path), (ASIDE, part(3).path))]
+    truth.together += [((SPOOL, part(step).path), (QUARANTINED, part(step).path)) for step in (1, 3)]
+    truth.together += [((TIER, part(2).path), (TIER_QUARANTINED, part(2).path))]
+    truth.apart += [((SPOOL, part(3).path), (QUARANTINED, part(3).path))]
 
 
 def _quarantine(ground: Ground) -> None:
     async def work() -> None:
         spool, store = ground.opened()
-        with ground.change([(TIER_ASIDE, part(2).path)], [(TIER, part(2).path)]):
+        with ground.change([(TIER_QUARANTINED, part(2).path)], [(TIER, part(2).path)]):
             await quarantine(store, part(2))
         for which in (part(1), part(3)):
-            ground.say(["begun", [(ASIDE, which.path)], [(SPOOL, which.path), (ASIDE, which.path)]])
+            ground.say(["begun", [(QUARANTINED, which.path)], [(SPOOL, which.path), (QUARANTINED, which.path)]])
             spool.quarantine(which)
-            ground.say(["done", [(ASIDE, which.path)], [(SPOOL, which.path)]])
+            ground.say(["done", [(QUARANTINED, which.path)], [(SPOOL, which.path)]])
 
     alone(work())
 
@@ -391,7 +391,7 @@ SCENES = (
         world=2,
     ),
     Scene("prunes", _saved(1, 2, 3, flushed=(1, 2, 3), gone=(1, 2)), _prune, _TINY, _both(3)),
-    Scene("quarantines", _prepare_quarantine, _quarantine, _TINY, _both(2) | {ASIDE: (1, 3)}, _expect_quarantine),
+    Scene("quarantines", _prepare_quarantine, _quarantine, _TINY, _both(2) | {QUARANTINED: (1, 3)}, _expect_quarantine),
     Scene(
         "pins and pauses", _saved(1, 2, flushed=(1, 2)), _pin, _TINY, _both(1, 2) | {PINNED: (2,), TIER_PINNED: (2,)}
     ),

@@ -21,11 +21,11 @@ from support.by_hand import chain, raw
 
 # A thing is (place, name). What a place is, and what its names look like:
 SPOOL = "spool"  # <run>/<checkpoint>/<part>
-ASIDE = "set aside in the spool"
+QUARANTINED = "set aside in the spool"
 PINNED = "pinned in the spool"  # <run>/<checkpoint>
 PAUSED = "paused"  # the only name is ""
 TIER = "tier"
-TIER_ASIDE = "set aside on the tier"
+TIER_QUARANTINED = "set aside on the tier"
 TIER_PINNED = "pinned on the tier"
 Thing = tuple[str, str]
 
@@ -130,7 +130,7 @@ class Seen:
             raise Lost(f"left over: {self.left}")
         stays = {_owner(key) for key in self.named}  # a base checkpoint goes with those that share its chunks
         # And of a part that was found corrupt while it was sent, some chunks are there: its checkpoint is hoped for.
-        stays |= {name.split("/")[1] for place, name in self.things if place == ASIDE}
+        stays |= {name.split("/")[1] for place, name in self.things if place == QUARANTINED}
         if loose := {key for key in self.chunks - self.named if _owner(key) not in stays}:
             raise Lost(f"chunks that no manifest names: {sorted(loose)}")
 
@@ -154,17 +154,17 @@ def _owner(key: str) -> str:
     return key.split("/")[2]
 
 
-def look(spool: Path, tier: Path, sizes: Sizes) -> Seen:
+def observe(spool: Path, tier: Path, sizes: Sizes) -> Seen:
     """Read every byte that is visible."""
     seen = Seen()
-    _look_at_spool(seen, spool, sizes)
-    _look_at_tier(seen, tier, sizes)
+    _observe_spool(seen, spool, sizes)
+    _observe_tier(seen, tier, sizes)
     return seen
 
 
-def _look_at_spool(seen: Seen, spool: Path, sizes: Sizes) -> None:
+def _observe_spool(seen: Seen, spool: Path, sizes: Sizes) -> None:
     control = spool / ".tierd"
-    for place, base in ((SPOOL, spool), (ASIDE, control / "quarantine")):
+    for place, base in ((SPOOL, spool), (QUARANTINED, control / "quarantine")):
         for home in base.glob("[!.]*/[!.]*/*"):
             name = home.relative_to(base).as_posix()
             if place == SPOOL and home.parent.name == "pins":
@@ -222,7 +222,7 @@ def _files(manifest: dict, expected: Mapping[str, bytes]) -> Iterator[tuple[str,
         raise Lost(f"a manifest of other files than {sorted(expected)}")
 
 
-def _look_at_tier(seen: Seen, tier: Path, sizes: Sizes) -> None:
+def _observe_tier(seen: Seen, tier: Path, sizes: Sizes) -> None:
     for path in tier.rglob("*"):
         if path.is_dir():
             continue
@@ -235,9 +235,9 @@ def _look_at_tier(seen: Seen, tier: Path, sizes: Sizes) -> None:
             case [_, "timeline", _]:
                 _manifest(path.read_bytes())["launches"]  # as whole, under a seal of the same kind
             case [run, "manifests", checkpoint, part]:
-                _look_at_manifest(seen, tier, f"{run}/{checkpoint}/{part.removesuffix('.json')}", path, sizes)
+                _observe_manifest(seen, tier, f"{run}/{checkpoint}/{part.removesuffix('.json')}", path, sizes)
             case [run, "quarantine", checkpoint, part]:
-                seen.things.add((TIER_ASIDE, f"{run}/{checkpoint}/{part.removesuffix('.json')}"))
+                seen.things.add((TIER_QUARANTINED, f"{run}/{checkpoint}/{part.removesuffix('.json')}"))
                 manifest = _manifest(path.read_bytes())
                 chunks = [chunk for file in manifest["files"] for chunk in file["chunks"]]
                 seen.named |= {f"{run}/{one['stored']['key']}" for chunk in chunks for one in chain(chunk)}
@@ -249,7 +249,7 @@ def _look_at_tier(seen: Seen, tier: Path, sizes: Sizes) -> None:
                 seen.left.append(key)
 
 
-def _look_at_manifest(seen: Seen, tier: Path, name: str, path: Path, sizes: Sizes) -> None:
+def _observe_manifest(seen: Seen, tier: Path, name: str, path: Path, sizes: Sizes) -> None:
     thing = TIER, name
     seen.things.add(thing)
     try:

@@ -97,7 +97,7 @@ class _Call:
         else:
             self._check(result, error, row)
         if isinstance(error, TierdError):
-            self._check_told(error)
+            self._check_reported(error)
         again, failed = await self._outcome(call)
         if failed:
             raise Lost(f"after the faults: {failed!r}") from failed
@@ -230,7 +230,7 @@ class _Call:
                 if left := [key for key in self.many if PREFIX + key in self.slot.mirror]:
                     raise Lost(f"a delete that succeeded, and {left} are there")
 
-    def _check_told(self, error: TierdError) -> None:
+    def _check_reported(self, error: TierdError) -> None:
         said = f"{error!r} {error} {getattr(error, '__notes__', '')}"
         if "AWS4-HMAC" in said or "Signature=" in said:
             raise Lost(f"an error tells a secret: {said[:300]}")

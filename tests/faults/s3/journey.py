@@ -156,7 +156,7 @@ class _Journey:
                         await asyncio.sleep(0.02)
                         daemon.wake()
             self.slot.judge = calm
-            self.slot.told.append("calm")
+            self.slot.reported.append("calm")
             await self._converge(daemon)
             self._check_quiet(daemon)
 
@@ -175,7 +175,7 @@ class _Journey:
                 lane.retry_now()
             daemon.wake()
             await asyncio.sleep(0.05)
-            await daemon.look(_TIER)
+            await daemon.observe(_TIER)
             world = daemon.inventory()
             todo = plan(world, daemon.config, {}, 0.0)
             turns = [*self.slot.below(f"{self.run}/flushing/"), *self.slot.below(f"{self.run}/pruning/")]
@@ -189,8 +189,8 @@ class _Journey:
         for counter in ("corruptions", "quarantined"):
             if daemon.journal.counters[counter]:
                 raise Lost(f"{counter}, and nothing is corrupt: {[str(event) for event in daemon.journal.events][-5:]}")
-        if aside := daemon.spool.quarantined():
-            raise Lost(f"set aside in the spool: {list(aside)}")
+        if quarantined := daemon.spool.quarantined():
+            raise Lost(f"set aside in the spool: {list(quarantined)}")
 
     def _check_tier(self) -> None:
         """What a calm tier holds: whole checkpoints, those that the policy keeps, and nothing else."""
@@ -248,7 +248,7 @@ class _Journey:
         for _ in range(2):
             for name in (_TIER, "local"):
                 with contextlib.suppress(TierdError):
-                    await daemon.look(name)
+                    await daemon.observe(name)
             for one in self.files:
                 if one.checkpoint.step in self.steps[-self.keep :]:
                     with _no_fallback("a scrub"):
@@ -264,7 +264,7 @@ class _Journey:
                     if number == 0:
                         self._storm(25)
                     elif number == 1:
-                        await daemon.look(_TIER)  # so that it is asked for, and then not to be had
+                        await daemon.observe(_TIER)  # so that it is asked for, and then not to be had
                         rng = random.Random(self.run)  # of its own: how much a storm draws, a race decides
                         self.slot.judge = Siege(rng, rng.choice(self._newest()), 60)
                     with _no_fallback("a restore"):

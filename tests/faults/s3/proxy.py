@@ -312,8 +312,8 @@ class _Line:
             case "slow drip" | "endless drip":
                 return lambda: self._drip(raw, endless=name == "endless drip")
         end = {"reset in answer": self._resets, "close in answer": self._close, "stall in answer": self._stall}[name]
-        told = len(raw.removesuffix(b"\r\n0\r\n\r\n"))  # behind the last chunk nothing is missing any more
-        return lambda: self._part(raw[: place(at, told, len(answer.head))], end)
+        reported = len(raw.removesuffix(b"\r\n0\r\n\r\n"))  # behind the last chunk nothing is missing any more
+        return lambda: self._part(raw[: place(at, reported, len(answer.head))], end)
 
     async def _saying(self, request: Request, name: str, at: float) -> Callable[[], Awaitable[bool]] | bytes | None:
         keys = list(request.keys)

@@ -129,7 +129,7 @@ class _Row:
             self.front.harm, self.front.context, self.slot.judge = str, self.certificates.right, calm
             self.half = False
             self.slot.notes[f"tls: {fault}"] += 1
-            self.slot.told.append(f"tls: {fault}: {error!r}")
+            self.slot.reported.append(f"tls: {fault}: {error!r}")
             self._check(fault, error)
             await self._check_left(fault, before)
         self.front.hang_up()

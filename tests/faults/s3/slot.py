@@ -78,7 +78,7 @@ class Slot:
         self.judge: Judge = calm
         self.mirror: dict[str, bytes] = {}
         self.broken: list[str] = []
-        self.told: list[str] = []
+        self.reported: list[str] = []
         self.count = 0
         self.notes: Counter[str] = Counter()
         self._uploads: dict[str, list[str]] = {}
@@ -101,12 +101,12 @@ class Slot:
 
     def begin(self) -> None:
         self.judge, self.count = calm, 0
-        self.broken, self.told = [], []
+        self.broken, self.reported = [], []
         self.notes, self._uploads = Counter(), {}
         self.proxy.forget(self.bucket)
 
     def story(self) -> str:
-        return "what happened: " + "; ".join(self.told[-60:])
+        return "what happened: " + "; ".join(self.reported[-60:])
 
     # -- what the proxy tells ---------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Slot:
         self.count += 1
         self.notes[f"{request.operation}: {fault.name}"] += 1
         self.notes.update([place] if (place := self._place(request)) else [])
-        self.told.append(f"{fault.name} ({fault.at:.3f}) on {request.operation} {request.name}")
+        self.reported.append(f"{fault.name} ({fault.at:.3f}) on {request.operation} {request.name}")
 
     def _place(self, request: Request) -> str:
         """Which of several requests of a kind that one is, where it matters: tierd puts a part object by object."""
@@ -135,7 +135,7 @@ class Slot:
 
     def heard(self, request: Request, answer: Answer) -> None:
         """What the server did with a request, whatever became of its answer."""
-        self.told.append(f"{answer.status} to {request.operation} {request.name}")
+        self.reported.append(f"{answer.status} to {request.operation} {request.name}")
         if request.operation == "DeleteObjects" and any("/chunks/" in key for key in request.keys):
             self.notes["chunks deleted by a prune"] += answer.status < 300
         self._place(request)

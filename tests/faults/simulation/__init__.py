@@ -119,7 +119,7 @@ MUTANTS = (
     Mutant(
         "nothing tells of what was given up",
         "tierd/daemon/reconciling/pruner.py",
-        '            journal.tell("given up", tier, checkpoint, why)\n',
+        '            journal.record("given up", tier, checkpoint, why)\n',
         "            pass\n",
         _LIVES,
         "no alert names it",

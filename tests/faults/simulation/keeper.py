@@ -101,7 +101,7 @@ class Keeper:
         there:
             it keeps the default, and no daemon looks at it any more, until the run is trained again.
         conceded: those that were deleted by the default, where nobody had said what the run keeps.
-        told: what daemons said: each event, and of what.
+        reported: what daemons said: each event, and of what.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Keeper:
         self.given_up: dict[Which, tuple[str, str]] = {}
         self.left_behind: set[tuple[str, str]] = set()
         self.unsaid: set[tuple[str, str]] = set()
-        self.told: list[tuple[str, str]] = []
+        self.reported: list[tuple[str, str]] = []
         self.spools: Callable[[], dict[str, Path]] = dict
         self._tiers: dict[str, tuple[int, set[Which]]] = {}
 
@@ -243,9 +243,9 @@ class Keeper:
         place, kept = f"{run}/timeline/", spool / ".tierd" / "timeline" / f"{run}.json"
         heads = [one.objects[key][0] for one in self.buckets for key in one.keys if key.startswith(place)]
         heads += [kept.read_bytes()] if kept.exists() else []
-        told = set().union(*(_launches(head) for head in heads))
+        reported = set().union(*(_launches(head) for head in heads))
         known = self._known(run, [spool]).values()
-        return timeline([*known, *(one for one in self.saved.values() if one.run == run and one.launch in told)])
+        return timeline([*known, *(one for one in self.saved.values() if one.run == run and one.launch in reported)])
 
     def offered(self, node: str, run: str, reach: dict[str, set[Which]], since: float) -> Which | None:
         """What a restore on a node that began then, with this in reach, gives, or something newer: the newest of the
@@ -447,12 +447,14 @@ class Keeper:
             elif extra := {one.which for one in here} - wanted:
                 yield f"{node}: the spool still holds {_names(extra)}, which its rules do not want: {self.spool}"
 
-    def untold(self) -> list[str]:
+    def dropped(self) -> list[str]:
         """What was given up without an alert that names it."""
         return [
             f"{_name(which)} was given up for {tier}, and no alert names it"
             for which, (tier, _) in self.given_up.items()
-            if not any(what == "given up" and of.startswith(f"{which[0]} step {which[2]} ") for what, of in self.told)
+            if not any(
+                what == "given up" and of.startswith(f"{which[0]} step {which[2]} ") for what, of in self.reported
+            )
         ]
 
     def lie(self, run: str) -> str:

@@ -32,7 +32,7 @@ _MOST = 500_000  # steps of a trial: more is a hang
 _REST = 8 * 3600.0  # seconds in which everything comes to rest
 
 
-class Life:
+class RegionLife:
     """One seed's region, from its first save to its rest."""
 
     def __init__(self, seed: int, home: Path) -> None:
@@ -223,9 +223,9 @@ class Life:
             if self.loop.now > end:
                 raise Lost(f"at rest, {'; '.join(wrong)}")
             await self._settle()
-        if untold := self.keeper.untold():
-            raise Lost("; ".join(untold))
-        self.region.count.update(f"life: daemon: {what}" for what, _ in self.keeper.told)
+        if dropped := self.keeper.dropped():
+            raise Lost("; ".join(dropped))
+        self.region.count.update(f"life: daemon: {what}" for what, _ in self.keeper.reported)
 
     async def _settle(self) -> None:
         """Until nothing has changed for a while."""

@@ -26,7 +26,7 @@ _COSTS_S = (0.0001, 0.001, 0.01), (0.0,), (0.0001, 0.01, 0.3), (0.01, 0.3, 3.0)
 EPOCH = 1_790_000_000.0  # seconds since 1970 when a trial begins
 
 
-class Life:
+class ProcessLife:
     """One life of a node's processes: from a start to a crash. What is done in its context is its own."""
 
     def __init__(self, name: str, skew: float = 0.0) -> None:
@@ -58,7 +58,7 @@ class Life:
             self.tasks = [one for one in self.tasks if not one.done()]
 
 
-LIFE: contextvars.ContextVar[Life | None] = contextvars.ContextVar("life", default=None)
+LIFE: contextvars.ContextVar[ProcessLife | None] = contextvars.ContextVar("life", default=None)
 
 
 class SimLoop(asyncio.BaseEventLoop):

@@ -23,7 +23,7 @@ from unittest import mock
 import msgspec
 from faults.rounds import Lost
 from faults.simulation.disk import Disk, Watch
-from faults.simulation.loop import Life, SimLoop
+from faults.simulation.loop import ProcessLife, SimLoop
 from faults.simulation.store import Bucket, Line, Weather
 from faults.simulation.truth import Checkpoint, Part, Truth, committed, content
 from support.world import RUN, commit, config, part
@@ -44,7 +44,7 @@ from tierd.spool.spool import Spool
 from tierd.stores.retry import RetryingStore
 
 _FLUSHED = re.compile(r"\S+ step (\d+) \(attempt \S+-([0-9a-f]{8})\) rank (\d+) of ")
-_UNTOLD = re.compile(r"what attempt \S+-([0-9a-f]{8}) resumed from cannot be told any more")
+_DROPPED = re.compile(r"what attempt \S+-([0-9a-f]{8}) resumed from cannot be told any more")
 _PATIENCE = 120.0  # seconds of real time that a trainer may take for what it does by itself
 
 
@@ -77,7 +77,7 @@ class _Spool(Spool):
     """Says what goes, before it does. A daemon takes whatever is raised in it for a failure, so the loop is told."""
 
     truth: Truth
-    life: Life
+    life: ProcessLife
     loop: SimLoop
     node: str
 
@@ -149,7 +149,7 @@ class Node:
         disk.target = self._about_to_cut
 
     def start(self) -> None:
-        self.life = Life(self.name, self.skew)
+        self.life = ProcessLife(self.name, self.skew)
         self.life.run(self._start)
 
     def _start(self) -> None:
@@ -285,7 +285,7 @@ class _Link:
     def greet(self) -> None:
         """Client and daemon are of one version here."""
 
-    def ask(self, request: Any, timeout_s: float | None = None, told: Any = None) -> dict[str, Any]:
+    def ask(self, request: Any, timeout_s: float | None = None, reported: Any = None) -> dict[str, Any]:
         line = messages.encode_line(Caller.here.caller.ask(lambda: self._answer(request)))
         reply = msgspec.json.decode(line)
         if not reply.get("ok"):
@@ -306,7 +306,7 @@ class _Link:
         self._held.clear()
 
 
-class _Meeting:
+class _Board:
     """Where ranks tell each other."""
 
     def __init__(self, world: int) -> None:
@@ -314,7 +314,7 @@ class _Meeting:
         self._said: dict[int, Any] = {}
         self._heard: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
 
-    async def tell(self, rank: int, value: Any) -> list[Any]:
+    async def report(self, rank: int, value: Any) -> list[Any]:
         self._said[rank] = value
         heard = self._heard
         if len(self._said) == self._world:
@@ -327,11 +327,11 @@ class _Meeting:
 class _Ranks:
     rank: int
     world: int
-    meeting: _Meeting
+    board: _Board
     talk: bool = True
 
     def gather(self, value: Any) -> list[Any]:
-        return list(Caller.here.caller.ask(lambda: self.meeting.tell(self.rank, value)))
+        return list(Caller.here.caller.ask(lambda: self.board.record(self.rank, value)))
 
 
 class _Lost(Exception):
@@ -364,10 +364,10 @@ class Job:
         spools = self.world.spools(nodes)
         before = truth.expected(spools), truth.newest(spools), truth.injuries, truth.whole(spools)
         tells = truth.tells(self.world.spools(nodes))
-        meeting, keep = _Meeting(len(self.placing)), self.world.rng.random() < 0.5
+        board, keep = _Board(len(self.placing)), self.world.rng.random() < 0.5
         local = [{one for one, _ in committed(node.root)} for node in self.placing]
         tasks = [
-            life.spawn(Caller().run(lambda rank=rank: self._restore(rank, meeting, keep, asked)))  # type: ignore[misc]
+            life.spawn(Caller().run(lambda rank=rank: self._restore(rank, board, keep, asked)))  # type: ignore[misc]
             for rank, life in enumerate(self.lives)
         ]
         for node in nodes:
@@ -390,11 +390,11 @@ class Job:
             nothing = [str(one) for one in failures if isinstance(one, CheckpointNotFound)]
             # What a launch resumed from is in its manifests and in heads: while any can be read, it must be told.
             tells &= truth.tells(self.world.spools(nodes))
-            untold = {int(one, 16) for one in _UNTOLD.findall("".join(nothing))} - tells
-            ends = {one for one in untold if truth.is_hurt(one) or one in truth.orphaned}
+            dropped = {int(one, 16) for one in _DROPPED.findall("".join(nothing))} - tells
+            ends = {one for one in dropped if truth.is_hurt(one) or one in truth.orphaned}
             if nothing and not (before[0] and any(before[0][0] < one for one in ends)):  # what lies above is reached
                 self._check(None, before, nothing[0])
-            self.world.count["origins that went with a node"] += bool(untold & truth.orphaned)
+            self.world.count["origins that went with a node"] += bool(dropped & truth.orphaned)
             self.why = failures[0]
             return "unavailable"
         answers = [task.result() for task in tasks]
@@ -422,12 +422,12 @@ class Job:
         self.origin, self.step = found, found[1] if found else 0
         truth.origins[self.number] = found
 
-    def _restore(self, rank: int, meeting: _Meeting, keep: bool, asked: Checkpoint | None) -> Checkpoint | None:
+    def _restore(self, rank: int, board: _Board, keep: bool, asked: Checkpoint | None) -> Checkpoint | None:
         step, attempt = (asked[1], part(asked[1], asked[0]).checkpoint.attempt) if asked else (None, None)
         node = self.placing[rank]
         spool = Spool(node.root, write=False)
         spool.node = node  # type: ignore[attr-defined]
-        ranks, truth, injuries = _Ranks(rank, len(self.placing), meeting), self.world.truth, -1
+        ranks, truth, injuries = _Ranks(rank, len(self.placing), board), self.world.truth, -1
 
         def compare(found: restorer.Found) -> dict[str, Any]:
             """Right after it was verified, before this rank waits for the others."""

@@ -18,7 +18,7 @@ from typing import Any
 from faults.rounds import Lost
 from faults.simulation.disk import Disk, Watch
 from faults.simulation.keeper import Keeper, committed
-from faults.simulation.loop import Life, SimLoop
+from faults.simulation.loop import ProcessLife, SimLoop
 from faults.simulation.rules import Rules, Which
 from faults.simulation.store import Bucket, Line, Weather
 
@@ -44,7 +44,7 @@ class Wire(Line):
     """One life's line to a tier: what it carries, it carries one after the other. A call that was cut off has no late
     effect: the other world of the simulation has those."""
 
-    def __init__(self, tier: Tier, life: Life, region: Region) -> None:
+    def __init__(self, tier: Tier, life: ProcessLife, region: Region) -> None:
         super().__init__(tier, life, region.weather, region.rng, region.count)
         self._tier, self._keeper, self._free_at = tier, region.keeper, 0.0
 
@@ -87,7 +87,7 @@ class _Spool(Spool):
     """Says what goes, before it does. A daemon takes whatever is raised in it for a failure, so the loop is told."""
 
     site: Site
-    life: Life
+    life: ProcessLife
 
     def remove(self, parts: Iterable[PartId], reuse: Collection[str] = ()) -> None:
         parts = list(parts)
@@ -187,7 +187,7 @@ class Site:
             self.region.loop.lose(error)
 
     def start(self) -> None:
-        self.life = Life(self.name)
+        self.life = ProcessLife(self.name)
         self.life.run(self._start)
 
     def _start(self) -> None:
@@ -228,7 +228,7 @@ class Site:
         )
 
     def _heard(self, event: Event) -> None:
-        self.keeper.told.append((event.what, event.subject))
+        self.keeper.reported.append((event.what, event.subject))
 
     def attach(self, run: str) -> None:
         """A trainer of this run comes."""

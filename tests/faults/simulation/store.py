@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
-from faults.simulation.loop import Life
+from faults.simulation.loop import ProcessLife
 
 from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.stores.base import Buffer, ObjectInfo, check_key, octets, room
@@ -70,7 +70,9 @@ class Bucket:
 class Line:
     """One life's line to a bucket: a `Store`. `until`: it answers nothing but "slow down" before that time."""
 
-    def __init__(self, bucket: Bucket, life: Life, weather: Weather, rng: random.Random, count: Counter[str]) -> None:
+    def __init__(
+        self, bucket: Bucket, life: ProcessLife, weather: Weather, rng: random.Random, count: Counter[str]
+    ) -> None:
         self._bucket, self._life, self._weather, self._rng, self._count = bucket, life, weather, rng, count
         self.until = 0.0
         self._deletions: dict[str, list[asyncio.TimerHandle]] = {}  # on their way

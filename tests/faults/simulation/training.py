@@ -12,8 +12,8 @@ from typing import Any
 
 from faults.rounds import Lost
 from faults.simulation.keeper import committed
-from faults.simulation.loop import EPOCH, Life
-from faults.simulation.node import Caller, _Meeting, _Ranks
+from faults.simulation.loop import EPOCH, ProcessLife
+from faults.simulation.node import Caller, _Board, _Ranks
 from faults.simulation.region import Region, Site, which
 from faults.simulation.rules import Saved, Which, is_on
 from faults.simulation.truth import table
@@ -43,7 +43,7 @@ def content(one: Which) -> dict[str, bytes]:
 SIZE = 6 * CHUNK  # bytes that one takes in a spool, with its manifest, and a little more
 
 
-async def restored(site: Site, life: Life, run: str, asked: Which | None = None) -> Which | None:
+async def restored(site: Site, life: ProcessLife, run: str, asked: Which | None = None) -> Which | None:
     """What a restore on this node gives, verified; raises as the client does."""
     keeper = site.keeper
     begun, reach, passed = site.region.loop.now, keeper.reach(site.name), keeper.passed(site.name, run)
@@ -51,7 +51,7 @@ async def restored(site: Site, life: Life, run: str, asked: Which | None = None)
     def work() -> Which | None:
         spool = Spool(site.root, write=False)
         spool.node = site  # type: ignore[attr-defined]
-        ranks: Any = _Ranks(0, 1, meeting)
+        ranks: Any = _Ranks(0, 1, board)
         restorer = restore.Restorer(
             spool,
             run,
@@ -72,7 +72,7 @@ async def restored(site: Site, life: Life, run: str, asked: Which | None = None)
             found.hold.close()
         return one
 
-    meeting = _Meeting(1)
+    board = _Board(1)
     task = life.spawn(Caller().run(work))
     await asyncio.wait([task], timeout=RESTORING)
     if not task.done():

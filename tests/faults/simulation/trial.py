@@ -20,7 +20,7 @@ from typing import Any
 
 from faults.rounds import Lost
 from faults.simulation.disk import OUTCOMES, Watch, watched
-from faults.simulation.life import Life
+from faults.simulation.life import RegionLife
 from faults.simulation.loop import SimLoop, clocked
 from faults.simulation.loop import run as run_loop
 from faults.simulation.node import Job, Node, World, tierd_here
@@ -207,7 +207,7 @@ class Trial:
         spool."""
         rng, truth, world = self.apart, self.world.truth, self.world
         what = rng.choice(("a manifest", "a head on a tier", "a head in a spool"))
-        told = truth.tells(world.spools())
+        reported = truth.tells(world.spools())
         node, bucket = rng.choice(world.nodes), rng.choice(world.buckets)
         keys = [key for key in bucket.keys if ("/timeline/" if what == "a head on a tier" else "/manifests/") in key]
         if what == "a head in a spool":
@@ -232,17 +232,17 @@ class Trial:
                 del bucket.objects[key]
                 bucket.keys.remove(key)
             bucket.version += 1
-        truth.head_lost(told, world.spools())
+        truth.head_lost(reported, world.spools())
         world.count[f"lost: {what}"] += 1
 
     def _lose(self, node: Node) -> None:
         """A node is replaced by one with nothing on its disk."""
         truth = self.world.truth
-        told = truth.tells(self.world.spools())
+        reported = truth.tells(self.world.spools())
         node.life.end()
         node.up, node.cut_step = False, None
         node.mount(fresh=False)
-        truth.node_lost(told, self.world.spools())
+        truth.node_lost(reported, self.world.spools())
         truth.excused = {one for one in truth.excused if one[0] != node.name}
         truth.injured(self.world.spools())
         self.world.count["nodes lost"] += 1
@@ -364,11 +364,11 @@ class Trial:
                 raise Lost(f"{bucket.name} holds {sorted(found.items())}, and should hold {sorted(wanted)}")
             manifests = [key for key in bucket.keys if part_of(key)]
             there = {key for one in manifests for key in named(bucket.objects[one][0])}
-            lent, heads = {key.split("/")[2] for key in there}, 0
+            shared, heads = {key.split("/")[2] for key in there}, 0
             for key in bucket.keys:
                 loose = "/chunks/" in key and key not in there
                 # What came late, or was cut off on its way, under a name whose chunks others share goes with those.
-                if loose and key.split("/")[2] in lent and key not in truth.doomed[bucket.name]:
+                if loose and key.split("/")[2] in shared and key not in truth.doomed[bucket.name]:
                     world.count["chunks that nothing tells of"] += 1
                     continue
                 if "/timeline/" in key:
@@ -411,7 +411,7 @@ def _flipped(data: bytes, rng: random.Random) -> bytes:
 def play(seed: int) -> dict[str, Any]:
     """Play one seed, a trial or a whole life; return what is told of it."""
     home = Path(tempfile.mkdtemp(prefix="tierd-sim-", dir="/dev/shm"))
-    one = Trial(seed, home) if seed < LIVES else Life(seed - LIVES, home)
+    one = Trial(seed, home) if seed < LIVES else RegionLife(seed - LIVES, home)
     try:
         steps, count = one.run()
         return {"lost": "", "steps": steps, "count": dict(count)}

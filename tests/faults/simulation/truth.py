@@ -31,7 +31,7 @@ _KEY = re.compile(
     rf"{RUN}/(manifests|quarantine)/([0-9]{{12}})\.[0-9a-f]{{12}}-([0-9a-f]{{8}})/([0-9]{{5}})-of-[0-9]{{5}}\.json"
 )
 _DIRECTORY = re.compile(r"([0-9]{12})\.[0-9a-f]{12}-([0-9a-f]{8})")
-_ASIDE = ".tierd/quarantine"
+_QUARANTINE = ".tierd/quarantine"
 HEAD = f".tierd/timeline/{RUN}.json"  # in a spool
 _FASTER_S = 60.0  # simulated seconds between finding a copy wrong and setting it aside
 _SEALED = 46  # bytes of a manifest's end, behind what its seal is of
@@ -168,7 +168,7 @@ class Truth:
         found = []
         for file in (_parsed(bucket.objects[key][0]) or {"files": ()})["files"]:
             for chunk in file["chunks"]:
-                bad = [one["stored"]["key"] for one in by_hand.chain(chunk) if not self._is_as_told(bucket, one)]
+                bad = [one["stored"]["key"] for one in by_hand.chain(chunk) if not self._is_as_reported(bucket, one)]
                 found += [f"{RUN}/{key}" for key in bad]
                 if not bad and not self._is_right_raw(bucket, chunk):
                     found.append(f"{RUN}/{chunk['stored']['key']}")
@@ -182,7 +182,7 @@ class Truth:
             self._raws[name] = digest(raw)
         return self._raws[name] == chunk["xxh3_128"]
 
-    def _is_as_told(self, bucket: Bucket, chunk: dict[str, Any]) -> bool:
+    def _is_as_reported(self, bucket: Bucket, chunk: dict[str, Any]) -> bool:
         """Whether a chunk's own object is what the manifest says of it."""
         stored = chunk["stored"]
         data, _ = bucket.objects.get(f"{RUN}/{stored['key']}", (None, 0))
@@ -300,7 +300,7 @@ class Truth:
 
     def _is_unnoticed(self, bucket: Bucket, part: Part) -> bool:
         """Whether the trial has hurt a newer checkpoint there since it was verified, and no manifest of it was set
-        aside: retention goes by what was verified."""
+        quarantined: retention goes by what was verified."""
         return any(
             newer[:2] > part[:2] and not right and self._is_excused(bucket.name, newer)
             for newer, right in self.on_tier(bucket).items()
@@ -373,14 +373,14 @@ class Truth:
         self._tiers.clear()
         self.floor = max(self.whole(spools), default=None)
 
-    def node_lost(self, told: set[int], spools: list[tuple[Path, int]]) -> None:
-        """A node went, with all that it had. Before that, these launches' origins were `told`."""
-        self.orphaned |= told - self.tells(spools) - {part[0] for part in self.ever}
+    def node_lost(self, reported: set[int], spools: list[tuple[Path, int]]) -> None:
+        """A node went, with all that it had. Before that, these launches' origins were `reported`."""
+        self.orphaned |= reported - self.tells(spools) - {part[0] for part in self.ever}
 
-    def head_lost(self, told: set[int], spools: list[tuple[Path, int]]) -> None:
-        """A head went. Before that, these launches' origins were `told`; what no manifest and no other head tells of is
+    def head_lost(self, reported: set[int], spools: list[tuple[Path, int]]) -> None:
+        """A head went. Before that, these launches' origins were known; what no manifest and no other head tells of is
         not known any more."""
-        self.orphaned |= told - self.tells(spools)
+        self.orphaned |= reported - self.tells(spools)
 
     # -- what a restore must give -----------------------------------------------------------------------------------
 
@@ -401,14 +401,14 @@ class Truth:
     def shown(self, spools: list[tuple[Path, int]]) -> int | None:
         """The newest launch that anything shows."""
         shown = {part[0] for spool, _ in spools for part, _ in committed(spool)}
-        shown |= {part[0] for spool, _ in spools for part, _ in committed(spool / _ASIDE)}
+        shown |= {part[0] for spool, _ in spools for part, _ in committed(spool / _QUARANTINE)}
         shown |= {whose[1][0] for bucket in self.buckets for key in bucket.keys if (whose := part_of(key))}
         return max(shown, default=None)
 
     def tells(self, spools: list[tuple[Path, int]]) -> set[int]:
         """The launches of which a manifest can be read somewhere, quarantined or not, or that any head has: both say
         what they resumed from."""
-        homes = [one for spool, _ in spools for base in (spool, spool / _ASIDE) for one in committed(base)]
+        homes = [one for spool, _ in spools for base in (spool, spool / _QUARANTINE) for one in committed(base)]
         found = {part[0] for part, home in homes if _parsed(_manifest(home))}
         for bucket in self.buckets:
             whose = [(key, one[1][0]) for key in bucket.keys if (one := part_of(key))]

@@ -159,7 +159,7 @@ MUTANTS = (
     Mutant(
         "only writes that a version counter shows are noticed",
         "tierd/client/saving/snapshot.py",
-        "            return self._sample.look(dict(zip(names, tensors, strict=True)), into, stream)\n",
+        "            return self._sample.compare(dict(zip(names, tensors, strict=True)), into, stream)\n",
         "            return list\n",
         "torn --trials 100",
         "is a mixture",

@@ -222,8 +222,8 @@ def test_every_rank_gets_its_shard_back_in_place(run, spools):
     strided = [where for where, *_ in found[0].values() if where and "_StridedShard" in where[0]]
     assert strided, "the model has no strided shard: this test proves less than it says"
     assert any(shape[:1] == (0,) for _, _, shape in found[1].values()), "no rank has an empty shard"
-    told = run(sharded.restore_otherwise, spools)
-    for one_rank in told:
+    described = run(sharded.restore_otherwise, spools)
+    for one_rank in described:
         other_mesh, other_names, other_rules, plain, nothing = one_rank
         assert "on a mesh of (dp=2, tp=2)" in other_mesh and "on a mesh of (dp=4, tp=1)" in other_mesh
         assert "on a mesh of (replicate=2, shard=2)" in other_names
@@ -242,14 +242,14 @@ def test_what_is_no_whole_shard_is_refused_by_its_path(run, spools):
 
 
 def test_a_state_of_shards_is_walked_once(run):
-    for told in run(sharded.captures):
-        assert told == [0, 1, 0, 1, 0]
+    for described in run(sharded.captures):
+        assert described == [0, 1, 0, 1, 0]
 
 
 def test_a_state_of_shards_and_packed_values_grows_without_a_walk(run):
     """Plain tensors and entries of packed lists do; a DTensor, and a list that has no more room, take one."""
-    for told in run(sharded.grows):
-        assert told == [0, 0, 0, 1, 0, 1, 0, 1, 1]
+    for described in run(sharded.grows):
+        assert described == [0, 0, 0, 1, 0, 1, 0, 1, 1]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -261,14 +261,14 @@ def test_packed_values_beside_shards_come_back_in_place_and_through_dcp(run, spo
 
 def test_a_write_to_a_dtensor_behind_a_save_is_noticed(run, spools):
     """torch counts a write to a DTensor on the DTensor, not on its local shard."""
-    for told in run(sharded.torn, spools):
-        assert ["mixture" in one for one in told] == [True] * 3, told
+    for described in run(sharded.torn, spools):
+        assert ["mixture" in one for one in described] == [True] * 3, described
 
 
 def test_a_model_that_fsdp_has_gathered_is_saved_and_restored_as_shards(run, spools):
     """Right after an evaluation, say: the model's own parameters are whole tensors, and its state has shards."""
-    for told in run(sharded.gathered_at_the_save, spools, world=2):
-        assert told == ["DTensor Parameter"] * 8
+    for described in run(sharded.gathered_at_the_save, spools, world=2):
+        assert described == ["DTensor Parameter"] * 8
 
 
 def test_the_how_to_s_example_resumes_on_other_ranks(run, tmp_path):
@@ -307,8 +307,8 @@ def test_one_process_loads_the_whole_model(run, spools):
 def test_what_differs_between_ranks_is_not_resharded(run, spools):
     run(sharded.save_whole, spools, 3)
     for name in ("own", "mine"):
-        for told in run(sharded.load_whole, spools, (2, 1), [name], world=2):
-            assert f"'{name}': it differs between the 4 ranks that saved it, and 2 load" in told
+        for described in run(sharded.load_whole, spools, (2, 1), [name], world=2):
+            assert f"'{name}': it differs between the 4 ranks that saved it, and 2 load" in described
 
 
 def test_stages_that_number_their_parameters_alike_are_not_mixed_up(run, spools):

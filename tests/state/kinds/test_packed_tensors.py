@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.exact import told
+from support.exact import described
 from support.training import stored, through
 
 from tierd.core.errors import StateMismatch, StateRefused
@@ -77,14 +77,14 @@ def test_a_run_comes_back_exactly_from_a_tensor(name):
     state = {"value": RUNS[name], "w": torch.ones(3)}
     tree, _ = stored(state)
     assert len(tree) < 200 and b"$values" in tree
-    assert told(through(state)) == told(state, live=True)
+    assert described(through(state)) == described(state, live=True)
 
 
 @pytest.mark.parametrize("name", STAY)
 def test_what_is_no_run_stays_json(name):
     state = {"value": STAY[name], "w": torch.ones(3)}
     assert b"$values" not in stored(state)[0]
-    assert told(through(state)) == told(state, live=True)
+    assert described(through(state)) == described(state, live=True)
 
 
 def test_the_tensor_is_found_by_its_path():
@@ -154,7 +154,7 @@ def test_nothing_changes_after_the_capture(name):
     for _ in range(2):
         value = copy.copy(RUNS[name])  # other tests have these, too
         state = {"value": value}
-        before = told(state, live=True)
+        before = described(state, live=True)
         capture = capturer.capture(state)
         if hasattr(value, "clear"):
             value.clear()
@@ -164,7 +164,7 @@ def test_nothing_changes_after_the_capture(name):
         assert layout.entries == capture.layout.entries
         file = bytearray(layout.size)
         copy_into(layout, capture.tensors, file)
-        assert told(unflatten(capture.tree(), file)) == before
+        assert described(unflatten(capture.tree(), file)) == before
 
 
 plain = st.one_of(
@@ -215,10 +215,10 @@ def test_any_states_one_after_the_other(found):
                 assert torch.equal(capture.tensors[name].view(torch.uint8), tensor.view(torch.uint8))
             capture.check(capture.tree())
             back = through(state)
-            assert told(back) == told(state, live=True)
+            assert described(back) == described(state, live=True)
             target = {name: _emptied(value) for name, value in state.items()}
             load(target, back)
-            assert told(target) == told(state, live=True)
+            assert described(target) == described(state, live=True)
 
 
 def _emptied(value):
@@ -330,7 +330,7 @@ def test_a_part_is_read_for_dcp_with_its_runs_and_within_the_same_limits(local, 
     (part,) = spool.parts()
     files = Files(spool, part.checkpoint, 1, None, "")
     found = native_leaves.read_leaves(files, part).values
-    assert told([found["losses"], found["order"]]) == told([state["losses"], state["order"]])
+    assert described([found["losses"], found["order"]]) == described([state["losses"], state["order"]])
     raw = found["raw"]  # not read yet
     assert raw.made(read_tensor(files, part, raw.entry)) == state["raw"]
     assert {name: found[f"table.{name}"] for name in state["table"]} == state["table"]
@@ -404,7 +404,9 @@ def test_an_entry_is_restored_alone_with_its_runs(local):
     local.save(1, state).wait()
     target = {"w": torch.zeros(5000), "losses": [], "table": {}, "other": None}
     local.restore(target, only=("losses", "table"))
-    assert told(target["losses"]) == told(state["losses"]) and told(target["table"]) == told(state["table"])
+    assert described(target["losses"]) == described(state["losses"]) and described(target["table"]) == described(
+        state["table"]
+    )
     assert target["other"] is None and not target["w"].any()
 
 

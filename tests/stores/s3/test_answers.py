@@ -116,10 +116,10 @@ def unheard(scheme: str, port: int) -> str:
 
 def test_https_to_a_server_without_tls() -> None:
     with serving(Bucket()) as bucket:
-        told = unheard("https", bucket.port)
-    assert told.startswith("StoreRefused")
-    assert "does not speak TLS" in told
-    assert "http://" in told
+        reported = unheard("https", bucket.port)
+    assert reported.startswith("StoreRefused")
+    assert "does not speak TLS" in reported
+    assert "http://" in reported
 
 
 def test_http_to_a_server_with_tls() -> None:
@@ -137,10 +137,10 @@ def test_http_to_a_server_with_tls() -> None:
         finally:
             server.close()
 
-    told = asyncio.run(whole())
-    assert told.startswith("StoreRefused")
-    assert "speaks TLS" in told
-    assert "https://" in told
+    reported = asyncio.run(whole())
+    assert reported.startswith("StoreRefused")
+    assert "speaks TLS" in reported
+    assert "https://" in reported
 
 
 def test_http_to_a_port_that_wants_tls_and_says_so_in_html() -> None:
@@ -182,11 +182,11 @@ def test_a_bundle_that_cannot_be_used_is_named(
     if content is not None:
         bundle.write_text(content)
     monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
-    told = unheard("https", 1)
-    assert told.startswith("StoreRefused")
-    assert "AWS_CA_BUNDLE" in told
-    assert str(bundle) in told
-    assert says in told
+    reported = unheard("https", 1)
+    assert reported.startswith("StoreRefused")
+    assert "AWS_CA_BUNDLE" in reported
+    assert str(bundle) in reported
+    assert says in reported
 
 
 def test_a_bundle_is_found_when_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,11 +282,11 @@ def test_credentials_that_were_replaced_are_taken_up_within_the_call(
 
 
 def test_the_chain_is_looked_at_seldom(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = []
+    observations = []
     session = chain.get_session
 
     def counted() -> object:
-        looks.append(time.monotonic())
+        observations.append(time.monotonic())
         return session()
 
     async def use(bucket: Bucket) -> None:
@@ -299,4 +299,4 @@ def test_the_chain_is_looked_at_seldom(file: Path, monkeypatch: pytest.MonkeyPat
 
     with serving(Bucket()) as bucket:
         asyncio.run(use(bucket))
-    assert len(looks) == 2  # the client's own, and one for all twenty
+    assert len(observations) == 2  # the client's own, and one for all twenty

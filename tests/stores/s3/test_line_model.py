@@ -168,7 +168,7 @@ class Shared:
 shared: Shared
 
 
-class Life(RuleBasedStateMachine):
+class LineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.sockets: list[socket.socket] = []
@@ -315,7 +315,7 @@ def machine(credentials: None) -> Iterator[None]:
 def test_nothing_is_left_of_a_call_that_has_ended(machine: None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     run_state_machine_as_test(
-        Life,
+        LineMachine,
         settings=settings(
             max_examples=60,
             stateful_step_count=10,

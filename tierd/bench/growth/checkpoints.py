@@ -191,11 +191,11 @@ async def asked(home: Path, runs: int, checkpoints: int) -> Samples:
     for run in range(runs):
         for step in range(checkpoints):
             in_spool(daemon.spool, part(step, f"run{run:04}"))
-    await daemon.look("tier")
+    await daemon.observe("tier")
     samples = []
     for _ in range(ROUNDS):
         samples.append(timed(lambda: status(daemon, 0, 0))[1])
-        await daemon.look("tier")
+        await daemon.observe("tier")
     await store.aclose()
     return {OURS: samples}
 

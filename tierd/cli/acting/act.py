@@ -40,7 +40,7 @@ from tierd.core.timeline.run_view import RunView
 from tierd.core.urls import parse_url
 from tierd.daemon.opening import open_tiers
 from tierd.daemon.service import open_all, serve
-from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.tiers.reach import Reach
 from tierd.daemon.tiers.reach import reach as try_out
 from tierd.ipc import messages
@@ -86,13 +86,13 @@ def run(
     """Run the daemon: flush, verify, retain; until SIGTERM. With --json, each event is a line on stdout."""
     use_format(log_format)
     where = _daemon_config(spool, to, config, keep_last, key_file)
-    told = tell if json else None
+    on_event = print_event if json else None
     reread = (lambda: load_config(config)) if config is not None else None
-    if asyncio.run(serve(where, until_idle=until_idle, await_trainer=await_trainer, reread=reread, told=told)):
+    if asyncio.run(serve(where, until_idle=until_idle, await_trainer=await_trainer, reread=reread, on_event=on_event)):
         raise typer.Exit(EXIT_UNFINISHED)  # the log says what is left
 
 
-def tell(event: Event) -> None:
+def print_event(event: Event) -> None:
     """Print an event as a line of JSON."""
     sys.stdout.write(printable_json(msgspec.json.encode(event).decode()) + "\n")
     sys.stdout.flush()
@@ -176,7 +176,7 @@ def _pin_by_daemon(where: Places, run: str, step: int, attempt: str | None, *, p
 async def _pin_directly(where: Places, run: str, step: int, attempt: str | None, *, pinned: bool) -> CheckpointId:
     async with AsyncExitStack() as stack:
         stores = await open_tiers(where.config, stack) if where.config else {}
-        inventory = await look_around(where.spool, stores, run)
+        inventory = await observe_places(where.spool, stores, run)
         checkpoint = choose(inventory, run, step, attempt)
         if where.spool:
             where.spool.pin(checkpoint, pinned=pinned)

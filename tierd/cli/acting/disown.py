@@ -28,7 +28,7 @@ from tierd.cli.tables import console, print_json, table
 from tierd.core.errors import CheckpointNotFound, ConfigError, FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import PartId, check_attempt, check_run
 from tierd.daemon.opening import open_tiers
-from tierd.daemon.tiers.disown import Claim, Claimed, claimed, living_here
+from tierd.daemon.tiers.disown import Claim, Claimed, claimed, leases_here
 from tierd.daemon.tiers.disown import disown as take_away
 from tierd.spool.spool import Spool
 
@@ -63,7 +63,7 @@ def disown(
     where = places(spool, url, config, key_file=key_file)
     if where.config is None:
         raise ConfigError("disown takes names from tiers: give their URLs, or --config FILE")
-    _check_living(where, check_run(run), check_attempt(attempt))
+    _check_leases(where, check_run(run), check_attempt(attempt))
     found = asyncio.run(_claimed(where, run, attempt))
     claims = tuple(one.claim(name) for name, one in found.items() if one.keys)
     if not claims:
@@ -82,11 +82,11 @@ def disown(
         console().print(f"attempt {attempt} of {run} counts for nothing on {', '.join(one.place for one in claims)}")
 
 
-def _check_living(where: Places, run: str, attempt: str) -> None:
+def _check_leases(where: Places, run: str, attempt: str) -> None:
     """Raise `ConfigError` if this node knows that the launch is real: a trainer of it is alive here, it saved in the
     named spool, or a part of it can be read there."""
-    if living := living_here(run, attempt):
-        named = ", ".join(f"{pid} (spool {spool})" for pid, spool in sorted(living.items()))
+    if leases := leases_here(run, attempt):
+        named = ", ".join(f"{pid} (spool {spool})" for pid, spool in sorted(leases.items()))
         raise ConfigError(
             f"disown {run} {attempt}: it lives: process {named} on this node saves it; nothing was deleted. End it "
             "first, if it really is not to be found any more"

@@ -25,7 +25,7 @@ from tierd.ipc import messages
 from tierd.ipc.client import Link
 
 _POLL_S = 0.5
-_LOOK_S = 1.0  # between two listings of tiers to which other nodes send
+_LISTING_S = 1.0  # between two listings of tiers to which other nodes send
 _MARGIN_S = 10.0  # that the daemon's answer may take beyond the time in the request
 _LONGEST_S = 7 * 86400.0
 
@@ -203,16 +203,16 @@ def _wait(link: Link, checkpoint: CheckpointId, found: dict[str, Any], tier: str
             left = max(0.0, end - time.monotonic())
             what = f"flushing rank {part.rank} of {part.world} to {tier}"
 
-            def told(line: dict[str, Any], what: str = what) -> None:
+            def on_progress(line: dict[str, Any], what: str = what) -> None:
                 meter.update(line.get("done", 0), line.get("total"), what)
 
-            link.ask(messages.Wait(part=part, tier=tier, timeout_s=left), left + _MARGIN_S, told)
+            link.ask(messages.Wait(part=part, tier=tier, timeout_s=left), left + _MARGIN_S, on_progress)
         asked |= parts
         if not parts:
             if time.monotonic() >= end:
                 missing = found["world_size"] - len(ranks)
                 raise TimeoutError(f"{tier}: {checkpoint} lacks {missing} ranks' parts, which other nodes have to send")
-            time.sleep(_LOOK_S)
+            time.sleep(_LISTING_S)
         found = _find(link, checkpoint.run, checkpoint.step, checkpoint.attempt)
 
 

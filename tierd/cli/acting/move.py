@@ -108,7 +108,7 @@ async def _copy(here: Config, there: Config, run: str, to_run: str, step: int | 
         hasten()  # a person waits
         moved = Progress()
         with progress("copying") as bar:
-            moved.told = lambda at: bar.update(at.done, at.total)
+            moved.on_progress = lambda at: bar.update(at.done, at.total)
             return await copy_run(source, target, run, to_run, step, attempt, moved)
 
 
@@ -191,7 +191,7 @@ async def _import(config: Config, shown: str, place: Path | StoreUrl, run: str, 
             stack.push_async_callback(store.aclose)
             origin = await BucketOrigin.at(shown, store, name, spool.root.with_name("objects"))
         with progress("importing") as bar:
-            moved.told = lambda at: bar.update(at.done, at.total)
+            moved.on_progress = lambda at: bar.update(at.done, at.total)
             return await import_units(origin, stores, spool, run, step, moved)
 
 

@@ -29,7 +29,7 @@ from tierd.core.planning.verdicts import judge
 from tierd.core.retention.policies import known_policy, unknown
 from tierd.daemon.opening import open_tiers
 from tierd.daemon.tiers.manifests import Manifests
-from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.tiers.prune import prune as prune_tier
 from tierd.stores.deletions import DeletionGuard
 
@@ -107,7 +107,7 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
     judged: list[Judged] = []
     async with AsyncExitStack() as stack:
         stores = await open_tiers(where.config, stack)
-        inventory = await look_around(where.spool, stores, run)
+        inventory = await observe_places(where.spool, stores, run)
         if where.policy:  # a person's policy replaces the runs' own
             answered = {name: place and replace(place, policies={}) for name, place in inventory.tiers.items()}
             inventory = replace(inventory, tiers=answered)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tierd.cli.acting.act import tell
+from tierd.cli.acting.act import print_event
 from tierd.cli.exit_codes import EXIT_UNFINISHED
 from tierd.cli.options import JsonOption, KeyFileOption, SpoolOption, ToOption
 from tierd.core.config import WatchConfig, from_urls
@@ -52,7 +52,7 @@ def watch(
         key,
         watch=[WatchConfig(directory=str(where), run=name)],
     )
-    if asyncio.run(serve(config, until_idle=until_idle, told=tell if json else None)):
+    if asyncio.run(serve(config, until_idle=until_idle, on_event=print_event if json else None)):
         raise typer.Exit(EXIT_UNFINISHED)  # the log says what is left
 
 

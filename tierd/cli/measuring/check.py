@@ -71,7 +71,7 @@ def check(
         keep=keep,
         every_save=every_save,
         ignore=ignore or (),
-        tell=lambda line: print_lines(line, error=True),
+        on_line=lambda line: print_lines(line, error=True),
     )
     if json:
         print(printable_json(report.to_json()))

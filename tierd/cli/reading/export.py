@@ -79,7 +79,7 @@ def export(
             only=only,
             dtype=dtype,
             strip=strip,
-            told=meter.update,
+            on_progress=meter.update,
         )
     if json:
         print_json(done)

@@ -60,7 +60,7 @@ def follow(
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed; pip install 'tierd[torch,daemon]'") from error
 
-    def tell(one: Delivery) -> None:
+    def show(one: Delivery) -> None:
         if json:
             print(printable_json(msgspec.json.encode(one).decode()), flush=True)
         else:
@@ -71,7 +71,7 @@ def follow(
     # A follower may be started before the run's first save, but what ends at once has nothing to wait for.
     (check_known if once else note_unknown)(places(None, list(url), None, key_file=key_file), name)
     with open_run(list(url), name, key_file) as reader:
-        follower = CommandFollower(reader.tiers, to, words, tell)
+        follower = CommandFollower(reader.tiers, to, words, show)
         if not follower.run(latest=latest, period_s=period_s, once=once):
             raise typer.Exit(EXIT_UNDELIVERED)
 

@@ -19,7 +19,7 @@ from tierd.core.printable import printable
 Members = Mapping[str, Any]
 
 _CHECKPOINTS, _EVENTS, _LAUNCHES = 12, 30, 8  # of each run the newest; the last; of each run the last
-_LANE = 160  # columns of a drawn launch at most, because a file or a pipe has lines of any width
+_LINE_WIDTH = 160  # columns of a drawn launch at most, because a file or a pipe has lines of any width
 _BARS = " ▁▂▃▄▅▆▇█"
 _BAD = ("failing", "persist failed", "corrupt", "quarantined", "given up", "two launches", "rolled back")
 
@@ -133,7 +133,7 @@ def _timeline(launches: Sequence[Members], checkpoints: Sequence[Members], width
     steps = [one["step"] for one in checkpoints]
     steps += [one["from_step"] for one in launches if one["from_step"] is not None]
     low, high = min(steps), max(steps)
-    room = max(10, min(width - 2, _LANE))
+    room = max(10, min(width - 2, _LINE_WIDTH))
     for launch in shown:
         how = "from the beginning" if launch["from_step"] is None else f"from step {launch['from_step']}"
         lost = f", rolled back by {launch['lost_steps']} steps" if launch["lost_steps"] else ""
@@ -144,10 +144,12 @@ def _timeline(launches: Sequence[Members], checkpoints: Sequence[Members], width
             # To where a later launch left it, also if retention has deleted that checkpoint since.
             left_at = [one["from_step"] for one in launches if one["from_attempt"] == launch["attempt"]]
             last = max(launch["last_step"], *left_at) if left_at else launch["last_step"]
-            yield Text(_lane(launch, last, own, (low, high), room), style="dim" if launch is not shown[-1] else "")
+            yield Text(
+                _launch_line(launch, last, own, (low, high), room), style="dim" if launch is not shown[-1] else ""
+            )
 
 
-def _lane(launch: Members, last: int, checkpoints: Sequence[Members], steps: tuple[int, int], room: int) -> str:
+def _launch_line(launch: Members, last: int, checkpoints: Sequence[Members], steps: tuple[int, int], room: int) -> str:
     low, high = steps
 
     def at(step: int) -> int:

@@ -46,7 +46,7 @@ from tierd.core.report import Report, report
 from tierd.core.timeline.candidates import not_found, restore_candidates
 from tierd.daemon.opening import open_tiers
 from tierd.daemon.tiers.objects import read_manifest
-from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.tiers.prune import verify as verify_on_tier
 from tierd.ipc import messages, replies
 from tierd.ipc.client import Link
@@ -231,12 +231,12 @@ def observed(where: Places, run: str | None) -> Inventory:
     """Observe all places for one run, or for all."""
     found: list[Inventory] = []
 
-    async def look() -> None:
+    async def observe() -> None:
         hasten()  # a person waits
         async with AsyncExitStack() as stack:
-            found.append(await look_around(where.spool, await _stores(where, stack), run, chunks=False))
+            found.append(await observe_places(where.spool, await _stores(where, stack), run, chunks=False))
 
-    asyncio.run(look())  # the task has no result, because `asyncio.run` makes the text of all of it as it ends
+    asyncio.run(observe())  # the task has no result, because `asyncio.run` makes the text of all of it as it ends
     return found[0]
 
 
@@ -270,7 +270,7 @@ async def _verify(where: Places, run: str | None, step: int | None) -> tuple[lis
     checks: list[Check] = []
     async with AsyncExitStack() as stack:
         stores = await _stores(where, stack)
-        inventory = await look_around(where.spool, stores, run)
+        inventory = await observe_places(where.spool, stores, run)
         work = [
             (name, part, facts.stored_size or facts.size if facts else 0)
             for name, place in inventory.places.items()

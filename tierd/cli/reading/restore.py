@@ -95,7 +95,7 @@ async def with_tiers(config: Config, moved: Progress, work: Callable[[Mapping[st
         stores = await open_tiers(config, stack)
         hasten()
         with progress("restoring") as meter:
-            moved.told = lambda at: meter.update(at.done, at.total)
+            moved.on_progress = lambda at: meter.update(at.done, at.total)
             return await work(stores)
 
 

@@ -54,7 +54,7 @@ def runs(
     where = places(spool, url, config, key_file=key_file)
     if where.config is None:
         raise ConfigError("runs lists tiers: name their URLs, or give --config FILE; --spool DIR only adds its steps")
-    found = asyncio.run(_look(where))
+    found = asyncio.run(_observe(where))
     if json:
         print_json(found)
     else:
@@ -65,7 +65,7 @@ def runs(
         raise typer.Exit(6)
 
 
-async def _look(where: Places) -> Overviews:
+async def _observe(where: Places) -> Overviews:
     assert where.config is not None
     hasten()  # a person waits
     tiers: dict[str, dict[str, Seen]] = {}

@@ -178,7 +178,7 @@ def _cell(text: Callable[[Members], str], tier: Members) -> str:
         return "unknown"
 
 
-def _efforts(answer: Members) -> Iterator[str]:
+def _compression(answer: Members) -> Iterator[str]:
     for tier in answer["tiers"]:
         yield f"{tier['name']}: {tier['compression']}"
 
@@ -187,7 +187,7 @@ def _policies(answer: Members) -> Iterator[str]:
     yield from disagreements(answer.get("policies", []))
 
 
-def _tell(answer: Members) -> Iterator[str]:
+def _notify(answer: Members) -> Iterator[str]:
     for one in answer["notify"]:
         failed = f", the last failed: {one['last_error']}" if one["last_error"] else ""
         counts = f"{one['delivered']} delivered, {one['dropped']} dropped, {one['queued']} queued"
@@ -196,7 +196,7 @@ def _tell(answer: Members) -> Iterator[str]:
 
 def _alerts(answer: Members) -> Iterator[str]:
     for alert in answer["alerts"]:
-        doing = "observing" if alert["doing"] == "look" else f"{alert['doing']} {alert['subject']}"
+        doing = "observing" if alert["doing"] == "observe" else f"{alert['doing']} {alert['subject']}"
         fails = f"{doing} failed {alert['tries']} times in a row"
         if alert["subject"] == BACKLOG:
             fails = "what is to be pruned becomes ever more"
@@ -218,9 +218,9 @@ SECTIONS: tuple[Callable[[Members], Iterator[str | Table]], ...] = (
     _scrub,
     _pause,
     _tiers,
-    _efforts,
+    _compression,
     _policies,
-    _tell,
+    _notify,
     _alerts,
     _events,
 )

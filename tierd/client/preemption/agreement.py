@@ -94,7 +94,7 @@ class Agreement:
     def __init__(self, rank: int, world: int, name: str = "", seen_s: float = 0.0) -> None:
         self._rank, self._world, self._name, self._seen_s = rank, world, name, seen_s
         self._changed = threading.Condition()  # protects what both threads use: `frozen_s`, `_asked`, `_after`
-        self._turn = 0
+        self._question = 0
         self._mine: dict[str, Notice] = {}
         self._handled: set[str] = set()
         self._asked = Moment()
@@ -115,9 +115,9 @@ class Agreement:
         With one rank it stays due until a save counts, with several at the step at which it was first found due.
         """
         with self._changed:
-            turn = self._turn
+            question = self._question
             if not self._changed.wait_for(lambda: self.frozen_s is None, 3 * LATE_S):
-                self._end(turn, _Word(error="the thread that talks to the other ranks hangs"))
+                self._end(question, _Word(error="the thread that talks to the other ranks hangs"))
             self._asked = max(self._asked, Moment(self._asked.restores, step))
             return self._is_due(step)
 
@@ -165,9 +165,9 @@ class Agreement:
             RuntimeError, OSError: the notes cannot be read or written. The turn ends without a checkpoint if that
                 lasts.
         """
-        turn, frozen_s = self._turn, self.frozen_s
+        question, frozen_s = self._question, self.frozen_s
         if frozen_s is not None and now_s - frozen_s > 2 * LATE_S:
-            self._end(turn, _Word(error=f"rank {self._rank} got no word from rank 0"))
+            self._end(question, _Word(error=f"rank {self._rank} got no word from rank 0"))
             return
         if frozen_s is None and not self._begin(notes, now_s):
             return
@@ -176,7 +176,7 @@ class Agreement:
             self._note = None
         word = self._decide(notes, now_s, frozen_s or now_s) if self._rank == 0 else self._answer(notes)
         if word is not None:
-            self._end(turn, word)
+            self._end(question, word)
 
     def _begin(self, notes: Notes, now_s: float) -> bool:
         """Answer no question any more, if some rank has a notice."""
@@ -191,8 +191,8 @@ class Agreement:
                 notes.put(key, msgspec.json.encode(_First(first.why, now_s - first.at_s)))
         else:
             assert data is not None
-            told = msgspec.json.decode(data, type=_First)
-            self._next = told.why, now_s - self._seen_s - max(0.0, told.age_s)
+            said = msgspec.json.decode(data, type=_First)
+            self._next = said.why, now_s - self._seen_s - max(0.0, said.age_s)
         with self._changed:
             self.frozen_s, asked = now_s, self._asked
             self._note = msgspec.json.encode(_Asked(asked.restores, asked.step, tuple(self._mine)))
@@ -218,13 +218,13 @@ class Agreement:
         data = notes.read([self._key("all")]).get(self._key("all"))
         return None if data is None else msgspec.json.decode(data, type=_Word)
 
-    def _end(self, turn: int, word: _Word) -> None:
+    def _end(self, question: int, word: _Word) -> None:
         with self._changed:
-            if self._turn != turn or self.frozen_s is None:  # the other thread has ended it
+            if self._question != question or self.frozen_s is None:  # the other thread has ended it
                 return
             self._handled.update(word.keys or self._mine)
             self._mine = {key: one for key, one in self._mine.items() if key not in self._handled}
-            self._turn += 1
+            self._question += 1
             why, since_s = self._next
             if word.error:
                 log.error("notice: %s; no checkpoint is due by it, because %s", why, word.error)
@@ -235,4 +235,4 @@ class Agreement:
             self._changed.notify_all()
 
     def _key(self, last: str) -> str:
-        return f"{self._name}notice/{self._turn}/{last}"
+        return f"{self._name}notice/{self._question}/{last}"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("tierd")
 
 CLOUD_S = 5.0  # between two reads of a metadata server, as EC2's documentation recommends
-_TURN_S = 0.01  # between two reads of notes while the ranks agree
+_READ_S = 0.01  # between two reads of notes while the ranks agree
 _END_S = 2.0  # how long `close` waits for a thread
 _HOST = socket.gethostname()
 
@@ -54,7 +54,7 @@ class Preemption:
         board, name = ranks.notes()
         if board is not None:
             self._notes, self._pause_s = board, max(board.beat_s / 2, ranks.world / 1000)
-            self._quick_s = max(_TURN_S, ranks.world / 2000, board.poll_s / 4)
+            self._quick_s = max(_READ_S, ranks.world / 2000, board.poll_s / 4)
             self._agreement = Agreement(ranks.rank, ranks.world, name, self._pause_s)
         else:
             self._agreement = Agreement(0, 1)
@@ -62,7 +62,7 @@ class Preemption:
         self._ended = threading.Event()
         self._signals: Signals | None = None
         self._agreeing: threading.Thread | None = None
-        self._told = ""  # the last failure that was logged
+        self._logged = ""  # the last failure that was logged
 
     def begin(self) -> None:
         """Set the handlers, and start the threads.
@@ -130,15 +130,15 @@ class Preemption:
             try:
                 for found in self._cloud.read():
                     self._arrived.put(Notice(found.key, f"{found.why} (node {_HOST})", begun_s))
-                self._told = ""
+                self._logged = ""
             except OSError as error:
                 self._warn(f"{self._cloud.name}'s metadata server: {error or repr(error)}")
             self._ended.wait(max(0.0, CLOUD_S - (time.monotonic() - begun_s)))
 
     def _warn(self, why: str) -> None:
-        if why != self._told:
+        if why != self._logged:
             log.warning("no notice of preemption can be read from %s; asked again every %g s", why, CLOUD_S)
-        self._told = why
+        self._logged = why
 
     def _drain(self, wait_s: float = 0.0) -> None:
         """Take the notices that have arrived, after at most `wait_s` for the first of them."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from tierd.spool.permissions import check_room
 
-MEETINGS = "meetings"  # a directory of `.tierd/`
+RANK_NOTES = "meetings"  # a directory of `.tierd/`
 _KEPT_S = 86400.0  # how long a directory of notes is kept after its last use
 
 
@@ -117,7 +117,7 @@ class DirectoryBoard(Board):
     outlives = True
 
     def __init__(self, control: Path, launch: str) -> None:
-        self._room = control / MEETINGS
+        self._room = control / RANK_NOTES
         self._path = self._room / hashlib.blake2b(launch.encode(), digest_size=16).hexdigest()
         self.what = str(self._path)
         self._make()

@@ -72,7 +72,7 @@ class Beside:
                 part.checkpoint.attempt,
                 part.checkpoint.run,
             )
-        self._look(part)
+        self._list(part)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="tierd-launches", daemon=True)
             try:
@@ -92,12 +92,12 @@ class Beside:
             part = self._part
             if part is None or not holds(self._spool.control, part, self):
                 return  # another Checkpointer of this process saves this rank
-            self._look(part)
+            self._list(part)
             if self._asks and time.monotonic() >= ask_s:
                 self._ask(part)
                 ask_s = time.monotonic() + _ASK_S
 
-    def _look(self, part: PartId) -> None:
+    def _list(self, part: PartId) -> None:
         run, own = part.checkpoint.run, part.checkpoint.attempt
         try:
             found = trainers(self._spool.control, [run]).get(run, ())

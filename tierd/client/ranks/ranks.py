@@ -28,7 +28,7 @@ from tierd.client.ranks.launchers import (
     rank_and_world,
     torchrun_ranks,
 )
-from tierd.client.ranks.meeting import Meeting
+from tierd.client.ranks.note_exchange import NoteExchange
 from tierd.core.errors import ConfigError, StoreUnavailable
 from tierd.core.ids import check_rank
 
@@ -43,7 +43,7 @@ SILENT_S = 30.0  # how long to wait for a rank that gives no sign of life, or do
 # Number of meetings over each default store.
 _made: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 # Meetings over the agent's store and in the spool; every rank makes the same ones in the same order.
-_meetings = count()
+_boards = count()
 
 
 class Ranks:
@@ -80,10 +80,10 @@ class Ranks:
         self.rank, self.world = rank_and_world(rank, world_size, _group_ranks)
         self._silent_s, self._first_s = silent_s, first_s
         board = self._board(spool, run, tier) if self.world > 1 else None
-        self._meeting = Meeting(board, self.rank, self.world, self._silent_s) if board else None
-        if self._meeting:
+        self._notes = NoteExchange(board, self.rank, self.world, self._silent_s) if board else None
+        if self._notes:
             try:
-                self._meeting.meet(self._first_s)
+                self._notes.begin(self._first_s)
             except StoreUnavailable as error:
                 raise ConfigError(
                     f"the ranks do not find each other, says rank {self.rank} of {self.world}: {error}. Every rank "
@@ -104,14 +104,14 @@ class Ranks:
             what = "the process group's store, which rank 0 hosts"
             return StoreBoard(store, f"{_TAG}/{number}", what, exclusive=not _shares_agent_store())
         if _shares_agent_store() and torchrun_ranks() == me:
-            return StoreBoard(_agent_store(), f"{_TAG}/{next(_meetings)}", "the store of torchrun's agent")
+            return StoreBoard(_agent_store(), f"{_TAG}/{next(_boards)}", "the store of torchrun's agent")
         if spool is None or _launched() != me:
             return None
         name = launch_name()
         if all_here():
-            return DirectoryBoard(spool, f"{name or run}/{next(_meetings)}")
+            return DirectoryBoard(spool, f"{name or run}/{next(_boards)}")
         # Without a name that all ranks share, this process would wait for ranks that never arrive.
-        board = tier(f"{name}/{next(_meetings)}", self.world) if tier is not None and name is not None else None
+        board = tier(f"{name}/{next(_boards)}", self.world) if tier is not None and name is not None else None
         if board is not None:
             self._silent_s = max(self._silent_s, _BEATS * board.beat_s)
         return board
@@ -119,15 +119,15 @@ class Ranks:
     @property
     def talk(self) -> bool:
         """Whether `gather` returns every rank's value."""
-        return self.world == 1 or self._meeting is not None
+        return self.world == 1 or self._notes is not None
 
     @contextmanager
     def attending(self) -> Iterator[None]:
         """Give signs of life during the block, so that other ranks wait for this one however long the block takes."""
-        if self._meeting is None:
+        if self._notes is None:
             yield
             return
-        with self._meeting.attending():
+        with self._notes.attending():
             yield
 
     def gather(self, value: S, *, first: bool = False) -> list[S]:
@@ -139,12 +139,12 @@ class Ranks:
         Raises:
             StoreUnavailable: another rank is gone, makes another call, or did not answer in time; the message names it.
         """
-        if self._meeting is None:
+        if self._notes is None:
             return [value]
         kind = type(value).__name__
         said = msgspec.json.encode(_Said(kind, msgspec.Raw(msgspec.json.encode(value))))
         try:
-            heard = self._meeting.exchange(said, self._first_s if first else self._silent_s)
+            heard = self._notes.exchange(said, self._first_s if first else self._silent_s)
             answers = [msgspec.json.decode(one, type=_Said) for one in heard]
             others = [f"rank {rank} is at {one.kind}" for rank, one in enumerate(answers) if one.kind != kind]
             if others:
@@ -160,12 +160,12 @@ class Ranks:
 
         The board is None if there is one rank, or if the ranks cannot talk.
         """
-        return (None, "") if self._meeting is None else self._meeting.notes()
+        return (None, "") if self._notes is None else self._notes.notes()
 
     def close(self) -> None:
         """End the thread by which ranks talk. A later `gather` starts it again."""
-        if self._meeting is not None:
-            self._meeting.close()
+        if self._notes is not None:
+            self._notes.close()
 
     def check_group(self) -> None:
         """Raise `ConfigError` if a process group that was initialised later gives this process another rank."""

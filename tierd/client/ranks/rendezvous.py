@@ -1,4 +1,4 @@
-"""How the processes of a launch find each other: `hello`, `welcome` and `here` on the board (`meeting.py`)."""
+"""How the processes of a launch find each other: `hello`, `welcome` and `here` on the board (`note_exchange.py`)."""
 
 from __future__ import annotations
 
@@ -115,15 +115,15 @@ class Rendezvous:
 
     def _all_here(self, mates: list[Mate]) -> bool:
         """Whether every rank has seen itself among `mates`. A rank other than 0 notes this for itself."""
-        meeting = mates[0].token
+        token = mates[0].token
         if self._rank:
-            self._board.put(f"{meeting}/here/{self._rank}", b"1")
+            self._board.put(f"{token}/here/{self._rank}", b"1")
             return True
-        return len(self._here(meeting)) == self._world - 1
+        return len(self._here(token)) == self._world - 1
 
-    def _here(self, meeting: str) -> set[int]:
+    def _here(self, token: str) -> set[int]:
         """Return the ranks that have read rank 0's welcome."""
-        keys = {f"{meeting}/here/{rank}": rank for rank in range(1, self._world)}
+        keys = {f"{token}/here/{rank}": rank for rank in range(1, self._world)}
         return {keys[key] for key in self._board.read(keys.keys())}
 
 

@@ -62,8 +62,8 @@ class Watch:
             process has removed it.
     """
 
-    def __init__(self, meeting: Signs, late_s: float, done: Callable[[Sign], bool]) -> None:
-        self._meeting, self._late_s, self._done = meeting, late_s, done
+    def __init__(self, exchange: Signs, late_s: float, done: Callable[[Sign], bool]) -> None:
+        self._exchange, self._late_s, self._done = exchange, late_s, done
         self._begun = self._read = time.monotonic()
         self._signs: dict[int, tuple[Sign, float]] = {}  # by rank: the last sign, and when it was first read
         # By rank: when its note was first seen to be missing although the rank had put it.
@@ -72,24 +72,24 @@ class Watch:
     def given_up(self, ranks: Collection[int]) -> str:
         """Describe which of `ranks` are not waited for any longer, and why; empty if all may still arrive."""
         now = time.monotonic()
-        if now - self._read < min(_PATIENT_S, self._meeting.beat_s):
+        if now - self._read < min(_PATIENT_S, self._exchange.beat_s):
             return ""
         self._read = now
-        signs = self._meeting.signs(ranks) if ranks else {}
+        signs = self._exchange.signs(ranks) if ranks else {}
         return "; ".join(why for rank in sorted(ranks) if (why := self._hopeless(rank, signs[rank], now)))
 
     def _hopeless(self, rank: int, sign: Sign, now: float) -> str:
-        meeting = self._meeting
-        if meeting.died(rank):
-            return f"{meeting.name(rank)} has ended"
+        exchange = self._exchange
+        if exchange.died(rank):
+            return f"{exchange.name(rank)} has ended"
         if rank not in self._signs or self._signs[rank][0] != sign:
             self._signs[rank] = sign, now
         silent_s, waited_s = now - self._signs[rank][1], now - self._begun
-        if self._done(sign) and now - self._lost.setdefault(rank, now) > meeting.silent_s:
-            return f"what {meeting.name(rank)} said is not there any more"
+        if self._done(sign) and now - self._lost.setdefault(rank, now) > exchange.silent_s:
+            return f"what {exchange.name(rank)} said is not there any more"
         if sign.inside:
-            if silent_s > meeting.silent_s:
-                return f"{meeting.name(rank)} has given no sign of life for {silent_s:.0f} s"
+            if silent_s > exchange.silent_s:
+                return f"{exchange.name(rank)} has given no sign of life for {silent_s:.0f} s"
         elif waited_s > self._late_s:
-            return f"{meeting.name(rank)} did not come within {waited_s:.0f} s"
+            return f"{exchange.name(rank)} did not come within {waited_s:.0f} s"
         return ""

@@ -79,15 +79,15 @@ class Agreement:
     Ranks that cannot talk each decide by the listings of the tiers alone.
 
     Args:
-        look: returns this rank's view of the run.
+        view: returns this rank's view of the run.
         clock: returns this rank's contribution to the next attempt's name.
     """
 
-    def __init__(self, ranks: Ranks, run: str, look: Callable[[], RunView], clock: Callable[[], Clock]) -> None:
-        self._ranks, self._run, self._look, self._clock = ranks, run, look, clock
+    def __init__(self, ranks: Ranks, run: str, view: Callable[[], RunView], clock: Callable[[], Clock]) -> None:
+        self._ranks, self._run, self._run_view, self._clock = ranks, run, view, clock
         self.clocks: Sequence[Clock] = ()
 
-    def look(
+    def observe(
         self,
         step: int | None,
         attempt: str | None,
@@ -121,14 +121,14 @@ class Agreement:
             best = best if best is None else check_goal(best)
             at_least = at_least if at_least is None else check_step(at_least)
             own = msgspec.structs.replace(
-                own, step=step, attempt=attempt, best=best, at_least=at_least, sight=self._look()
+                own, step=step, attempt=attempt, best=best, at_least=at_least, sight=self._run_view()
             )
         except Exception as error:
             failure, own = error, msgspec.structs.replace(own, error=_text(error))
-        looks = self._ranks.gather(own)
+        rank_views = self._ranks.gather(own)
         if failure is not None:
             raise failure
-        for rank, other in enumerate(looks):
+        for rank, other in enumerate(rank_views):
             if other.error:
                 raise StoreUnavailable(f"rank {rank} could not restore: {other.error}")
             if _question(other) != _question(own):
@@ -136,9 +136,9 @@ class Agreement:
                     f"rank {self._ranks.rank} was asked for {_asked(own)}, and rank {rank} for {_asked(other)}: every "
                     "rank of a launch restores the same"
                 )
-        self.clocks = [other.clock for other in looks]
-        sights = [other.sight for other in looks]
-        return agree(sights, self._run, step, attempt, world=self._ranks.world, everything=everything, best=best)
+        self.clocks = [other.clock for other in rank_views]
+        views = [other.sight for other in rank_views]
+        return agree(views, self._run, step, attempt, world=self._ranks.world, everything=everything, best=best)
 
     def loaded(self, checkpoint: CheckpointId, error: Exception | None) -> None:
         """Exchange in one gather whether each rank has loaded the checkpoint: all ranks continue from it, or none does.
@@ -204,14 +204,14 @@ def _text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _question(look: RankView) -> tuple[object, ...]:
-    return look.step, look.attempt, look.everything, look.only, look.best, look.at_least
+def _question(view: RankView) -> tuple[object, ...]:
+    return view.step, view.attempt, view.everything, view.only, view.best, view.at_least
 
 
-def _asked(look: RankView) -> str:
-    newest = f"the best checkpoint ({look.best.mode} {look.best.metric})" if look.best else "the newest checkpoint"
-    what = newest if look.step is None else f"step {look.step}"
-    more = f" of attempt {look.attempt}" if look.attempt else ""
-    more += f", step {look.at_least} or later" if look.at_least is not None else ""
-    more += f", only {', '.join(look.only) or 'nothing'}" if look.only is not None else ""
-    return f"{what}{more}{' (DCP)' if look.everything else ''}"
+def _asked(view: RankView) -> str:
+    newest = f"the best checkpoint ({view.best.mode} {view.best.metric})" if view.best else "the newest checkpoint"
+    what = newest if view.step is None else f"step {view.step}"
+    more = f" of attempt {view.attempt}" if view.attempt else ""
+    more += f", step {view.at_least} or later" if view.at_least is not None else ""
+    more += f", only {', '.join(view.only) or 'nothing'}" if view.only is not None else ""
+    return f"{what}{more}{' (DCP)' if view.everything else ''}"

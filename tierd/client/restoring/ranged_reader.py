@@ -218,7 +218,7 @@ class Files(PartRanges):
             return
         for portion in (None,) if wanted is None else _portions(wanted):
             with Fetching(part) as fetching:
-                found = self._link.ask(Fetch(part=part, wanted=portion), told=fetching)["tiers"]
+                found = self._link.ask(Fetch(part=part, wanted=portion), on_progress=fetching)["tiers"]
             self.tiers += [name for name in found if name not in self.tiers]
 
 

@@ -99,7 +99,7 @@ class Restorer(Search):
         line: HandoffClient | None = None,
         keep: bool = True,
         clock: Callable[[], Clock] = lambda: clock(()),
-        tell: Callable[[Request], None] = lambda request: None,
+        report: Callable[[Request], None] = lambda request: None,
         metrics: tuple[str, ...] = (),
         only: Collection[str] | None = None,
         silent: str = "",
@@ -118,7 +118,7 @@ class Restorer(Search):
             uploads=uploads,
             timings=timings,
         )
-        super().__init__(run, ranks, self.source, clock, tell)
+        super().__init__(run, ranks, self.source, clock, report)
 
     def restore(
         self,
@@ -154,7 +154,7 @@ class Restorer(Search):
                 if self.settle(candidate, error, unfit=unfit).load:
                     assert found is not None
                     took = time.monotonic() - began
-                    self._tell(ReportRestored(part=found.part, place=found.tier[:64], seconds=took))
+                    self._report(ReportRestored(part=found.part, place=found.tier[:64], seconds=took))
                     return found if self._keep else replace(found, hold=self.source.hand_over())
                 del found, error  # release this memory before the next candidate is read
             return None

@@ -20,9 +20,9 @@ from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, ManifestErr
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import Manifest
 from tierd.core.save_policy import Goal
-from tierd.core.timeline.candidates import UNTOLD, Candidate, RestoreOrder, because, not_found
+from tierd.core.timeline.candidates import UNKNOWN_METRIC, Candidate, RestoreOrder, because, not_found
 from tierd.core.timeline.run_view import RunView
-from tierd.ipc.messages import MAX_TOLD, MOST_TOLD, FellBack, Request
+from tierd.ipc.messages import MAX_REASON, MOST_REASONS, FellBack, Request
 
 log = logging.getLogger("tierd")
 
@@ -33,8 +33,8 @@ UNVOUCHED = (
     "newer (it is damaged, of a newer tierd, of another key, or not tierd's; if it is nobody's, "
     "`tierd disown RUN ATTEMPT URL`)"
 )
-_ASIDE = "set aside before: some of it was proven corrupt, and no place had it right"
-_LOOKS = 3  # how often to list, if parts vanish between a listing and their reading
+_QUARANTINED = "set aside before: some of it was proven corrupt, and no place had it right"
+_LISTINGS = 3  # how often to list, if parts vanish between a listing and their reading
 # How often to try one checkpoint, because another node's spool may hold a right copy of what was quarantined here.
 _TRIES = 2
 
@@ -46,7 +46,7 @@ class Seeing(Protocol):
 
     deep: bool
 
-    def sight(self) -> RunView: ...
+    def run_view(self) -> RunView: ...
 
     def flush(self, checkpoint: CheckpointId) -> None:
         """Make this node's parts of `checkpoint` reachable for other nodes. Best effort."""
@@ -76,7 +76,7 @@ class Search:
 
     Args:
         clock: returns this rank's contribution to the next attempt's name.
-        tell: sends a request to the daemon.
+        report: sends a request to the daemon.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class Search:
         ranks: Ranks,
         source: Seeing,
         clock: Callable[[], Clock] = lambda: clock(()),
-        tell: Callable[[Request], None] = lambda request: None,
+        report: Callable[[Request], None] = lambda request: None,
     ) -> None:
-        self._run, self._ranks, self._tell, self.source = run, ranks, tell, source
-        self.agreement = Agreement(ranks, run, source.sight, clock)
+        self._run, self._ranks, self._report, self.source = run, ranks, report, source
+        self.agreement = Agreement(ranks, run, source.run_view, clock)
         self._passed: dict[CheckpointId, str] = {}
         self._bad: Counter[CheckpointId] = Counter()  # how often a copy of a part was proven corrupt
         # Checkpoints that other nodes were asked to flush, and that were not tried since.
@@ -117,8 +117,8 @@ class Search:
             log.error("restore skips %s: %s", candidate.checkpoint, settled.corrupt)
             self._passed[candidate.checkpoint] = settled.corrupt
         if settled.load and self._ranks.rank == 0 and (skipped := self.skipped(candidate.checkpoint)):
-            told = tuple(str(one)[:MAX_TOLD] for one in skipped[:MOST_TOLD])
-            self._tell(FellBack(checkpoint=candidate.checkpoint, skipped=told))
+            reasons = tuple(str(one)[:MAX_REASON] for one in skipped[:MOST_REASONS])
+            self._report(FellBack(checkpoint=candidate.checkpoint, skipped=reasons))
         return settled
 
     def skipped(self, until: CheckpointId | None = None) -> tuple[Skipped, ...]:
@@ -126,14 +126,14 @@ class Search:
         count if they would have been tried before `until`.
         """
         resume, order = self.resume, self.resume.order
-        doubtful = dict.fromkeys(resume.quarantined, _ASIDE)
+        unusable = dict.fromkeys(resume.quarantined, _QUARANTINED)
         if resume.goal:
-            doubtful |= dict.fromkeys(resume.incomplete, INCOMPLETE)
+            unusable |= dict.fromkeys(resume.incomplete, INCOMPLETE)
         passed = {} if resume.goal else dict.fromkeys(resume.incomplete, INCOMPLETE)
-        doubtful |= dict.fromkeys(resume.gone, GONE)
-        doubtful |= dict.fromkeys(resume.unvouched, UNVOUCHED)
-        passed |= {one: why for one, why in doubtful.items() if until is None or order(one) > order(until)}
-        passed |= dict.fromkeys(resume.corrupt, UNTOLD) | self._passed
+        unusable |= dict.fromkeys(resume.gone, GONE)
+        unusable |= dict.fromkeys(resume.unvouched, UNVOUCHED)
+        passed |= {one: why for one, why in unusable.items() if until is None or order(one) > order(until)}
+        passed |= dict.fromkeys(resume.corrupt, UNKNOWN_METRIC) | self._passed
         newest = sorted(passed, key=order, reverse=True)
         return tuple(Skipped(one.step, one.attempt, passed[one]) for one in newest)
 
@@ -162,18 +162,18 @@ class Search:
         # Corruption may be proven and quarantined in all places that one rank can read, while the node that saved the
         # part still holds a right copy. That node flushes the copy again, by itself or on request.
         tries = _TRIES if self._ranks.world > 1 else 1
-        while vanished < _LOOKS:
-            look = functools.partial(
-                self.agreement.look, step, attempt, everything=everything, best=best, at_least=at_least, only=only
+        while vanished < _LISTINGS:
+            observe = functools.partial(
+                self.agreement.observe, step, attempt, everything=everything, best=best, at_least=at_least, only=only
             )
-            self.resume = resume = look()
+            self.resume = resume = observe()
             if not resume.goes_deep_enough:
                 self.source.deep = True
-                self.resume = resume = look()
+                self.resume = resume = observe()
             if best is None:
                 self._check_incomplete(step is None and attempt is None)
             else:
-                self._check_told(best)
+                self._check_metric(best)
             again, old = False, None
             for candidate in resume.candidates:
                 one = candidate.checkpoint
@@ -201,7 +201,7 @@ class Search:
                     raise self._too_old(at_least, old)
                 return
         raise StoreUnavailable(
-            f"run {self._run!r}: what was to be restored vanished while it was read, {_LOOKS} times; try again"
+            f"run {self._run!r}: what was to be restored vanished while it was read, {_LISTINGS} times; try again"
         )
 
     def _is_cut(self, checkpoint: CheckpointId | None) -> bool:
@@ -241,9 +241,9 @@ class Search:
     def _check_incomplete(self, newest: bool) -> None:
         resume = self.resume
         first = resume.candidates[0].checkpoint if resume.candidates else None
-        aside = (one for one in (*resume.quarantined, *resume.gone) if first is None or one > first)
-        doubtful = (*resume.incomplete, *aside, *resume.unvouched)
-        newer = [one for one in doubtful if one not in self._passed]
+        lost = (one for one in (*resume.quarantined, *resume.gone) if first is None or one > first)
+        unusable = (*resume.incomplete, *lost, *resume.unvouched)
+        newer = [one for one in unusable if one not in self._passed]
         silent = (*resume.unreached, *resume.alone)
         if newer and silent and newest:
             # It is known to exist, and may be complete: the missing or quarantined parts may lie in a place that did
@@ -253,7 +253,7 @@ class Search:
                 f"not{self.because()}; restoring an older step is your decision: restore(state, step=…)"
             )
 
-    def _check_told(self, best: Goal) -> None:
+    def _check_metric(self, best: Goal) -> None:
         """Raise unless every place answered, because a silent place may hold a better checkpoint."""
         unreached, alone, unread = self.resume.unreached, self.resume.alone, self.resume.unread
         if unreached or alone or unread:

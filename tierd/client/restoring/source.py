@@ -15,7 +15,7 @@ import msgspec
 
 from tierd.client.restoring.device_uploads import Uploads
 from tierd.client.restoring.progress import Fetching
-from tierd.client.restoring.spool_view import look
+from tierd.client.restoring.spool_view import observe_spool
 from tierd.client.restoring.streaming import StreamedPart
 from tierd.client.saving.handoff import HandoffClient
 from tierd.client.timings import USUAL, ClientTimings
@@ -47,14 +47,14 @@ from tierd.spool.verified_reads import bad_chunks, check_bytes
 log = logging.getLogger("tierd")
 
 MEMORY = "memory"  # stands in place of a tier's name
-_TURN = 2.0  # seconds to wait for one part and one tier at a time
+_WAIT_S = 2.0  # seconds to wait for one part and one tier at a time
 _REST = 0.2  # seconds between two rounds
 
 LoadedPart = tuple[Manifest, Mapping[str, memoryview], str]
 
 
 class NodeSource:
-    """This node's view of a run, and its copies of the run's parts. It connects to the daemon at the first `sight`.
+    """This node's view of a run, and its copies of the run's parts. It connects to the daemon at the first `run_view`.
 
     Args:
         tiers: whether copies may exist beyond the spool. If not, the spool decides alone.
@@ -94,7 +94,7 @@ class NodeSource:
         self.deep = False
         self.arena: Arena | None = None  # the memory that holds the returned files, if a predecessor left them there
 
-    def sight(self) -> RunView:
+    def run_view(self) -> RunView:
         """Observe the run through the daemon, or in the spool if no daemon is expected or none answers.
 
         Raises:
@@ -111,7 +111,7 @@ class NodeSource:
                 self.alone = str(error)
                 self.close()
                 self.link = None
-        place, oldest = look(self._spool, self._run, deep=self.deep)
+        place, oldest = observe_spool(self._spool, self._run, deep=self.deep)
         seen = run_view_of(Inventory(place, {}), self._run, self._metrics)
         seen = seen if oldest is None else cut(seen, self._run, oldest)
         return msgspec.structs.replace(seen, alone=f"node {socket.gethostname()}: {self.alone}" if self.alone else "")
@@ -170,7 +170,7 @@ class NodeSource:
     def _is_on(self, part: PartId, tier: str) -> bool:
         assert self.link is not None
         try:
-            self.link.ask(Wait(part=part, tier=tier, timeout_s=_TURN, needed=True))
+            self.link.ask(Wait(part=part, tier=tier, timeout_s=_WAIT_S, needed=True))
         except (CheckpointNotFound, StoreRefused, TimeoutError) as error:  # another tier may hold it, or this one later
             log.debug("%s: %s", part, error)
             return False
@@ -209,10 +209,10 @@ class NodeSource:
             memory = self._uploads.memory if self._uploads else lambda file: None
             arriving = StreamedPart(self._spool, part, worth=self._keep, memory=memory)
             with arriving, Fetching(part) as fetching:
-                tiers = link.ask(Fetch(part=part), told=fetching)["tiers"]
+                tiers = link.ask(Fetch(part=part), on_progress=fetching)["tiers"]
         except CorruptChunk as error:
-            told = local is None or SPOOL in str(error)
-            raise CorruptChunk(str(error) if told else f"local: {local}; {error}") from error
+            is_known = local is None or SPOOL in str(error)
+            raise CorruptChunk(str(error) if is_known else f"local: {local}; {error}") from error
         try:
             return *self._read(part, arriving), tiers[0] if tiers else SPOOL
         except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:

@@ -15,7 +15,7 @@ from tierd.spool.spool import Spool
 _NEWEST = 4  # checkpoints in the first listing; nearly every restore takes one of them
 
 
-def look(spool: Spool, run: str, *, deep: bool) -> tuple[Place, CheckpointId | None]:
+def observe_spool(spool: Spool, run: str, *, deep: bool) -> tuple[Place, CheckpointId | None]:
     """List the run in the spool. Also return the oldest checkpoint that was listed, if older ones exist.
 
     Args:
@@ -41,7 +41,7 @@ def look(spool: Spool, run: str, *, deep: bool) -> tuple[Place, CheckpointId | N
             except (TierdError, OSError) as error:  # the error is found again, and reported, when the part is read
                 bad = condition(error, f"manifest of {part}") if isinstance(error, OSError) else error
                 parts[part], defects[part] = None, bad
-        aside = {part: ManifestFacts.of(found) if found else None for part, found in spool.quarantined().items()}
+        quarantined = {part: ManifestFacts.of(found) if found else None for part, found in spool.quarantined().items()}
         remembered = heads(spool.control)
-    place = replace(Place.of(parts, defects, quarantined=aside), committed=before, heads=remembered)
+    place = replace(Place.of(parts, defects, quarantined=quarantined), committed=before, heads=remembered)
     return place, few[-1] if few else None

@@ -137,7 +137,7 @@ class StateRestorer:
             line=self._handoff if keep else None,
             keep=keep,
             clock=self._launch.clock,
-            tell=self._daemon.tell,
+            report=self._daemon.report,
             metrics=tuple({name for name in (best, self._schedule.metric) if isinstance(name, str)}),
             only=only,
             silent=self._daemon.silent,
@@ -169,7 +169,7 @@ class StateRestorer:
                 load(
                     into,
                     found.tree,
-                    lent=found.arena is not None,
+                    handed_over=found.arena is not None,
                     file=found.files[TENSORS],
                     staged=staged,
                     fitting=fitting[0],

@@ -180,17 +180,17 @@ class HandoffClient:
                 patience_s = 0.0 if self.silences else self.timings.greeting_s
                 if arena.shared or not self.renew(patience_s) or (line := self.line) is None:
                     break
-                if self._tell(line, slot, arena, persist, box):
+                if self._send(line, slot, arena, persist, box):
                     return PendingHandoff(line.connection, tensors + len(tree), line.silence_s)
             return None
         finally:
             box.close()
 
-    def _tell(self, line: Connection, slot: int, arena: Arena, persist: Persist, box: Arena) -> bool:
+    def _send(self, line: Connection, slot: int, arena: Arena, persist: Persist, box: Arena) -> bool:
         try:
-            if line.lent.get(slot) is not arena:
+            if line.handed_over.get(slot) is not arena:
                 send(line.connection, Lend(slot=slot), arena.fd)
-                line.lent[slot] = arena
+                line.handed_over[slot] = arena
             send(line.connection, persist, box.fd)
         except OSError as error:
             gone = isinstance(error, ConnectionError)
@@ -245,8 +245,8 @@ class HandoffClient:
             self._drop(line.connection, gone=False)
             return None
         begin = reply["manifest"]
-        line.lent.clear()
-        line.lent[0] = arena
+        line.handed_over.clear()
+        line.handed_over[0] = arena
         tree = memoryview(bytes(box.view[begin : begin + reply["tree"]]))
         box.close()
         return OrphanedSnapshot(arena, {TENSORS: arena.view[: reply["tensors"]], TREE: tree})
@@ -279,7 +279,7 @@ class HandoffClient:
         line = self.line
         if line is not None and line.connection is connection:
             self.line = None
-            for arena in line.lent.values():
+            for arena in line.handed_over.values():
                 arena.shared |= not gone
         try:
             connection.shutdown(socket.SHUT_RDWR)
@@ -294,7 +294,7 @@ class Connection:
     """
 
     connection: socket.socket
-    lent: dict[int, Arena]
+    handed_over: dict[int, Arena]
     silence_s: float
 
 

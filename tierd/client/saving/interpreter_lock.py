@@ -1,7 +1,7 @@
 """Short turns at the interpreter's lock while training waits.
 
-Invariant: when the last thread leaves `short_turns`, the interpreter's switch interval is the one that the process had
-set.
+Invariant: when the last thread leaves `short_switches`, the interpreter's switch interval is the one that the
+process had set.
 
 A thread that asks for the lock gets it from one computing thread after 5 ms, and from four of them after 20 ms. `save`
 releases the lock dozens of times, because torch does so in most of its operators. So computing threads could delay a
@@ -20,7 +20,7 @@ _waiting: list[None] = []  # one entry for each thread or handler inside; its me
 _usual_s = 0.0
 
 
-class _ShortTurns:
+class _ShortSwitches:
     def __enter__(self) -> None:
         global _usual_s
         _waiting.append(None)
@@ -35,7 +35,7 @@ class _ShortTurns:
             sys.setswitchinterval(_usual_s)
 
 
-short_turns = _ShortTurns()
+short_switches = _ShortSwitches()
 
 
 def give_way() -> None:

@@ -17,7 +17,7 @@ from tierd.core.errors import DaemonUnavailable
 from tierd.ipc.handoff_messages import MAX_PACKET, AnyHanded
 from tierd.ipc.replies import raise_error
 
-_TURNS = 4  # intervals into which a wait for silence is divided
+_INTERVALS = 4  # intervals into which a wait for silence is divided
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -78,7 +78,7 @@ def receive(connection: socket.socket, silence_s: float) -> tuple[dict[str, Any]
         while True:
             # Waits in intervals, because a pause of the whole machine or of this process uses up only one of them. A
             # daemon that was paused as well and continues is heard in the next.
-            if not any(ready.poll(silence_s * 1000 / _TURNS) for _ in range(_TURNS)):
+            if not any(ready.poll(silence_s * 1000 / _INTERVALS) for _ in range(_INTERVALS)):
                 raise Silent(f"the daemon was silent for {silence_s:g} s")
             packet, fds, _, _ = socket.recv_fds(connection, MAX_PACKET, 2, socket.MSG_CMSG_CLOEXEC)
             if not packet:

@@ -73,7 +73,7 @@ class Pipeline:
         # Created later, so ended first: a snapshot that it still copies is still persisted.
         self._copier = Worker("tierd-copy")
         self._unfinished: set[Snapshot] = set()
-        self._told = False
+        self._logged = False
         if line is not None:
             line.renew(CALM_GREETING)
 
@@ -300,16 +300,16 @@ class Pipeline:
         except Exception as error:
             self._failed(save, error)
         else:
-            self._tell(written)
+            self._log_indirect(written)
             self._ended(save, None)
 
-    def _tell(self, written: CommittedPart) -> None:
+    def _log_indirect(self, written: CommittedPart) -> None:
         stats = self._stats
         stats.persisted_bytes += written.size
         stats.direct += written.direct
         stats.recycled += written.recycled
-        if not written.direct and not self._told and written.size >= LARGE:
-            self._told = True
+        if not written.direct and not self._logged and written.size >= LARGE:
+            self._logged = True
             log.info("spool %s: its file system takes no direct I/O; saves go through the page cache", self._spool.root)
 
     def _failed(self, save: Save, error: Exception) -> None:

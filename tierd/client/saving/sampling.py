@@ -127,7 +127,7 @@ class TensorSample:
         self._words = _read(self._places)
         self._noted = {name: self._picked(live[name]) for name in late.others}
 
-    def look(
+    def compare(
         self,
         live: Mapping[str, torch.Tensor],
         copies: Mapping[str, torch.Tensor],

@@ -15,7 +15,7 @@ from tierd.client.saving.save import Save, Stats, checked_metrics
 from tierd.client.schedule import Schedule
 from tierd.core.errors import StepRefused
 from tierd.core.ids import PartId
-from tierd.ipc.messages import MAX_TOLD, Failed
+from tierd.ipc.messages import MAX_REASON, Failed
 
 
 class SaveRecords:
@@ -82,6 +82,6 @@ class SaveRecords:
         self.failed.pop(step, None)
 
     def _report_failed(self, part: PartId, error: Exception) -> None:
-        why = (str(error) or type(error).__name__)[:MAX_TOLD]
+        why = (str(error) or type(error).__name__)[:MAX_REASON]
         self.failed[part.checkpoint.step] = why
-        self._daemon.tell(Failed(part=part, why=why))
+        self._daemon.report(Failed(part=part, why=why))

@@ -34,7 +34,7 @@ from tierd.state.capture import Capture
 
 _version = operator.attrgetter("_version")
 _YIELD = 100e-6  # seconds; enough for a woken thread to run
-_TURN = 0.5  # seconds
+_WAIT_S = 0.5  # seconds
 
 
 class Snapshot:
@@ -145,7 +145,7 @@ class Snapshot:
         self.copies.hold_current()  # the device runs later work of this thread after the copy
         witness, into = self._witness, self._into  # `done` clears both, in the reverse order
         if not self._verdict and witness is not None and into is not None:
-            self._judge(witness.look(into, cuda.api.current_stream))
+            self._judge(witness.compare(into, cuda.api.current_stream))
         if not self.copies and self._is_soon:  # a crash in the next step must not lose the copy
             self._passed_on.wait()
 
@@ -199,10 +199,10 @@ class Snapshot:
         end = time.monotonic() + self._timings.overlapped_s
         while not self._verdict:  # polled, because a signal may arrive between the verdict and the latch
             if (left := end - time.monotonic()) > 0:
-                self._confirmed.wait(min(left, _TURN))
+                self._confirmed.wait(min(left, _WAIT_S))
                 continue
             assert self._witness is not None
-            later = self._witness.look(self._into, _side_stream)
+            later = self._witness.compare(self._into, _side_stream)
             if not later():  # only an empty result counts: a step may have begun meanwhile, which has confirmed before
                 self._judge(later)
             end = time.monotonic() + self._timings.overlapped_s
@@ -259,7 +259,7 @@ class _Witness:
         self._their_versions = _versions([tensor for _, tensor in self._dtensors])
         self._sample = TensorSample(late, capture.tensors)
 
-    def look(
+    def compare(
         self, into: Mapping[str, torch.Tensor], stream: Callable[[torch.device], torch.cuda.Stream]
     ) -> Callable[[], list[str]]:
         """Compare the late tensors with the copy; return a function that gives the names of those that differ. Host
@@ -274,7 +274,7 @@ class _Witness:
         if moved:
             return lambda: moved
         try:
-            return self._sample.look(dict(zip(names, tensors, strict=True)), into, stream)
+            return self._sample.compare(dict(zip(names, tensors, strict=True)), into, stream)
         except Exception as error:  # training must not fail because of it
             return functools.partial(_raise, error)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from tierd.client import timings
 from tierd.client.disk_space import SpaceCheck
 from tierd.client.ranks.launch import Launch
-from tierd.client.saving.interpreter_lock import short_turns
+from tierd.client.saving.interpreter_lock import short_switches
 from tierd.client.saving.pipeline import Pipeline
 from tierd.client.saving.save import Save, Stats
 from tierd.client.saving.save_records import SaveRecords
@@ -59,7 +59,7 @@ class StateSaver:
         if skips:
             return self._skipped(save)
         try:
-            with short_turns:
+            with short_switches:
                 capture = self._capturer.capture(state)
                 self._take(save, capture, numbers)
         except BaseException:

@@ -19,7 +19,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from tierd.client.saving.device_copies import DeviceCopies
-from tierd.client.saving.interpreter_lock import short_turns
+from tierd.client.saving.interpreter_lock import short_switches
 from tierd.client.saving.sampling import NONE, Late
 from tierd.client.saving.save import Stats
 from tierd.client.saving.snapshot import Snapshot
@@ -114,7 +114,7 @@ class Gate:
         # A signal handler may run between any two lines, and save: it adds one, and confirms those before it.
         if not self._pending:
             return
-        with short_turns:
+        with short_switches:
             while (snapshot := next(iter(self._pending), None)) and (wait or snapshot.copied):
                 snapshot.confirm()
                 with suppress(ValueError):

@@ -18,7 +18,7 @@ from tierd.core.errors import ConfigError
 
 log = logging.getLogger("tierd")
 
-_TURN = 1.0  # seconds
+_WAIT_S = 1.0  # seconds
 
 _Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
@@ -47,10 +47,10 @@ class Latch:
         while not self._open:
             # Waits in intervals, because an exception right after `acquire` would leave the other threads waiting for
             # ever.
-            left = _TURN if end is None else end - time.monotonic()
-            if self._lock.acquire(timeout=max(0.0, min(left, _TURN))):
+            left = _WAIT_S if end is None else end - time.monotonic()
+            if self._lock.acquire(timeout=max(0.0, min(left, _WAIT_S))):
                 self._lock.release()
-            elif end is not None and left <= _TURN:
+            elif end is not None and left <= _WAIT_S:
                 break
         return self._open
 

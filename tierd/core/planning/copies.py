@@ -28,7 +28,7 @@ class ManifestFacts:
     origin: CheckpointId | None
     size: int
     stored_size: int
-    borrowed: frozenset[CheckpointId]  # other checkpoints whose chunks this manifest names
+    bases: frozenset[CheckpointId]  # other checkpoints whose chunks this manifest names
 
     @staticmethod
     def of(manifest: Manifest) -> ManifestFacts:
@@ -192,9 +192,9 @@ class RunCopies:
         return {attempt: max(created.timestamp(), 0.0) for attempt, created in found.items()}
 
     @cached_property
-    def borrowed(self) -> frozenset[CheckpointId]:
+    def bases(self) -> frozenset[CheckpointId]:
         """The other checkpoints whose chunks the manifests that were read name."""
-        return frozenset().union(*{facts.borrowed for seen in self.seen.values() for facts in seen.facts.values()})
+        return frozenset().union(*{facts.bases for seen in self.seen.values() for facts in seen.facts.values()})
 
     @cached_property
     def origins(self) -> dict[str, CheckpointId | None]:

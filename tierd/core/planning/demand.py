@@ -26,7 +26,7 @@ from tierd.core.planning.place import SPOOL, Place
 from tierd.core.retention.policies import EVERYTHING, policy_for, unknown
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.retention.ranking import CheckpointInfo, Ranking
-from tierd.core.timeline.launches import living
+from tierd.core.timeline.launches import live_launches
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Demand:
         self._config = config
         self._policies: dict[str, RetentionPolicy] = {}
         self._rankings: dict[str, Ranking] = {}
-        self._living: dict[str, frozenset[str]] = {}
+        self._live: dict[str, frozenset[str]] = {}
 
     def _go_on_from(self, before: Demand) -> Collection[CheckpointId] | None:
         """Take over the results of `before` and return the checkpoints that differ since; None if the places differ."""
@@ -136,17 +136,17 @@ class Demand:
         lost = here and (unknown(here, self.run) or unknown(self.inventory.spool, self.run))
         return EVERYTHING if lost else self.policy(place)
 
-    def living(self, place: str) -> frozenset[str]:
+    def live(self, place: str) -> frozenset[str]:
         """The launches that keep in a place the checkpoints that they would keep if no later launch existed."""
-        if place not in self._living:
-            self._living[place] = living(self.inventory, self.run, place)
-        return self._living[place]
+        if place not in self._live:
+            self._live[place] = live_launches(self.inventory, self.run, place)
+        return self._live[place]
 
     def ranking(self, place: str) -> Ranking:
         """The ranking of checkpoints by a place's policy as if the place held every known complete checkpoint."""
         if place not in self._rankings:
             infos = list(self._infos.values())
-            self._rankings[place] = Ranking(infos, self._wants(place), self.origins, self.living(place))
+            self._rankings[place] = Ranking(infos, self._wants(place), self.origins, self.live(place))
         return self._rankings[place]
 
     def reasons(self, place: str, checkpoint: CheckpointId, *, hoped: bool = False) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ class Demand:
         infos, pinned = self._infos, pins & self._infos.keys()
         if halves := [one for one in self.halves if one in hoped]:
             infos = infos | {one: replace(infos[one], complete=True) for one in halves}
-            ranking = Ranking(list(infos.values()), self._wants(place), self.origins, self.living(place))
+            ranking = Ranking(list(infos.values()), self._wants(place), self.origins, self.live(place))
         else:
             ranking = self.ranking(place)
         return Wanted(ranking.kept | pinned, lambda one: one in pinned or ranking.is_for_good(infos[one]))

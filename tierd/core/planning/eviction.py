@@ -83,9 +83,9 @@ def _retired(demand: Demand, name: str, tier: Place | None) -> frozenset[Checkpo
     if not waiting:
         return frozenset()
     # Each checkpoint is judged as if it alone were added, because others that are merely pending must not retire it.
-    living = demand.living(SPOOL)
-    pins, over = inventory.pins | inventory.held, oldest_completable(tier, policy, run, living)
-    ranking = Ranking(infos_on(tier, run, pins), policy, demand.origins, living)
+    live = demand.live(SPOOL)
+    pins, over = inventory.pins | inventory.held, oldest_completable(tier, policy, run, live)
+    ranking = Ranking(infos_on(tier, run, pins), policy, demand.origins, live)
     gone = set()
     for checkpoint in waiting:
         added, hoped = (
@@ -141,5 +141,5 @@ def _superseded(demand: Demand, name: str, tier: Place | None, whole: list[Check
     pins = inventory.pins | inventory.held
     local = {seen.id: info_of(seen, pins, complete=True) for seen in whole}
     infos = [info for info in infos_on(tier, run, pins) if info.id not in local] + list(local.values())
-    ranking = Ranking(infos, demand.policy(name), demand.origins, demand.living(SPOOL))
+    ranking = Ranking(infos, demand.policy(name), demand.origins, demand.live(SPOOL))
     return frozenset(one for one in lacking if not ranking.verdict(local[one]).keep and not demand.reasons(name, one))

@@ -40,7 +40,7 @@ def wanted_on(demand: Demand, name: str, tier: Place) -> Wanted:
     # A pin or a restore that the janitor does not know of does not count, because the janitor would prune the copy that
     # this daemon sent.
     pins = tier.pins | inventory.spool.pins if is_janitor(inventory, tier, run) else tier.pins
-    over = oldest_completable(tier, demand.policy(name), run, demand.living(name))
+    over = oldest_completable(tier, demand.policy(name), run, demand.live(name))
     # Incomplete checkpoints in this spool count as complete, because other spools may hold their other parts.
     here = inventory.spool.run(run).seen
     hoped = [one for one in demand.halves if one in here and one.attempt >= over]

@@ -112,9 +112,9 @@ class Inventory:
         found: dict[str, CheckpointId | None] = {}
         for place in self.places.values():
             found |= place.run(run).origins
-            for part, aside in place.quarantined.items():
-                if aside and part.checkpoint.run == run:
-                    found[part.checkpoint.attempt] = aside.origin
+            for part, facts in place.quarantined.items():
+                if facts and part.checkpoint.run == run:
+                    found[part.checkpoint.attempt] = facts.origin
         for attempt, known in self.remembered(run).items():
             origin = known.resumed_from
             found.setdefault(attempt, CheckpointId(run, origin.attempt, origin.step) if origin else None)

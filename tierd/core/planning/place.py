@@ -55,7 +55,7 @@ class Place:
         pins: the pinned checkpoints.
         owners: on a tier, the checkpoints under whose name chunks are stored.
         quarantined: the quarantined parts. Their facts still give origins to the timeline, if they were readable.
-        lent: checkpoints whose chunks are named by a manifest that was read for a prune and is not among the facts.
+        bases: checkpoints whose chunks are named by a manifest that was read for a prune and is not among the facts.
         cut: the checkpoints whose deletion was interrupted.
         policies: the retention policies that are stored there, by run; in the spool, the trainer's.
         restored: the spool only: the runs whose newest attempt was only restored there, so that this node never saved
@@ -67,14 +67,14 @@ class Place:
         committed: the spool only: the newest part that each rank of a run's newest launch committed, whether the part
             is still there or not.
         heads: the readable heads that are stored there, by run; in the spool, what this node remembers of all places.
-        announced: a tier only: the other nodes whose intents name parts of a checkpoint, as far as intents were read.
+        announced: a tier only: by checkpoint, the other nodes that announce that they send its parts.
     """
 
     checkpoints: Mapping[CheckpointId, CheckpointCopy] = field(default_factory=dict)
     pins: frozenset[CheckpointId] = frozenset()
     owners: frozenset[CheckpointId] = frozenset()
     quarantined: Mapping[PartId, ManifestFacts | None] = field(default_factory=dict)
-    lent: frozenset[CheckpointId] = frozenset()
+    bases: frozenset[CheckpointId] = frozenset()
     cut: frozenset[CheckpointId] = frozenset()
     policies: Mapping[str, tuple[StoredRetention, ...]] = field(default_factory=dict)
     restored: frozenset[str] = frozenset()
@@ -137,13 +137,13 @@ class Place:
 
     def alone(self, run: str) -> Place:
         """The part of this place that concerns one run, without `committed`."""
-        pins, owners, lent, cut = (some.get(run, frozenset()) for some in self._named)
+        pins, owners, bases, cut = (some.get(run, frozenset()) for some in self._named)
         found = Place(
             self.run(run).seen,
             pins,
             owners,
             {part: facts for part, facts in self.quarantined.items() if part.checkpoint.run == run},
-            lent,
+            bases,
             cut,
             _only(self.policies, run),
             self.restored & {run},
@@ -158,9 +158,9 @@ class Place:
 
     @cached_property
     def _named(self) -> list[dict[str, frozenset[CheckpointId]]]:
-        """`pins`, `owners`, `lent` and `cut`, by run."""
+        """`pins`, `owners`, `bases` and `cut`, by run."""
         found = []
-        for some in (self.pins, self.owners, self.lent, self.cut):
+        for some in (self.pins, self.owners, self.bases, self.cut):
             named: dict[str, set[CheckpointId]] = {}
             for one in some:
                 named.setdefault(one.run, set()).add(one)
@@ -215,8 +215,8 @@ class Place:
             {**own.facts, part: facts},
             {bad: why for bad, why in own.defects.items() if bad != part},
         )
-        aside = {one: found for one, found in self.quarantined.items() if one != part}
-        return replace(self, checkpoints={**self.checkpoints, fresh.id: fresh}, quarantined=aside)
+        quarantined = {one: found for one, found in self.quarantined.items() if one != part}
+        return replace(self, checkpoints={**self.checkpoints, fresh.id: fresh}, quarantined=quarantined)
 
     def with_policies(self, fresh: Collection[StoredRetention]) -> Place:
         """This place after policies were recorded there."""

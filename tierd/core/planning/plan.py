@@ -24,7 +24,7 @@ from tierd.core.planning.flush_candidates import candidates_of, newest_on
 from tierd.core.planning.inventory import Inventory, runs
 from tierd.core.planning.order import FlushCandidate, in_turn
 from tierd.core.planning.place import SPOOL, Place
-from tierd.core.planning.pruning import given_up_when_full, tier_prunes
+from tierd.core.planning.pruning import prunes_when_full, tier_prunes
 from tierd.core.planning.spool_prunes import aged_quarantine, departure, is_low, spool_prunes
 
 Backoff = Mapping[str, float]  # tier -> monotonic time before which no action is planned for it, seconds
@@ -126,20 +126,20 @@ def _plan(
         awake = {name: place for name, place in awake.items() if name == only}
     here = only in (None, SPOOL)
     sent = _sent(inventory, plans, awake)
-    mends = [RepairCopy(part) for part in _corrupt(inventory.spool)] if here else []
+    repairs = [RepairCopy(part) for part in _corrupt(inventory.spool)] if here else []
     anew = {(flush.part, flush.tier) for flush in sent}
     for name, place in awake.items():  # a part that is flushed again needs no repair
-        mends += [
+        repairs += [
             RepairCopy(part, name)
             for part in _corrupt(place)
             if (part, name) not in anew and part not in inventory.busy
         ]
-    actions: list[Action] = [*sent, *mends]
+    actions: list[Action] = [*sent, *repairs]
     urgent: list[Action] = []
     for name in awake:
         found = [prune for one in plans.values() for prune in one.prunes(name)]
         if name in inventory.full:
-            urgent += found or given_up_when_full([one.demand for one in plans.values()], name)
+            urgent += found or prunes_when_full([one.demand for one in plans.values()], name)
         else:
             actions += found
     if here:

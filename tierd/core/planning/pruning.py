@@ -19,7 +19,7 @@ from tierd.core.planning.flush_candidates import wanted_on
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.janitor import is_janitor
 from tierd.core.planning.place import SPOOL, Place
-from tierd.core.planning.verdicts import given_up, judge
+from tierd.core.planning.verdicts import judge, not_kept
 
 MOST_CHECKPOINTS = 64  # of a batch
 MOST_PARTS = 1024  # of a batch of more than one checkpoint, because the list of their chunks is held in memory
@@ -32,7 +32,7 @@ def tier_prunes(demand: Demand, name: str) -> Iterator[Prune]:
     inventory, run, tier = demand.inventory, demand.run, demand.inventory.tiers[name]
     if tier is None or name in inventory.append_only or not is_janitor(inventory, tier, run):
         return
-    going = given_up(demand, name)
+    going = not_kept(demand, name)
     if not going:
         return
     # A checkpoint that the spool would send again at once is kept, even if the other ranks' parts never arrived.
@@ -42,13 +42,13 @@ def tier_prunes(demand: Demand, name: str) -> Iterator[Prune]:
     if None in inventory.tiers.values():
         # A checkpoint that is about to be deleted from the spool is deleted there first. If the tiers deleted theirs
         # first, the spool would keep its copy for the tier that does not answer.
-        coming |= {verdict.id for verdict in given_up(demand, SPOOL)}
+        coming |= {verdict.id for verdict in not_kept(demand, SPOOL)}
     for verdict in reversed(going):
         if verdict.id not in coming:
             yield Prune(verdict.id, name, verdict.reasons)
 
 
-def given_up_when_full(demands: Iterable[Demand], name: str) -> list[Prune]:
+def prunes_when_full(demands: Iterable[Demand], name: str) -> list[Prune]:
     """The prune of the oldest checkpoint that a full tier only holds for other tiers. The next one is pruned after
     another put has failed."""
     held = [

@@ -34,7 +34,7 @@ class ScrubbedCopy:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class ScrubTurn:
+class DueScrub:
     """When a copy was `verified` last and `at` which time it is to be read again; seconds since 1970."""
 
     at: float
@@ -47,7 +47,7 @@ ScrubTimes = Mapping[ScrubbedCopy, float]  # when each copy was last verified, s
 
 def agenda(
     inventory: Inventory, remembered: ScrubTimes, period: float, now: float, place: str | None = None
-) -> list[ScrubTurn]:
+) -> list[DueScrub]:
     """Every copy that this daemon scrubs, the most overdue first.
 
     Args:
@@ -58,34 +58,34 @@ def agenda(
         place: the only place whose copies are wanted; None for all places.
     """
     return sorted(
-        (_turn(inventory, copy, facts, remembered, period, now) for copy, facts in _duties(inventory, place)),
-        key=lambda turn: (turn.at, turn.copy),
+        (_due(inventory, copy, facts, remembered, period, now) for copy, facts in _duties(inventory, place)),
+        key=lambda due: (due.at, due.copy),
     )
 
 
 def again(
     inventory: Inventory, copy: ScrubbedCopy, remembered: ScrubTimes, period: float, now: float
-) -> ScrubTurn | None:
+) -> DueScrub | None:
     """A copy's next turn by the times `remembered` now; None if its place does not show the copy any more."""
     place = inventory.places.get(copy.place)
     seen = place.checkpoints.get(copy.part.checkpoint) if place else None
     if seen is None or not seen.has(copy.part):
         return None
-    return _turn(inventory, copy, seen.facts.get(copy.part) or seen.spoken, remembered, period, now)
+    return _due(inventory, copy, seen.facts.get(copy.part) or seen.spoken, remembered, period, now)
 
 
-def lenders(inventory: Inventory, copy: ScrubbedCopy) -> list[ScrubbedCopy]:
+def base_copies(inventory: Inventory, copy: ScrubbedCopy) -> list[ScrubbedCopy]:
     """The deleted copies whose chunks this copy still names."""
     place = inventory.tiers.get(copy.place)
     facts = place.facts(copy.part) if place else None
-    owners = facts.borrowed if facts else ()
+    owners = facts.bases if facts else ()
     found = [ScrubbedCopy(copy.place, replace(copy.part, checkpoint=owner)) for owner in sorted(owners)]
     return [one for one in found if place and not place.lists(one.part)]
 
 
-def overdue(turns: list[ScrubTurn], period: float, now: float) -> int:
+def overdue(scrubs: list[DueScrub], period: float, now: float) -> int:
     """How many copies were not read again within the period."""
-    return sum(turn.verified + period < now for turn in turns)
+    return sum(due.verified + period < now for due in scrubs)
 
 
 def _duties(inventory: Inventory, only: str | None) -> Iterator[tuple[ScrubbedCopy, ManifestFacts | None]]:
@@ -121,20 +121,20 @@ def _world_size(inventory: Inventory, tier: Place, run: str) -> int:
     return max(found)[1]
 
 
-def _turn(
+def _due(
     inventory: Inventory,
     copy: ScrubbedCopy,
     facts: ManifestFacts | None,
     remembered: ScrubTimes,
     period: float,
     now: float,
-) -> ScrubTurn:
+) -> DueScrub:
     verified = _verified(copy, facts, remembered, period, now)
-    turns = [ScrubTurn(_moment(copy, verified, period), copy, verified)]
-    for lender in lenders(inventory, copy):
-        verified = min(max(0.0, remembered.get(lender, now)), now)
-        turns.append(ScrubTurn(_moment(lender, verified, period), copy, verified))
-    return min(turns, key=lambda turn: turn.at)
+    scrubs = [DueScrub(_moment(copy, verified, period), copy, verified)]
+    for base in base_copies(inventory, copy):
+        verified = min(max(0.0, remembered.get(base, now)), now)
+        scrubs.append(DueScrub(_moment(base, verified, period), copy, verified))
+    return min(scrubs, key=lambda due: due.at)
 
 
 def _verified(

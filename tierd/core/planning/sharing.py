@@ -34,13 +34,13 @@ def worn(tier: Place, part: PartId) -> frozenset[CheckpointId]:
     flushed again.
     """
     run, own = part.checkpoint.run, part.checkpoint
-    if not tier.run(run).borrowed:
+    if not tier.run(run).bases:
         return frozenset()
     sharers: Counter[CheckpointId] = Counter()
     for seen in tier.copies(run):
         facts = [found for one, found in seen.facts.items() if one.rank == part.rank]
         if facts and seen.id != own:
-            sharers.update({seen.id}.union(*(found.borrowed for found in facts)))
+            sharers.update({seen.id}.union(*(found.bases for found in facts)))
     return frozenset(one for one, count in sharers.items() if count >= MOST_SHARERS)
 
 
@@ -64,7 +64,7 @@ def patchable(base: Chunk) -> bool:
     return sum(1 for _ in base.objects()) <= MOST_PATCHES
 
 
-def lender(tier: Place, part: PartId) -> PartId | None:
+def base_part(tier: Place, part: PartId) -> PartId | None:
     """The base of a flush of `part`: the part whose equal chunks the flush may name instead of sending its own.
 
     It is the same rank's part of the newest checkpoint that is complete on the tier. It is None while the tier has a

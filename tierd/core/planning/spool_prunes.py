@@ -54,12 +54,12 @@ def aged_quarantine(demand: Demand, config: Config) -> Iterator[Discard]:
     """The quarantined parts of a run that nobody needs any more."""
     inventory, run = demand.inventory, demand.run
     # Kept for a person to examine until `keep_last` newer verified checkpoints exist.
-    aside = [part for part in inventory.spool.quarantined if part.checkpoint.run == run]
-    if not aside:
+    quarantined = [part for part in inventory.spool.quarantined if part.checkpoint.run == run]
+    if not quarantined:
         return
     verified = sorted(seen.id for seen in inventory.spool.copies(run) if inventory.on_a_tier(seen))
     low = is_low(inventory, config)
-    for part in sorted(aside):
+    for part in sorted(quarantined):
         newer = len(verified) - bisect_right(verified, part.checkpoint)
         if newer >= demand.policy(SPOOL).keep_last or low:
             yield Discard(f"quarantine/{part.path}")

@@ -26,7 +26,7 @@ def judge_tier(
     tier: Place,
     policy: RetentionPolicy,
     run: str,
-    living: Collection[str] = (),
+    live: Collection[str] = (),
     *,
     drops: bool = False,
 ) -> tuple[Verdict, ...]:
@@ -37,15 +37,15 @@ def judge_tier(
         tier: the tier.
         policy: the run's policy on the tier.
         run: the run.
-        living: the launches that live, as for `Ranking`.
+        live: the launches that live, as for `Ranking`.
         drops: whether to leave out most verdicts that keep.
     """
     own = tier.run(run).seen.keys() | tier.owners | tier.cut
     if drops and len(own) + len(tier.quarantined) <= policy.keep_last:
         return ()  # `keep_last` keeps all of them
-    over = oldest_completable(tier, policy, run, living)
+    over = oldest_completable(tier, policy, run, live)
     infos = infos_on(tier, run, inventory.pins | inventory.held)
-    verdicts = _patient(infos, policy, inventory.origins(run), over, living, drops=drops)
+    verdicts = _patient(infos, policy, inventory.origins(run), over, live, drops=drops)
     if any(isinstance(defect, FormatTooNew) and part.checkpoint.run == run for part, defect in tier.defects()):
         # Nothing is deleted, because an unreadable manifest may name any chunk, and a newer tierd may keep more.
         return tuple(
@@ -64,24 +64,26 @@ def _held(verdicts: tuple[Verdict, ...], inventory: Inventory, tier: Place, run:
     return tuple(verdict if verdict.keep else Verdict(verdict.id, True, reason) for verdict in verdicts)
 
 
-def oldest_completable(tier: Place, policy: RetentionPolicy, run: str, living: Collection[str] = ()) -> str:
+def oldest_completable(tier: Place, policy: RetentionPolicy, run: str, live: Collection[str] = ()) -> str:
     """The oldest attempt whose checkpoints may still become complete.
 
     Once `keep_last` checkpoints of later launches are complete, no trainer writes missing parts of an earlier launch
-    any more. A launch among the `living` is an exception.
+    any more. A launch among the `live` is an exception.
     """
     whole = tier.run(run).whole
-    return min([whole[-policy.keep_last].attempt, *living]) if len(whole) >= policy.keep_last else ""
+    return min([whole[-policy.keep_last].attempt, *live]) if len(whole) >= policy.keep_last else ""
 
 
 def infos_on(tier: Place, run: str, pins: frozenset[CheckpointId]) -> list[CheckpointInfo]:
     """The input to retention for a tier's checkpoints of a run."""
     here = tier.run(run)
-    aside = {part.checkpoint for part in tier.quarantined}
-    extra = aside | (tier.owners - here.borrowed - tier.lent) | tier.cut
+    quarantined = {part.checkpoint for part in tier.quarantined}
+    extra = quarantined | (tier.owners - here.bases - tier.bases) | tier.cut
     infos = [info_of(seen, pins, complete=seen.complete) for seen in tier.copies(run)]
     infos += [
-        CheckpointInfo(checkpoint, complete=False, verified=True, pinned=checkpoint in pins, aside=checkpoint in aside)
+        CheckpointInfo(
+            checkpoint, complete=False, verified=True, pinned=checkpoint in pins, quarantined=checkpoint in quarantined
+        )
         for checkpoint in extra - here.seen.keys()
         if checkpoint.run == run
     ]
@@ -93,7 +95,7 @@ def _patient(
     policy: RetentionPolicy,
     origins: Origins,
     over: str,
-    living: Collection[str],
+    live: Collection[str],
     *,
     drops: bool,
 ) -> tuple[Verdict, ...]:
@@ -104,7 +106,7 @@ def _patient(
     """
     if drops and len(infos) <= policy.keep_last:
         return ()  # `keep_last` keeps all of them
-    alone = Ranking(infos, policy, origins, living)
+    alone = Ranking(infos, policy, origins, live)
     judged = [info for info in infos if info.id not in alone.kept] if drops else infos
     judged = sorted(judged, key=by_order, reverse=True)
     halves = {
@@ -114,7 +116,7 @@ def _patient(
     }
     reasons: dict[CheckpointId, tuple[str, ...]] = {}
     if any(info.id in halves for info in judged):
-        every = Ranking([halves.get(info.id, info) for info in infos], policy, origins, living)
+        every = Ranking([halves.get(info.id, info) for info in infos], policy, origins, live)
         for ranking in (alone, every):  # as if each alone were complete, then as if all of them were
             verdicts = [ranking.verdict(half) for half in halves.values()]
             reasons |= {verdict.id: verdict.reasons for verdict in verdicts if verdict.keep}

@@ -19,23 +19,27 @@ def judge(demand: Demand, name: str) -> tuple[Verdict, ...]:
     (`Demand`), and checkpoints that other tiers want and lack.
     """
     tier = None if name == SPOOL else demand.inventory.tiers[name]
-    return judge_spool(demand) if tier is None else _judge_tier_at_large(demand, name, tier, drops=False)
+    return judge_spool(demand) if tier is None else _judge_tier_over_all_places(demand, name, tier, drops=False)
 
 
-def given_up(demand: Demand, name: str) -> tuple[Verdict, ...]:
+def not_kept(demand: Demand, name: str) -> tuple[Verdict, ...]:
     """The verdicts of `judge` that do not keep. Most kept checkpoints are not judged one by one, which saves time."""
     tier = None if name == SPOOL else demand.inventory.tiers[name]
-    verdicts = judge_spool(demand, drops=True) if tier is None else _judge_tier_at_large(demand, name, tier, drops=True)
+    verdicts = (
+        judge_spool(demand, drops=True) if tier is None else _judge_tier_over_all_places(demand, name, tier, drops=True)
+    )
     return tuple(verdict for verdict in verdicts if not verdict.keep)
 
 
-def _judge_tier_at_large(demand: Demand, name: str, tier: Place, *, drops: bool) -> tuple[Verdict, ...]:
-    over = oldest_completable(tier, demand.policy(name), demand.run, demand.living(name))
-    verdicts = judge_tier(demand.inventory, tier, demand.policy(name), demand.run, demand.living(name), drops=drops)
-    return tuple(verdict if verdict.keep else _at_large(demand, name, tier, verdict, over) for verdict in verdicts)
+def _judge_tier_over_all_places(demand: Demand, name: str, tier: Place, *, drops: bool) -> tuple[Verdict, ...]:
+    over = oldest_completable(tier, demand.policy(name), demand.run, demand.live(name))
+    verdicts = judge_tier(demand.inventory, tier, demand.policy(name), demand.run, demand.live(name), drops=drops)
+    return tuple(
+        verdict if verdict.keep else _over_all_places(demand, name, tier, verdict, over) for verdict in verdicts
+    )
 
 
-def _at_large(demand: Demand, name: str, tier: Place, verdict: Verdict, over: str) -> Verdict:
+def _over_all_places(demand: Demand, name: str, tier: Place, verdict: Verdict, over: str) -> Verdict:
     """The final verdict over a checkpoint that the tier's own contents alone would delete.
 
     An incomplete checkpoint may still become complete, as in `tier_verdicts`.
@@ -78,17 +82,17 @@ def judge_spool(demand: Demand, *, drops: bool = False) -> tuple[Verdict, ...]:
         )
         for seen in inventory.spool.copies(run)
     }
-    living = demand.living(SPOOL)
-    ranking = Ranking(list(infos.values()), policy, demand.origins, living)
+    live = demand.live(SPOOL)
+    ranking = Ranking(list(infos.values()), policy, demand.origins, live)
     judged = list(infos.values())
     if drops:
         judged = [info for info in judged if not info.complete or info.id not in ranking.kept or info.id in late]
     verdicts = tuple(map(ranking.verdict, sorted(judged, key=by_order, reverse=True)))
     if not late and all(verdict.keep for verdict in verdicts):
         return _bounded(verdicts, policy.keep_last)
-    verified = Ranking([replace(info, verified=True) for info in infos.values()], policy, demand.origins, living)
+    verified = Ranking([replace(info, verified=True) for info in infos.values()], policy, demand.origins, live)
 
-    def at_large(verdict: Verdict) -> Verdict:
+    def over_all_places(verdict: Verdict) -> Verdict:
         if verdict.keep and verdict.id in late:
             verdict = Verdict(verdict.id, False, ("newer ones are complete here, and no tier wants it any more",))
         if verdict.keep or not infos[verdict.id].complete:
@@ -97,7 +101,7 @@ def judge_spool(demand: Demand, *, drops: bool = False) -> tuple[Verdict, ...]:
         reasons = again.reasons if again.keep else demand.reasons(SPOOL, verdict.id)
         return Verdict(verdict.id, True, reasons) if reasons else verdict
 
-    return _bounded(tuple(map(at_large, verdicts)), policy.keep_last)
+    return _bounded(tuple(map(over_all_places, verdicts)), policy.keep_last)
 
 
 def _complete_on(checkpoint: CheckpointId, tier: Place | None) -> bool:

@@ -39,7 +39,7 @@ class CheckpointInfo:
         created: when it was made; None if no manifest can be read.
         metrics: by name, the metrics that were passed to `save`.
         origin: the checkpoint from which its attempt resumed.
-        aside: whether it was proven corrupt and quarantined.
+        quarantined: whether it was proven corrupt and quarantined.
     """
 
     id: CheckpointId
@@ -49,7 +49,7 @@ class CheckpointInfo:
     created: datetime | None = None
     metrics: Mapping[str, float] | None = None
     origin: CheckpointId | None = None
-    aside: bool = False
+    quarantined: bool = False
 
     @cached_property
     def order(self) -> Order:
@@ -70,10 +70,10 @@ def decide(
     checkpoints: Sequence[CheckpointInfo],
     policy: RetentionPolicy,
     origins: Origins = MappingProxyType({}),
-    living: Collection[str] = (),
+    live: Collection[str] = (),
 ) -> tuple[Verdict, ...]:
-    """Judge one run's checkpoints in one place, newest first. `origins` and `living` are those of `Ranking`."""
-    ranking = Ranking(checkpoints, policy, origins, living)
+    """Judge one run's checkpoints in one place, newest first. `origins` and `live` are those of `Ranking`."""
+    ranking = Ranking(checkpoints, policy, origins, live)
     return tuple(ranking.verdict(info) for info in sorted(checkpoints, key=_order, reverse=True))
 
 
@@ -85,7 +85,7 @@ class Ranking:
         policy: the run's policy there.
         origins: the checkpoint from which each attempt resumed, according to all places, so that retention follows the
             same timeline as a resume.
-        living: the attempts whose launches live. Each also keeps the checkpoints that it would keep if no later launch
+        live: the attempts whose launches live. Each also keeps the checkpoints that it would keep if no later launch
             existed, because its trainer continues from these.
     """
 
@@ -94,7 +94,7 @@ class Ranking:
         checkpoints: Sequence[CheckpointInfo],
         policy: RetentionPolicy,
         origins: Origins = MappingProxyType({}),
-        living: Collection[str] = (),
+        live: Collection[str] = (),
     ) -> None:
         counted = sorted((info for info in checkpoints if info.complete and info.verified), key=_order)
         self._infos, self._counted, self._own_pins = checkpoints, counted, any(info.pinned for info in checkpoints)
@@ -110,7 +110,7 @@ class Ranking:
         self._ranked = {best: sorted(rank for info in counted if (rank := _rank(info, best))) for best in policy.bests}
         self._spaced = {every: list(_spaced(counted, every)) for every in policy.every}
         self._alone: dict[str, Ranking] = {}
-        for one in living:
+        for one in live:
             if any(info.id.attempt > one for info in checkpoints):
                 before = [info for info in checkpoints if info.id.attempt <= one]
                 come = {attempt: origin for attempt, origin in origins.items() if attempt <= one}
@@ -162,9 +162,9 @@ class Ranking:
         if info.complete:
             return Verdict(info.id, False, (f"older than the last {self._policy.keep_last}, and no rule keeps it",))
         if newer < self._policy.keep_last:
-            why = "quarantined: kept to be looked at" if info.aside else HOPED_FOR
+            why = "quarantined: kept to be looked at" if info.quarantined else HOPED_FOR
             return Verdict(info.id, True, (why,))
-        what = "quarantined" if info.aside else "incomplete"
+        what = "quarantined" if info.quarantined else "incomplete"
         return Verdict(info.id, False, (f"{what}, and {newer} newer complete ones are verified",))
 
     def _reasons(self, info: CheckpointInfo, newer: int) -> Iterator[str]:

@@ -27,7 +27,7 @@ from tierd.core.timeline.combined_views import (
 from tierd.core.timeline.run_view import RunView, named, run_view_of
 
 _MOST = 5  # items that a message lists
-UNTOLD = "rank 0's manifest is corrupt wherever it was seen: how good it is cannot be told"
+UNKNOWN_METRIC = "rank 0's manifest is corrupt wherever it was seen: how good it is cannot be told"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def restore_candidates(
 
 
 def agree(
-    sights: Sequence[RunView],
+    views: Sequence[RunView],
     run: str,
     step: int | None = None,
     attempt: str | None = None,
@@ -128,7 +128,7 @@ def agree(
     """Order the checkpoints of `run` for a restore, by the run views of all ranks together.
 
     Args:
-        sights: the run views of ranks 0..world-1; or a single one if ranks cannot communicate or no rank is meant.
+        views: the run views of ranks 0..world-1; or a single one if ranks cannot communicate or no rank is meant.
         run: the run.
         step: only this step: the checkpoint on the timeline if there is one, else that of the newest attempt.
         attempt: only this attempt; it selects a branch off the timeline too.
@@ -137,20 +137,22 @@ def agree(
         best: order by this goal, the best first, and of equals the newest. Only checkpoints with a number for the
             metric in rank 0's manifest are candidates.
     """
-    mute = world is not None and len(sights) < world  # other ranks do not know of checkpoints that only this node has
-    whole = complete_by_view(sights, run)
-    found, complete, hollow = combined(sights, whole, run, mute=mute)
+    isolated = (
+        world is not None and len(views) < world
+    )  # other ranks do not know of checkpoints that only this node has
+    whole = complete_by_view(views, run)
+    found, complete, hollow = combined(views, whole, run, isolated=isolated)
     if world is not None and not everything:  # names alone do not prove that another world size saved a checkpoint
         hollow = {one for one in hollow if complete[one] != world}
         complete = {one: size for one, size in complete.items() if one not in hollow}
     else:
         hollow = set()
-    aside = {one for sight in sights for one in named(run, sight.aside)} - complete.keys()
-    known = {*found, *aside}
+    quarantined = {one for view in views for one in named(run, view.aside)} - complete.keys()
+    known = {*found, *quarantined}
     origins = {
         attempt: CheckpointId(run, *origin) if origin else None
-        for sight in reversed(sights)
-        for attempt, origin in sight.origins.items()
+        for view in reversed(views)
+        for attempt, origin in view.origins.items()
     }
     line = timeline(known, complete, origins)
     order = line.path
@@ -162,26 +164,26 @@ def agree(
         )
         # A requested attempt is ordered by itself, newest first, whether it was abandoned or not.
         order = order[:1] if step is not None else tuple(sorted(order, reverse=True))
-    values = metric_values(sights, run)
-    told, reach = values.get(best.metric, {}) if best else {}, order
+    values = metric_values(views, run)
+    numbers, reach = values.get(best.metric, {}) if best else {}, order
     if best is not None:
-        ranked = [one for one in reach if not math.isnan(told.get(one, math.nan))]
+        ranked = [one for one in reach if not math.isnan(numbers.get(one, math.nan))]
         order = tuple(sorted(ranked, key=lambda one: (_score(best, values, one), one), reverse=True))
-    untold = tuple(one for one in reach if best and one not in told)
-    bad = corrupt_metrics(sights, run) & set(untold)
+    unknown = tuple(one for one in reach if best and one not in numbers)
+    bad = corrupt_metrics(views, run) & set(unknown)
     first = order[0] if order else None
-    doubtful = aside | hollow
+    unusable = quarantined | hollow
     if step is None and attempt is None:
-        doubtful &= hollow | set(timeline(known, known, origins).path) - set(line.unvouched)
+        unusable &= hollow | set(timeline(known, known, origins).path) - set(line.unvouched)
     else:
-        doubtful = {c for c in doubtful if step in (None, c.step) and attempt in (None, c.attempt)}
+        unusable = {c for c in unusable if step in (None, c.step) and attempt in (None, c.attempt)}
     # A checkpoint that one rank misses is not lost if another rank has a part of it. A rank's view counts for this only
     # if that view does not itself list the checkpoint as gone.
-    gone = {one for sight in sights for one in named(run, sight.gone)} - complete.keys() - aside - hollow
+    gone = {one for view in views for one in named(run, view.gone)} - complete.keys() - quarantined - hollow
     if gone:  # this is rare; otherwise it is skipped, because decoding every rank's parts takes long
-        gone -= {one for sight in sights for one in sight.partial(run).keys() - named(run, sight.gone)}
-    unvouched = {*line.unvouched, *(one for one in hollow & doubtful if best or not first or one > first)}
-    lacking = lacking_ranks(sights, whole, complete, world, everything=everything) if world and not mute else {}
+        gone -= {one for view in views for one in view.partial(run).keys() - named(run, view.gone)}
+    unvouched = {*line.unvouched, *(one for one in hollow & unusable if best or not first or one > first)}
+    lacking = lacking_ranks(views, whole, complete, world, everything=everything) if world and not isolated else {}
     return RestoreOrder(
         candidates=tuple(Candidate(one, complete[one], lacking.get(one, ())) for one in order),
         branches=tuple(checkpoint for checkpoint in line.branches if checkpoint not in order),
@@ -189,32 +191,32 @@ def agree(
             sorted(
                 (
                     one
-                    for one in found - complete.keys() - aside - hollow - gone - set(line.unvouched)
+                    for one in found - complete.keys() - quarantined - hollow - gone - set(line.unvouched)
                     if best or not first or one > first
                 ),
                 reverse=True,
             )
         ),
         lost=line.lost,
-        unreached=tuple(dict.fromkeys(name for sight in sights for name in sight.unreached)),
+        unreached=tuple(dict.fromkeys(name for view in views for name in view.unreached)),
         attempts=tuple(sorted({one.attempt for one in known - set(line.unvouched)} | origins.keys())),
-        quarantined=tuple(sorted(doubtful & aside, reverse=True)),
+        quarantined=tuple(sorted(unusable & quarantined, reverse=True)),
         alone=tuple(
-            f"rank {rank}: {sight.alone}" if len(sights) > 1 else sight.alone
-            for rank, sight in enumerate(sights)
-            if sight.alone
+            f"rank {rank}: {view.alone}" if len(views) > 1 else view.alone
+            for rank, view in enumerate(views)
+            if view.alone
         ),
         origins=origins,
         goal=best,
         values=values,
-        metrics=tuple(sorted({name for sight in sights for name in sight.metrics})),
+        metrics=tuple(sorted({name for view in views for name in view.metrics})),
         whole=frozenset(complete),
-        unread=tuple(one for one in untold if one not in bad),
-        corrupt=tuple(one for one in untold if one in bad),
+        unread=tuple(one for one in unknown if one not in bad),
+        corrupt=tuple(one for one in unknown if one in bad),
         gone=tuple(sorted(gone, reverse=True)),
         unvouched=tuple(sorted((one for one in unvouched if one not in order), reverse=True)),
-        silent=silent_places(sights),
-        down_to=max((CheckpointId(run, *one.down_to) for one in sights if one.down_to), default=None),
+        silent=silent_places(views),
+        down_to=max((CheckpointId(run, *one.down_to) for one in views if one.down_to), default=None),
     )
 
 
@@ -248,17 +250,17 @@ def not_found(
     return CheckpointNotFound("\n".join(lines))
 
 
-def because(resume: RestoreOrder, world: int = 1, mute: int | None = None) -> str:
+def because(resume: RestoreOrder, world: int = 1, isolated: int | None = None) -> str:
     """Where and why places did not answer, in parentheses, for a message; empty if no details are known.
 
     Args:
         resume: the order, whose `silent` has the details.
         world: the number of ranks.
-        mute: the only rank whose run view was used, if ranks cannot communicate.
+        isolated: the only rank whose run view was used, if ranks cannot communicate.
     """
     texts = []
     for why, numbers in list(resume.silent.items())[:_MOST]:
-        ranks = numbers if mute is None else (mute,)
+        ranks = numbers if isolated is None else (isolated,)
         named = ", ".join(map(str, ranks[:_MOST])) + (f" and {len(ranks) - _MOST} more" if ranks[_MOST:] else "")
         texts.append(f"rank{'s' * (len(ranks) > 1)} {named} on {why}" if world > 1 else why)
     more = len(resume.silent) - len(texts)

@@ -92,10 +92,10 @@ def unvouched(inventory: Inventory, tier: str, run: str) -> tuple[str, ...]:
     While such names exist, no node prunes the run, because no node can determine which launch is the newest.
     """
     place = inventory.tiers.get(tier)
-    told = inventory.origins(run)
-    newest = max(told, default="")
+    known = inventory.origins(run)
+    newest = max(known, default="")
     shown = {seen.id.attempt for seen in place.copies(run)} if place else set()
-    return tuple(sorted(attempt for attempt in shown - told.keys() if told and attempt > newest))
+    return tuple(sorted(attempt for attempt in shown - known.keys() if known and attempt > newest))
 
 
 def disowning(run: str, attempt: str) -> str:
@@ -171,19 +171,19 @@ def warning(rivals: Iterable[Rival]) -> str:
     """One line, for people, about the launches that `beside` found."""
     found = list(rivals)
     names = ", ".join(map(str, found))
-    told = (
+    text = (
         f"{len(found)} launches of run {found[0].run} save at the same time: {names}. Stop all but one, because a "
         "resume goes on from the latest launch alone. Until then each keeps what it would keep alone"
     )
     if twins := sorted({one.attempt for one in found if [other.attempt for other in found].count(one.attempt) > 1}):
-        told += (
+        text += (
             f". Two nodes save the same rank of attempt {', '.join(twins)}, and of a step that both save a tier keeps "
             "one copy: give each launch an attempt of its own (tierd.new_attempt())"
         )
-    return told
+    return text
 
 
-def living(inventory: Inventory, run: str, place: str) -> frozenset[str]:
+def live_launches(inventory: Inventory, run: str, place: str) -> frozenset[str]:
     """The launches of a run that keep, in a place, the checkpoints they would keep if no later launch existed.
 
     A launch whose trainer is on this node does so in this spool. It does so on a tier only if every node can know of

@@ -108,7 +108,7 @@ def run_view_of(inventory: Inventory, run: str, metrics: Collection[str] = ()) -
             pairs = {size: _pairs(found) for size, found in sorted(ranks.items()) if size not in sizes}
             parts.setdefault(checkpoint.attempt, {})[checkpoint.step] = pairs
     places = inventory.places.values()
-    aside = {
+    quarantined = {
         part.checkpoint
         for place in places
         for part in place.quarantined
@@ -130,13 +130,13 @@ def run_view_of(inventory: Inventory, run: str, metrics: Collection[str] = ()) -
         hollow=_steps(hollow),
         mixed=_steps(mixed),
         parts=parts,
-        aside=_steps(aside - {one for found in whole.values() for one in found}),
+        aside=_steps(quarantined - {one for found in whole.values() for one in found}),
         gone=_steps(gone),
         origins={attempt: (origin.attempt, origin.step) if origin else None for attempt, origin in origins.items()},
         unreached=tuple(
             name
             for name, place in {SPOOL: inventory.spool, **inventory.tiers}.items()
-            if place is None or _is_mute(place, run, origins)
+            if place is None or _hides_origin(place, run, origins)
         ),
         values={metric: _values(inventory, run, metric) for metric in metrics},
         metrics=tuple(sorted({name for facts in _speakers(inventory, run).values() for name in facts.metrics})[:_NAMES])
@@ -145,13 +145,13 @@ def run_view_of(inventory: Inventory, run: str, metrics: Collection[str] = ()) -
     )
 
 
-def cut(sight: RunView, run: str, oldest: CheckpointId) -> RunView:
+def cut(view: RunView, run: str, oldest: CheckpointId) -> RunView:
     """The run view of an observation that left out all checkpoints older than `oldest`.
 
     Older checkpoints are removed from `gone`, because a checkpoint that was not observed is not proven lost.
     """
-    left = _steps(one for one in named(run, sight.gone) if one >= oldest)
-    return msgspec.structs.replace(sight, gone=left, down_to=(oldest.attempt, oldest.step))
+    left = _steps(one for one in named(run, view.gone) if one >= oldest)
+    return msgspec.structs.replace(view, gone=left, down_to=(oldest.attempt, oldest.step))
 
 
 def _is_hollow(inventory: Inventory, checkpoint: CheckpointId, size: int) -> bool:
@@ -167,8 +167,8 @@ def _speakers(inventory: Inventory, run: str) -> dict[CheckpointId, ManifestFact
     """The facts of rank 0's manifests, quarantined or not, by checkpoint."""
     found: dict[CheckpointId, ManifestFacts] = {}
     for place in inventory.places.values():
-        aside = ((part, facts) for part, facts in place.quarantined.items() if part.checkpoint.run == run)
-        for part, facts in (*aside, *(item for seen in place.copies(run) for item in seen.facts.items())):
+        quarantined = ((part, facts) for part, facts in place.quarantined.items() if part.checkpoint.run == run)
+        for part, facts in (*quarantined, *(item for seen in place.copies(run) for item in seen.facts.items())):
             if part.rank == 0 and facts:
                 found[part.checkpoint] = facts
     return found
@@ -189,7 +189,7 @@ def _values(inventory: Inventory, run: str, metric: str) -> Values:
     return values
 
 
-def _is_mute(place: Place, run: str, origins: Mapping[str, CheckpointId | None]) -> bool:
+def _hides_origin(place: Place, run: str, origins: Mapping[str, CheckpointId | None]) -> bool:
     """Whether a disk error hides an attempt's origin. A disk error does not prove that the manifest is absent."""
     return any(
         isinstance(error, SpoolUnusable)

@@ -100,14 +100,14 @@ class HttpServer:
     async def _bind(self) -> socket.socket:
         host, port = self._http.address
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        told = False
+        logged = False
         while True:
             try:
                 listener = socket.create_server((host, port), family=family, backlog=_MOST)
             except OSError as error:
-                if not told:
+                if not logged:
                     log.error("http: %s: %s; tried again every %.0f s", self._http.listen, error.strerror, _REBIND_S)
-                told = True
+                logged = True
                 await asyncio.sleep(_REBIND_S)
                 continue
             listener.setblocking(False)

@@ -49,7 +49,7 @@ class Tally:
             return
         if name := _COUNTED.get(event.what):
             self._count(name, event, 1)
-        if event.what in ("healed", "repaired"):
+        if event.what == "repaired":
             self._count("tierd_repaired_chunks_total", event, event.chunks or 0)
         if event.what == "flushed":
             self._count("tierd_flush_raw_bytes_total", event, event.raw_bytes or 0)

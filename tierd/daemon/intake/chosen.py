@@ -16,7 +16,7 @@ from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
 from tierd.core.save_policy import Goal
 from tierd.daemon.intake.in_place import PutBack, put_back, write_whole
-from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
 from tierd.stores.base import Store
@@ -58,7 +58,7 @@ async def put_back_chosen(
     if step is None and attempt is None and best is None:
         (directory / NAME).unlink(missing_ok=True)
         return put
-    made = history(await look_around(None, stores, run, chunks=False), run).made
+    made = history(await observe_places(None, stores, run, chunks=False), run).made
     newest = max(made.values(), default=datetime(1, 1, 1, tzinfo=UTC))
     text = msgspec.json.encode(Chosen(run, put.step, put.attempt, newest)).decode()
     await to_the_end(write_whole, directory / NAME, text)

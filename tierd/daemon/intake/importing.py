@@ -134,7 +134,9 @@ async def import_units(
         StoreUnavailable, StoreRefused, SpoolFull, OSError: a tier, the spool or the origin failed; the same call
             continues.
     """
-    places = {name: await TierObserver(store).look({run}, {run: (0,)}, chunks=False) for name, store in stores.items()}
+    places = {
+        name: await TierObserver(store).observe({run}, {run: (0,)}, chunks=False) for name, store in stores.items()
+    }
     found, refused = await to_the_end(_ordered, origin, await origin.listing(), step)
     if not found and not refused:
         raise CheckpointNotFound(f"{origin.shown}: no checkpoint of a program that is known lies there")
@@ -146,7 +148,7 @@ async def import_units(
         refused += [unit] if isinstance(unit, RefusedUnit) else []
         done += [unit] if isinstance(unit, ImportedUnit) else []
         progress.done += one.size
-        progress.told(progress)
+        progress.on_progress(progress)
     return ImportedRun(run, tuple(done), tuple(refused))
 
 
@@ -243,8 +245,8 @@ class _Import:
         wanted = about(one.unit, one.entries, one.described.ranks).encode()
         found = {file.path: (file.size, file.chunks[0].xxh3_128 if file.chunks else "") for file in manifest.files}
         sizes = {path: entry.size for path, entry in one.entries.items()}
-        told = found.pop(UNIT_NAME, None)
-        return told == (len(wanted), digest(wanted)) and {path: size for path, (size, _) in found.items()} == sizes
+        recorded = found.pop(UNIT_NAME, None)
+        return recorded == (len(wanted), digest(wanted)) and {path: size for path, (size, _) in found.items()} == sizes
 
     async def _stage(self, part: PartId, one: _Found) -> None:
         """Check a unit, and commit it to the spool; raises `_Unsound`, and as `stage_unit`."""
@@ -265,7 +267,7 @@ class _Import:
     async def _send(self, name: str, part: PartId) -> int:
         store = self.stores[name]
         base, worn_out = await base_of(store, self.places[name], part)
-        done = await flush(self.spool, part, Route(store), lender=base, worn_out=worn_out)
+        done = await flush(self.spool, part, Route(store), base=base, worn_out=worn_out)
         self.places[name] = self.places[name].adding(part, done.facts)
         log.info("%s: imported, %d bytes as %d, %d of them sent", part.checkpoint, done.raw, done.stored, done.sent)
         return done.sent

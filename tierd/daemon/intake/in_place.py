@@ -145,16 +145,16 @@ def point_to(directory: Path, program: str, path: str, files: Sequence[str]) -> 
     return [one.path for one in pointers(program, path, files) if _write_pointer(directory, one)]
 
 
-def set_aside(directory: Path, paths: Iterable[str]) -> list[str]:
+def quarantine_files(directory: Path, paths: Iterable[str]) -> list[str]:
     """Move files or directories to `.tierd-quarantine/`; return their new paths in the directory."""
     moved = []
     for path in paths:
         with _writing(directory), suppress(FileNotFoundError):
-            aside = _free_name(directory, path)
-            (directory / path).rename(aside)
+            target = _free_name(directory, path)
+            (directory / path).rename(target)
             sync_directory((directory / path).parent)
-            sync_directory(aside.parent)
-            moved.append(str(aside.relative_to(directory)))
+            sync_directory(target.parent)
+            moved.append(str(target.relative_to(directory)))
     return moved
 
 
@@ -201,15 +201,15 @@ def _swap_in(fresh: Path, directory: Path, name: str) -> str | None:
         fresh.rename(final)
         sync_directory(final.parent)
         return None
-    aside = _free_name(directory, name)
+    target = _free_name(directory, name)
     if _exchange(fresh, final):
-        fresh.rename(aside)
+        fresh.rename(target)
     else:
-        final.rename(aside)
+        final.rename(target)
         fresh.rename(final)
     sync_directory(final.parent)
-    sync_directory(aside.parent)
-    return str(aside.relative_to(directory))
+    sync_directory(target.parent)
+    return str(target.relative_to(directory))
 
 
 def _way(directory: Path, name: str) -> Path:
@@ -225,12 +225,12 @@ def _way(directory: Path, name: str) -> Path:
 
 
 def _free_name(directory: Path, name: str) -> Path:
-    aside = _way(directory, f"{QUARANTINE}/{name}")
+    target = _way(directory, f"{QUARANTINE}/{name}")
     number = 0
-    while aside.is_symlink() or aside.exists():
+    while target.is_symlink() or target.exists():
         number += 1
-        aside = aside.with_name(f"{Path(name).name}.{number}")
-    return aside
+        target = target.with_name(f"{Path(name).name}.{number}")
+    return target
 
 
 def _exchange(one: Path, other: Path) -> bool:

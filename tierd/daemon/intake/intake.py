@@ -105,7 +105,7 @@ class Intake:
         signs = (taker.keep_renewing(), others.keep_renewing(lambda: one.idle))
         renewing = [asyncio.ensure_future(sign) for sign in signs]
         try:
-            await self._look_for_ever(one, taker, others)
+            await self._observe_for_ever(one, taker, others)
         finally:
             for task in renewing:
                 task.cancel()
@@ -113,7 +113,7 @@ class Intake:
             await taker.release()
             await others.end()
 
-    async def _look_for_ever(self, one: WatchAtWork, taker: Taker, others: OtherWatches) -> None:
+    async def _observe_for_ever(self, one: WatchAtWork, taker: Taker, others: OtherWatches) -> None:
         run = one.watch.run
         reports = ToReconciler(self._reconciler, run)
         watch: UnitWatch | None = None
@@ -127,7 +127,7 @@ class Intake:
                         watch = await run_in(pool, one, self._make, one, reports)
                     directory = await run_in(pool, one, identify, Path(one.watch.directory))
                     if alone := await others.may_go_on(directory, time.monotonic()):
-                        await self._look(pool, one, watch, taker)
+                        await self._observe_watch(pool, one, watch, taker)
                         await self._share_pins(run)
                     one.idle, one.tries, one.error = alone and not watch.waiting, 0, None
                     self._warn(one, watch, others)
@@ -137,25 +137,25 @@ class Intake:
                         log.exception("%s: a look failed", one.watch.directory)
                     one.tries, one.error = one.tries + 1, error
                     rest_s = min(_RETRY_S, self._reconciler.timings.watch_s * 2**one.tries)
-                    self._reconciler.journal.failed(("watch", run), "look", SPOOL, one.watch.directory, str(error))
+                    self._reconciler.journal.failed(("watch", run), "observe", SPOOL, one.watch.directory, str(error))
                     log.warning("%s: it cannot be watched now: %s", one.watch.directory, error)
                 else:
                     self._reconciler.journal.worked(("watch", run))
                 await asyncio.sleep(rest_s)
 
-    async def _look(self, pool: ThreadPoolExecutor, one: WatchAtWork, watch: UnitWatch, taker: Taker) -> None:
+    async def _observe_watch(self, pool: ThreadPoolExecutor, one: WatchAtWork, watch: UnitWatch, taker: Taker) -> None:
         """Look once; take what is due if no other node does. What another node took is known only after it is done."""
         run = one.watch.run
 
-        async def look(may_take: bool) -> None:
+        async def observe(may_take: bool) -> None:
             known = history(self._reconciler.inventory(), run)
-            await run_in(pool, one, watch.look, known, time.monotonic(), may_take=may_take)
+            await run_in(pool, one, watch.observe, known, time.monotonic(), may_take=may_take)
 
-        await look(taker.held)
+        await observe(taker.held)
         if watch.wanted is not None and await taker.may_take(watch.wanted, time.monotonic()):
             if taker.held:
                 await self._observe(run, list(self._reconciler.stores)[:1])
-            await look(True)
+            await observe(True)
         if taker.held and not await self._is_sending(run):
             await taker.release()
 
@@ -224,7 +224,7 @@ class Intake:
         for name in names:
             try:
                 async with asyncio.timeout(_PATIENCE_S):
-                    await self._reconciler.look(name)
+                    await self._reconciler.observe(name)
             except Exception as error:  # its worker reports it
                 log.info(
                     "%s does not answer: %s is watched without knowing what that tier has: %s",

@@ -31,14 +31,14 @@ class Ordering:
     def __init__(self, settling: Settling, taken: TakenUnits) -> None:
         self._settling, self._taken = settling, taken
         self._foreign: CheckpointId | None = None  # the newest that was known before the first listing
-        self._looked = False
+        self._listed = False
         self.beside = Beside({}, {})
 
     def see(self, known: History) -> None:
         """Record the last listing."""
         newest = max(known.made, default=None)
-        if not self._looked:
-            self._looked, self._foreign = True, newest
+        if not self._listed:
+            self._listed, self._foreign = True, newest
         shapes = self._settling.shapes
         self.beside = Beside(self._settling.units, shapes)
         self._taken.see(shapes, newest)

@@ -26,9 +26,9 @@ from tierd.core.planning.inventory import Inventory
 from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.intake.chosen import read_chosen
 from tierd.daemon.intake.comparing import differences
-from tierd.daemon.intake.in_place import QUARANTINE, PutBack, is_named, point_to, put_back, set_aside
+from tierd.daemon.intake.in_place import QUARANTINE, PutBack, is_named, point_to, put_back, quarantine_files
 from tierd.daemon.intake.manifests import first_manifest
-from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
 from tierd.spool.spool import Spool
@@ -122,7 +122,7 @@ async def prepare(
         StoreRefused: a file cannot be read, which proves nothing. Nothing was moved.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    inventory = await look_around(spool, stores, run, chunks=False)
+    inventory = await observe_places(spool, stores, run, chunks=False)
     if silent := [name for name, place in inventory.tiers.items() if place is None]:
         raise StoreUnavailable(f"not every tier could be asked: {', '.join(silent)}; nothing was moved")
     known = history(inventory, run)
@@ -228,7 +228,7 @@ async def _replace(
         kept = {path for path in own if any(at.startswith(f"{QUARANTINE}/{path}") for at in moved)}
         one.replaced, own = one.replaced or bool(kept), own - kept
     if not one.replaced:
-        left = await to_the_end(set_aside, directory, [one.unit.path] if whole else sorted(own))
+        left = await to_the_end(quarantine_files, directory, [one.unit.path] if whole else sorted(own))
         moved = (*moved, *left)
     one.moved = moved
 

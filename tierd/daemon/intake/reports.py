@@ -21,10 +21,10 @@ class ToReconciler:
         self._loop.call_soon_threadsafe(self._reconciler.taken, part, outcome)
 
     def not_taken(self, path: str, why: str) -> None:
-        def tell() -> None:
-            self._reconciler.journal.tell("not taken", SPOOL, path, why, run=self._run)
+        def report() -> None:
+            self._reconciler.journal.record("not taken", SPOOL, path, why, run=self._run)
 
-        self._loop.call_soon_threadsafe(tell)
+        self._loop.call_soon_threadsafe(report)
 
     def in_doubt(self, path: str, checkpoint: CheckpointId) -> None:
         why = (
@@ -32,7 +32,7 @@ class ToReconciler:
             "are wrong. Each such one is pinned, so that nothing is lost; `tierd unpin` frees it"
         )
 
-        def tell() -> None:
-            self._reconciler.journal.tell("in doubt", SPOOL, checkpoint, why)
+        def report() -> None:
+            self._reconciler.journal.record("in doubt", SPOOL, checkpoint, why)
 
-        self._loop.call_soon_threadsafe(tell)
+        self._loop.call_soon_threadsafe(report)

@@ -69,14 +69,14 @@ class UnitWatch:
         run: the run to save the units as.
         reports: where to report.
         room: frees disk space when a commit finds the disk full.
-        going: called before each chunk; what it raises ends `look`.
+        going: called before each chunk; what it raises ends `observe`.
         settle_s: as for `Settling`.
 
     Attributes:
         listing_s: how long the last listing took, in seconds.
         refused: the units of the last listing that are not taken as they are, by path, and why.
         unreadable: the directories that the last listing could not read.
-        wanted: the checkpoint of the first unit that the last `look` left because it might not take any.
+        wanted: the checkpoint of the first unit that the last `observe` left because it might not take any.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class UnitWatch:
         """
         return self._settling.is_waiting(self._unread)
 
-    def look(self, known: History, now_s: float, *, may_take: bool = True) -> None:
+    def observe(self, known: History, now_s: float, *, may_take: bool = True) -> None:
         """List the directory, and take every unit that is due.
 
         Args:
@@ -132,7 +132,7 @@ class UnitWatch:
             listing = tree.listing()
             self.listing_s = time.monotonic() - began
             self.unreadable = tuple(tree.unreadable)
-            due = self._settling.look(listing, now_s)
+            due = self._settling.observe(listing, now_s)
             self._forget()
             self._refuse_names(tree.unnamed)
             self._links.see(tree, listing)

@@ -27,7 +27,7 @@ class Agenda:
         backlog: what is left to flush.
         records: brings a tier's records up to date after an observation.
         pruner: tells which prunes wait.
-        look: observes one place afresh.
+        observe: observes one place afresh.
     """
 
     def __init__(
@@ -36,9 +36,15 @@ class Agenda:
         backlog: Backlog,
         records: RunRecords,
         pruner: Pruner,
-        look: Callable[[str], Awaitable[None]],
+        observe: Callable[[str], Awaitable[None]],
     ) -> None:
-        self._setup, self._backlog, self._records, self._pruner, self._look = setup, backlog, records, pruner, look
+        self._setup, self._backlog, self._records, self._pruner, self._observe = (
+            setup,
+            backlog,
+            records,
+            pruner,
+            observe,
+        )
         self._prunes_left = {name: PruneBacklog() for name in setup.stores}
 
     async def next_action(self, worker: TierWorker) -> Action | None:
@@ -47,13 +53,13 @@ class Agenda:
         Where other nodes may send parts of another checkpoint than this node's newest, their choice counts. The reason
         is that a checkpoint is useful only when all its parts are on the tier.
         """
-        action = await self._look_and_plan(worker)
+        action = await self._observe_and_plan(worker)
         if isinstance(action, Flush) and is_contended(self._setup.live.inventory(), worker.name, action.part):
             await self._setup.tiers.flushes.hear(worker.name, action.part.checkpoint.run)
             return self._next(worker)
         return action
 
-    async def _look_and_plan(self, worker: TierWorker) -> Action | None:
+    async def _observe_and_plan(self, worker: TierWorker) -> Action | None:
         """Observe, and return the worker's next action, without asking what other nodes send.
 
         Where an observation takes long, an earlier one suffices to send parts; every other action needs a fresh one.
@@ -67,7 +73,7 @@ class Agenda:
             age_s = tiers.observed.age_s(worker.name)
             recent = worker.last_error is None and age_s < seconds(self._setup.config.rescan)
             if slow or recent:
-                await self._setup.live.look(sparing=True)
+                await self._setup.live.observe(sparing=True)
                 action = self._next(worker)
                 enough = slow and isinstance(action, Flush) and self._was_observed_for(action, worker.name)
                 if isinstance(action, Flush) and (enough or self._is_ours(action, worker.name)):
@@ -75,10 +81,10 @@ class Agenda:
                 if action is None and (slow or after_flush):
                     return None
         elif worker.last_error is None:
-            await self._setup.live.look(sparing=True)
+            await self._setup.live.observe(sparing=True)
             if self._next(worker) is None:
                 return None
-        await self._look(worker.name)
+        await self._observe(worker.name)
         if worker.name != SPOOL:
             await self._records.bring_up_to_date(worker.name)
         return self._next(worker)

@@ -69,7 +69,7 @@ class Flusher:
                 self._cannot_relay(part, tier, error)
                 return
             journal.counters["corruptions"] += 1
-            journal.tell("corrupt", SPOOL, part, str(error))
+            journal.record("corrupt", SPOOL, part, str(error))
             await self._repairs.repair(part, SPOOL, counted=True)
             return
         except (OSError, StoreRefused):  # this part's disk fails or the tier refuses it: send others first
@@ -85,10 +85,10 @@ class Flusher:
         self._note_sent(tier, part.checkpoint, leads=leading)
         tiers.observed.put(tier, part, done.facts)
         how = ", from another tier" if relayed else ""
-        told = f"verified, {done.raw} bytes as {done.stored}, {done.sent} of them sent{how}"
+        why = f"verified, {done.raw} bytes as {done.stored}, {done.sent} of them sent{how}"
         sizes = {"raw_bytes": done.raw, "stored_bytes": done.stored, "sent_bytes": done.sent}
         more: dict[str, Any] = {**sizes, "metrics": metrics_of(done.facts.metrics)}
-        journal.tell("flushed", tier, part, told, **more, seconds=round(time.monotonic() - begun, 3))
+        journal.record("flushed", tier, part, why, **more, seconds=round(time.monotonic() - begun, 3))
         setup.save_events.durable(tier, live.place, tiers.observed.places)
         await self._records.write_heads(tier, [part.checkpoint.run])
 

@@ -68,8 +68,8 @@ class LiveInventory:
         self._observer = SpoolObserver(spool, timings)
         self._leftovers: tuple[str, ...] = ()
         self._unlocked: dict[str, float] = {}
-        self._looking = asyncio.Lock()
-        self._looks_begun = self._looks_ended = 0  # observations of the spool
+        self._observing = asyncio.Lock()
+        self._begun = self._ended = 0  # observations of the spool
         self._thorough = False  # whether a caller of the next observation needs one that is not sparing
 
     def use(self, config: Config, tiers: Tiers, backfill: Backfill) -> None:
@@ -108,33 +108,35 @@ class LiveInventory:
         )
 
     def _is_silent(self, tier: str) -> bool:
-        return time.monotonic() - self._tiers.observed.mute.get(tier, math.inf) > seconds(self._config.hold_for)
+        return time.monotonic() - self._tiers.observed.unanswered_since.get(tier, math.inf) > seconds(
+            self._config.hold_for
+        )
 
     @property
     def was_observed(self) -> bool:
         """Whether the spool was observed at least once."""
-        return self._looks_ended > 0
+        return self._ended > 0
 
     def runs(self) -> set[str]:
         """Return the runs that the spool has, or that were saved there."""
         return self.place.runs.keys() | self.place.launches.keys()
 
-    async def look(self, *, sparing: bool = False) -> None:
+    async def observe(self, *, sparing: bool = False) -> None:
         """Observe the spool afresh; callers that ask during an observation share the next one.
 
         Args:
             sparing: observe only what suffices to find parts to send, as in `SpoolObserver.look`.
         """
-        asked = self._looks_begun
+        asked = self._begun
         self._thorough |= not sparing
-        async with self._looking:
-            if self._looks_ended > asked:
+        async with self._observing:
+            if self._ended > asked:
                 return
-            self._looks_begun += 1
-            begun, before = self._looks_begun, self.place
+            self._begun += 1
+            begun, before = self._begun, self.place
             thorough, self._thorough = self._thorough or not sparing, False
             try:
-                place = await asyncio.to_thread(self._observer.look, sparing=not thorough)
+                place = await asyncio.to_thread(self._observer.observe, sparing=not thorough)
                 free, total = self._spool.free()
                 self.free = free / total if total else 1.0
                 self._leftovers = self._aged(await asyncio.to_thread(self._spool.leftovers, self._observer.childless))
@@ -142,7 +144,7 @@ class LiveInventory:
                 self._thorough |= thorough  # for callers that share the next observation in place of this one
                 raise
             self.place = place  # assigned last, because every call before it may fail
-            self._looks_ended = begun
+            self._ended = begun
             self._seen(self._note_saves(before))
 
     def _note_saves(self, before: Place) -> bool:

@@ -56,7 +56,7 @@ class Pruner:
         before, run = live.inventory(), first.checkpoint.run
 
         async def confirm(shown: Collection[CheckpointId]) -> frozenset[CheckpointId]:
-            await live.look()
+            await live.observe()
             inventory = live.inventory()
             known = frozenset[str]().union(*(one.run(run).attempts for one in inventory.places.values()))
             if not {one.attempt for one in shown} <= known:
@@ -71,7 +71,7 @@ class Pruner:
         for one in prunes:
             if one.checkpoint in gone:
                 live.full.discard(first.tier)
-                self._tell_pruned(one.checkpoint, first.tier, one.reasons, before)
+                self._record_pruned(one.checkpoint, first.tier, one.reasons, before)
             else:
                 worker.put_off(one.checkpoint)
 
@@ -100,10 +100,10 @@ class Pruner:
         ):  # a writer that left meanwhile cleaned up before this file existed
             await asyncio.to_thread(spool.drop_recycled, requests.writers() if reuse else ())
         if there:
-            self._tell_pruned(checkpoint, SPOOL, reasons, before)
+            self._record_pruned(checkpoint, SPOOL, reasons, before)
         return True
 
-    def _tell_pruned(self, checkpoint: CheckpointId, tier: str, reasons: tuple[str, ...], before: Inventory) -> None:
+    def _record_pruned(self, checkpoint: CheckpointId, tier: str, reasons: tuple[str, ...], before: Inventory) -> None:
         """Report a deleted copy, and report separately if it was the last copy and some tier wanted it.
 
         Args:
@@ -111,13 +111,13 @@ class Pruner:
         """
         journal, live = self._setup.journal, self._setup.live
         journal.counters["pruned"] += 1
-        journal.tell("pruned", tier, checkpoint, "; ".join(reasons))
+        journal.record("pruned", tier, checkpoint, "; ".join(reasons))
         seen = before.places[tier].checkpoints.get(checkpoint) if tier in before.places else None
         if not seen or not (before.silent or before.full):
             return
         if names := lost_to(live.inventory(), before, self._setup.config, tier, seen):
             why = f"its last copy was deleted, and {', '.join(names)} wanted it: {'; '.join(reasons)}"
-            journal.tell("given up", tier, checkpoint, why)
+            journal.record("given up", tier, checkpoint, why)
 
     async def _covered(self, checkpoint: CheckpointId) -> tuple[PartId, ...] | None:
         """Observe the tiers once more before a local copy is deleted, and return the parts that may be deleted.
@@ -130,7 +130,7 @@ class Pruner:
         parts = tuple(seen.parts()) if seen else ()
         lacking = await tiers.lacking({part: await asyncio.to_thread(self._readable, part) for part in parts})
         for name, part in lacking or ():
-            setup.journal.tell("corrupt", name, part, "chunks are missing; it will be flushed again")
+            setup.journal.record("corrupt", name, part, "chunks are missing; it will be flushed again")
             await quarantine(setup.stores[name], part)
             tiers.observed.doubt(name)
         if lacking is not None:

@@ -61,7 +61,7 @@ class Repairs:
         """Repair the spool's copy of `part`, or fetch some of it, as `Repairer.heal` does; then observe the spool."""
         self._setup.save_events.fetched(part)
         try:
-            return await self._repairer.heal(part, counted=counted, wanted=wanted)
+            return await self._repairer.repair_spool(part, counted=counted, wanted=wanted)
         finally:
             self._setup.live.doubt(part.checkpoint)  # its manifest may have been replaced
             self._setup.wake()

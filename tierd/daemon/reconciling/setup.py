@@ -17,7 +17,7 @@ from tierd.daemon.tier_worker import TierWorker
 from tierd.daemon.tiers.tiers import Tiers
 from tierd.daemon.timings import DaemonTimings
 from tierd.events.journal import Journal
-from tierd.events.notices import SaveEvents
+from tierd.events.save_events import SaveEvents
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 

@@ -14,14 +14,14 @@ def describe(action: Action) -> str:
         case Prune(checkpoint):
             return f"pruning {checkpoint}"
         case RepairCopy(part):
-            return f"mending {part}"
+            return f"repairing {part}"
         case Discard(name):
             return f"discarding {name}"
 
 
 def verb(action: Action | None) -> str:
     """Name the kind of action; None stands for an observation."""
-    return type(action).__name__.lower() if action else "look"
+    return type(action).__name__.lower().removesuffix("copy") if action else "observe"
 
 
 def subject(action: Action | None) -> PartId | CheckpointId | str:
@@ -34,4 +34,4 @@ def subject(action: Action | None) -> PartId | CheckpointId | str:
         case Discard(name):
             return name
         case None:
-            return "looking"
+            return "observing"

@@ -83,4 +83,4 @@ def _quarantined(place: str, copies: int) -> Problem:
 
 
 def _failing(one: AlertStatus) -> str:
-    return "observing" if one.doing == "look" else f"{one.doing} {one.subject}"
+    return "observing" if one.doing == "observe" else f"{one.doing} {one.subject}"

@@ -17,7 +17,7 @@ import msgspec
 from tierd.core.ids import PartId
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL
-from tierd.core.planning.scrub_schedule import ScrubbedCopy, lenders
+from tierd.core.planning.scrub_schedule import ScrubbedCopy, base_copies
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.spool.file_io import private
 
@@ -59,20 +59,20 @@ class Scrubbed(dict[ScrubbedCopy, float]):
 
     async def save(self, inventory: Inventory) -> None:
         """Write the file if an entry changed, without copies that are gone."""
-        lent = self._lent(inventory)
+        bases = self._bases(inventory)
         for copy in list(self._gone(inventory)):
-            if copy not in lent:
+            if copy not in bases:
                 del self[copy]
-        for copy, when in lent.items():
+        for copy, when in bases.items():
             self.setdefault(copy, when)
         newest = dict(sorted(self.items(), key=lambda item: item[1], reverse=True)[:_MOST])
         if newest == self._written:
             return
-        told: dict[str, dict[str, float]] = {}
+        written: dict[str, dict[str, float]] = {}
         for copy, when in newest.items():
-            told.setdefault(copy.place, {})[copy.part.path] = when
+            written.setdefault(copy.place, {})[copy.part.path] = when
         try:
-            await to_the_end(self._write, msgspec.json.encode(told))
+            await to_the_end(self._write, msgspec.json.encode(written))
             self._written = newest
         except OSError as error:
             log.warning("%s: cannot be written: %s", self._path, error)
@@ -87,18 +87,18 @@ class Scrubbed(dict[ScrubbedCopy, float]):
             fresh.unlink(missing_ok=True)
             raise
 
-    def _lent(self, inventory: Inventory) -> dict[ScrubbedCopy, float]:
+    def _bases(self, inventory: Inventory) -> dict[ScrubbedCopy, float]:
         # Copies, deleted ones included, whose chunks other copies name. The time is the other copy's last verification,
         # or now.
         return {
-            lender: min(self.get(copy, now), now)
+            base: min(self.get(copy, now), now)
             for now in [time.time()]
             for name, place in inventory.tiers.items()
             for seen in (place.checkpoints.values() if place else ())
             for part, facts in seen.facts.items()
-            if facts.borrowed
+            if facts.bases
             for copy in [ScrubbedCopy(name, part)]
-            for lender in lenders(inventory, copy)
+            for base in base_copies(inventory, copy)
         }
 
     def _gone(self, inventory: Inventory) -> Iterator[ScrubbedCopy]:

@@ -15,7 +15,7 @@ from tierd.core.errors import CorruptChunk, DeleteRefused, ManifestError, Object
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest, Where
 from tierd.core.planning.place import SPOOL
-from tierd.daemon.pause import Turn, at_once
+from tierd.daemon.pause import Pause, at_once
 from tierd.daemon.scrub.tier_repair import TierRepairer
 from tierd.daemon.tiers.prune import quarantine
 from tierd.daemon.transfer.download import Progress, Wanted
@@ -36,7 +36,7 @@ class Repairer:
 
     def __init__(self, spool: Spool, stores: Mapping[str, Store], journal: Journal, budget: Budget) -> None:
         self._spool, self._stores, self._journal, self._budget = spool, stores, journal, budget
-        self._turns: defaultdict[PartId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._locks: defaultdict[PartId, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.fetching: dict[PartId, Progress] = {}  # parts that are fetched now
         self.loose: set[str] = set()  # names of stages that were begun for some chunks only
         self._partials: dict[PartId, Partial] = {}
@@ -52,14 +52,16 @@ class Repairer:
 
     def release(self, part: PartId) -> None:
         self._readers -= Counter([part])
-        if not self._turns[part].locked():  # otherwise the running fetch does it at its end
+        if not self._locks[part].locked():  # otherwise the running fetch does it at its end
             self._let_go(part)
 
     def _let_go(self, part: PartId) -> None:
         if not self._readers[part] and part in self._partials:
             self._partials.pop(part).leave()
 
-    async def heal(self, part: PartId, *, counted: bool = False, wanted: Wanted | None = None) -> tuple[str, ...]:
+    async def repair_spool(
+        self, part: PartId, *, counted: bool = False, wanted: Wanted | None = None
+    ) -> tuple[str, ...]:
         """Make the spool's copy of `part` whole, or fetch the chunks in `wanted`.
 
         Args:
@@ -85,22 +87,26 @@ class Repairer:
                 raise ObjectNotFound(f"{part} was pruned while it was fetched") from error
             self._journal.counters["corruptions"] += not counted
             await asyncio.to_thread(self._spool.quarantine, part)
-            self._told_aside(SPOOL, part, str(error))
+            self._report_quarantined(SPOOL, part, str(error))
             for name in self._stores:
                 with suppress(DeleteRefused):  # a later reader will find the copy on that tier corrupt again
-                    await self.set_aside(name, part, str(error))
+                    await self.quarantine(name, part, str(error))
             raise
         # Only a copy that was verified whole proves another one bad. A fetch of some chunks does not verify a whole
         # copy.
         for name, reason in fetched.defects.items() if wanted is None else ():
             self._journal.counters["corruptions"] += 1
-            self._journal.tell("corrupt", name, part, f"it will be flushed again: {reason}")
+            self._journal.record("corrupt", name, part, f"it will be flushed again: {reason}")
             with suppress(DeleteRefused):
                 await quarantine(stores[name], part)
         if fetched.chunks:
             self._journal.counters["healed_chunks"] += fetched.chunks
-            self._journal.tell(
-                "healed", SPOOL, part, f"{fetched.chunks} chunks from {', '.join(fetched.tiers)}", chunks=fetched.chunks
+            self._journal.record(
+                "repaired",
+                SPOOL,
+                part,
+                f"{fetched.chunks} chunks from {', '.join(fetched.tiers)}",
+                chunks=fetched.chunks,
             )
         return fetched.tiers
 
@@ -122,7 +128,7 @@ class Repairer:
         return True
 
     async def _fetch(self, part: PartId, wanted: Wanted | None, stores: Mapping[str, Store]) -> Fetched:
-        async with self._turns[part]:
+        async with self._locks[part]:
             progress = self.fetching[part] = Progress()
             partial = self._partials.setdefault(part, Partial(self._spool, part))
             if wanted is None:
@@ -136,7 +142,7 @@ class Repairer:
                 self._let_go(part)
 
     async def repair(
-        self, tier: str, part: PartId, manifest: Manifest, bad: Iterable[Where], turn: Turn = at_once
+        self, tier: str, part: PartId, manifest: Manifest, bad: Iterable[Where], pause: Pause = at_once
     ) -> TierRepairer:
         """Repair the chunks of a tier's copy that are proven bad. If a chunk is lost for good, quarantine the copy.
 
@@ -145,7 +151,7 @@ class Repairer:
             part: the part.
             manifest: the tier's manifest.
             bad: the chunks to repair.
-            turn: awaited before each chunk.
+            pause: awaited before each chunk.
 
         Returns:
             The finished repairer, with its results.
@@ -153,16 +159,16 @@ class Repairer:
         Raises:
             StoreUnavailable, StoreRefused: a place could not be asked; nothing was quarantined.
         """
-        mender = TierRepairer(self._spool, self._stores, tier, part, self._budget, turn)
+        work = TierRepairer(self._spool, self._stores, tier, part, self._budget, pause)
         try:
-            await mender.mend(manifest, bad)
+            await work.repair(manifest, bad)
         finally:
-            self._told_mended(tier, part, mender, "")
-        if mender.lost:
-            await self.set_aside(tier, part, mender.lost[0])
-        return mender
+            self._report_repaired(tier, part, work, "")
+        if work.lost:
+            await self.quarantine(tier, part, work.lost[0])
+        return work
 
-    async def rebuild(self, tier: str, part: PartId, reason: str, turn: Turn = at_once) -> bool:
+    async def rebuild(self, tier: str, part: PartId, reason: str, pause: Pause = at_once) -> bool:
         """Repair a tier's manifest that is proven bad, and the chunks that it should name.
 
         If the spool has the part, the bad manifest is quarantined instead, and the plan flushes the part again. If the
@@ -172,7 +178,7 @@ class Repairer:
             tier: the tier's name.
             part: the part.
             reason: why the manifest is bad.
-            turn: awaited before each chunk.
+            pause: awaited before each chunk.
 
         Returns:
             Whether the tier's copy was repaired.
@@ -189,30 +195,30 @@ class Repairer:
             silent = error
         except (ObjectNotFound, ManifestError):
             pass
-        mender = TierRepairer(self._spool, self._stores, tier, part, self._budget, turn)
+        work = TierRepairer(self._spool, self._stores, tier, part, self._budget, pause)
         try:
-            await mender.rebuild()
-            self._told_mended(tier, part, mender, "its manifest, after another tier's; ")
+            await work.rebuild()
+            self._report_repaired(tier, part, work, "its manifest, after another tier's; ")
         except CorruptChunk as error:
             if silent:
                 raise StoreUnavailable(f"{SPOOL}: {silent}; {error}") from error
-            mender.lost.append(str(error))
-        if mender.lost:
-            await self.set_aside(tier, part, f"{reason}; {mender.lost[0]}")
-        return not mender.lost
+            work.lost.append(str(error))
+        if work.lost:
+            await self.quarantine(tier, part, f"{reason}; {work.lost[0]}")
+        return not work.lost
 
-    async def set_aside(self, tier: str, part: PartId, reason: str) -> None:
+    async def quarantine(self, tier: str, part: PartId, reason: str) -> None:
         """Quarantine a tier's copy, if it has one."""
         if await quarantine(self._stores[tier], part):
-            self._told_aside(tier, part, reason)
+            self._report_quarantined(tier, part, reason)
 
-    def _told_aside(self, place: str, part: PartId, reason: str) -> None:
+    def _report_quarantined(self, place: str, part: PartId, reason: str) -> None:
         self._journal.counters["quarantined"] += 1
         self._journal.quarantined[place] += 1
-        self._journal.tell("quarantined", place, part, reason)
+        self._journal.record("quarantined", place, part, reason)
 
-    def _told_mended(self, tier: str, part: PartId, mender: TierRepairer, also: str) -> None:
-        self._journal.counters["repaired_chunks"] += mender.mended
-        if mender.mended or also:
-            sources = f" from {', '.join(sorted(mender.sources))}" if mender.mended else ""
-            self._journal.tell("repaired", tier, part, f"{also}{mender.mended} chunks{sources}", chunks=mender.mended)
+    def _report_repaired(self, tier: str, part: PartId, work: TierRepairer, also: str) -> None:
+        self._journal.counters["repaired_chunks"] += work.repaired
+        if work.repaired or also:
+            sources = f" from {', '.join(sorted(work.sources))}" if work.repaired else ""
+            self._journal.record("repaired", tier, part, f"{also}{work.repaired} chunks{sources}", chunks=work.repaired)

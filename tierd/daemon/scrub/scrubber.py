@@ -27,7 +27,7 @@ from tierd.core.errors import ObjectNotFound, StoreRefused, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL, Place
-from tierd.core.planning.scrub_schedule import ScrubbedCopy, ScrubTurn, again, agenda, lenders, overdue
+from tierd.core.planning.scrub_schedule import DueScrub, ScrubbedCopy, again, agenda, base_copies, overdue
 from tierd.core.rate import rate
 from tierd.core.retention.policy import seconds
 from tierd.daemon.pause import TierPause
@@ -58,7 +58,7 @@ class _Agenda:
         doubts: the value of `Scrubber._doubts` at that time.
         begun: the schedule's begin, seconds since 1970.
         end: the schedule's end, seconds since 1970.
-        turns: the scrubs from `begun` to `end`, as a heap.
+        scrubs: the scrubs from `begun` to `end`, as a heap.
         oldest: the oldest verification of all other copies, seconds since 1970.
     """
 
@@ -66,7 +66,7 @@ class _Agenda:
     doubts: int
     begun: float
     end: float
-    turns: list[ScrubTurn]
+    scrubs: list[DueScrub]
     oldest: float
 
 
@@ -110,12 +110,14 @@ class Scrubber:
         self._inventory, self._pause, self._wake, self._timings = inventory, pause, wake, timings
         self._spool, self._journal, self._repairer = spool, journal, repairer
         self._period, self._rate = seconds(config.scrub), rate(config.scrub_rate)
-        self._reader = CopyVerifier(spool, stores, repairer, journal, budget, self._rate, self._turn, held)
+        self._reader = CopyVerifier(
+            spool, stores, repairer, journal, budget, self._rate, self._pause_before_chunk, held
+        )
         self._reader.doubted = self._doubt
         self._remembered = Scrubbed(spool.control / "scrubbed.json")
         self._workers = {name: TierWorker(name, timings) for name in (SPOOL, *stores)}
         self._right: set[PartId] = set()  # parts whose copies in the spool this daemon has verified
-        self._doubtful: set[ScrubbedCopy] = set()  # copies that a reader reported as possibly wrong
+        self._suspected: set[ScrubbedCopy] = set()  # copies that a reader reported as possibly wrong
         self._later: dict[
             ScrubbedCopy, tuple[float, int]
         ] = {}  # by copy, until when it is skipped in monotonic seconds, and how often that has happened
@@ -141,7 +143,7 @@ class Scrubber:
 
     async def _remember(self) -> None:
         while True:
-            await asyncio.sleep(self._timings.scrub_look_s)
+            await asyncio.sleep(self._timings.scrub_rest_s)
             self._later = {copy: one for copy, one in self._later.items() if one[0] + _LATEST > time.monotonic()}
             self._right = {part for part in self._right if self._inventory().spool.has(part)}
             if self._period:
@@ -167,34 +169,34 @@ class Scrubber:
             finally:
                 worker.doing = None
             if copy is None or worker.last_error:
-                await worker.rest(self._timings.scrub_look_s)
+                await worker.rest(self._timings.scrub_rest_s)
 
     async def next(self, place: str) -> ScrubbedCopy | None:
         """Return the copy in a place that is due now; None if there is none."""
         if self.resting or self._pause.paused:
             return None
-        if doubtful := [copy for copy in self._doubtful if copy.place == place and self._may_be_read(copy)]:
-            return min(doubtful)
+        if suspected := [copy for copy in self._suspected if copy.place == place and self._may_be_read(copy)]:
+            return min(suspected)
         if not self._period:
             return None
         found = await asyncio.to_thread(self._build, place, self._inventory(), self._doubts, self._timings.now_s())
         self._agendas[place] = found
         inventory, now = self._inventory(), self._timings.now_s()
-        waiting: list[ScrubTurn] = []
+        waiting: list[DueScrub] = []
         copy = None
-        while copy is None and found.turns and found.turns[0].at <= now:
-            turn = heapq.heappop(found.turns)
-            anew = again(inventory, turn.copy, self._remembered, self._period, now)
+        while copy is None and found.scrubs and found.scrubs[0].at <= now:
+            due = heapq.heappop(found.scrubs)
+            anew = again(inventory, due.copy, self._remembered, self._period, now)
             if anew is None:
                 continue
             if anew.at > now:  # verified since the schedule was built
                 self._keep(found, anew)
                 continue
             waiting.append(anew)
-            if self._may_be_read(turn.copy):
-                copy = turn.copy
-        for turn in waiting:
-            heapq.heappush(found.turns, turn)
+            if self._may_be_read(due.copy):
+                copy = due.copy
+        for due in waiting:
+            heapq.heappush(found.scrubs, due)
         return None if self.resting or self._pause.paused else copy
 
     def _may_be_read(self, copy: ScrubbedCopy) -> bool:
@@ -209,16 +211,16 @@ class Scrubber:
         known, seen = self._agendas.get(place), (inventory.spool, inventory.tiers.get(place))
         if known and known.doubts == doubts and known.begun <= now < known.end and known.seen == seen:
             return known
-        turns = agenda(inventory, self._remembered, self._period, now, place)
-        first = bisect.bisect(turns, now + _AHEAD, key=lambda turn: turn.at)
-        oldest = min((turn.verified for turn in turns[first:]), default=math.inf)
-        return _Agenda(seen, doubts, now, now + _AHEAD, turns[:first], oldest)
+        scrubs = agenda(inventory, self._remembered, self._period, now, place)
+        first = bisect.bisect(scrubs, now + _AHEAD, key=lambda due: due.at)
+        oldest = min((due.verified for due in scrubs[first:]), default=math.inf)
+        return _Agenda(seen, doubts, now, now + _AHEAD, scrubs[:first], oldest)
 
-    def _keep(self, agenda: _Agenda, turn: ScrubTurn) -> None:
-        if turn.at <= agenda.end:
-            heapq.heappush(agenda.turns, turn)
+    def _keep(self, agenda: _Agenda, due: DueScrub) -> None:
+        if due.at <= agenda.end:
+            heapq.heappush(agenda.scrubs, due)
         else:
-            agenda.oldest = min(agenda.oldest, turn.verified)
+            agenda.oldest = min(agenda.oldest, due.verified)
 
     def verified(self, place: str, part: PartId, at: float | None = None) -> None:
         """Record that a copy was found right, now or at a given time, by a reader of the whole copy."""
@@ -229,7 +231,7 @@ class Scrubber:
 
     def suspect(self, place: str, part: PartId) -> None:
         """Schedule a copy that may be wrong to be read at once, even if scrubbing is disabled."""
-        self._doubtful.add(ScrubbedCopy(place, part))
+        self._suspected.add(ScrubbedCopy(place, part))
         if place == SPOOL:
             self._right.discard(part)
         self._workers[place].wake.set()
@@ -237,7 +239,7 @@ class Scrubber:
     def rests_s(self, part: PartId) -> float:
         """Return the seconds for which the spool's suspect copy of a part is not read again."""
         copy = ScrubbedCopy(SPOOL, part)
-        until = self._later.get(copy, (0.0, 0))[0] if copy in self._doubtful else 0.0
+        until = self._later.get(copy, (0.0, 0))[0] if copy in self._suspected else 0.0
         return max(0.0, until - time.monotonic())
 
     async def is_right(self, part: PartId) -> bool:
@@ -245,7 +247,7 @@ class Scrubber:
 
         A wrong copy is scrubbed at once, and this method does not read it again before that is done.
         """
-        if part in self._right or ScrubbedCopy(SPOOL, part) in self._doubtful:
+        if part in self._right or ScrubbedCopy(SPOOL, part) in self._suspected:
             return part in self._right
         if await self._reader.is_right(part):
             self._right.add(part)
@@ -258,13 +260,11 @@ class Scrubber:
         """Return the state of the scrub, from the schedules that were built last."""
         doing = [f"{name}: {worker.doing}" for name, worker in self._workers.items() if worker.doing]
         now = self._timings.now_s()
-        turns = [turn for built in self._agendas.values() for turn in built.turns]
-        oldest = min(
-            [*(turn.verified for turn in turns), *(built.oldest for built in self._agendas.values()), math.inf]
-        )
+        scrubs = [due for built in self._agendas.values() for due in built.scrubs]
+        oldest = min([*(due.verified for due in scrubs), *(built.oldest for built in self._agendas.values()), math.inf])
         return ScrubStatus(
             oldest=None if oldest == math.inf else datetime.fromtimestamp(oldest, UTC).isoformat(timespec="seconds"),
-            due=overdue(turns, self._period, now),
+            due=overdue(scrubs, self._period, now),
             doing="; ".join(doing) or None,
         )
 
@@ -283,14 +283,14 @@ class Scrubber:
         try:
             whole = await self._reader.read(copy)
         except ObjectNotFound:
-            self._doubtful.discard(copy)
+            self._suspected.discard(copy)
             return  # pruned meanwhile; the next observation shows that
-        waited_for = copy in self._doubtful
-        self._doubtful.discard(copy)
+        waited_for = copy in self._suspected
+        self._suspected.discard(copy)
         self._journal.counters["scrubbed"] += 1
         if whole:
             self.verified(copy.place, copy.part, begun)
-            self._remembered.update(dict.fromkeys(lenders(self._inventory(), copy), begun))
+            self._remembered.update(dict.fromkeys(base_copies(self._inventory(), copy), begun))
         if waited_for or not whole:
             self._wake()
 
@@ -304,10 +304,10 @@ class Scrubber:
                 if own.rank not in ranks or part == own or part in seen.defects:
                     continue
                 facts = seen.facts.get(part)  # None: the manifest was not read, so its chunks are not known
-                if facts is None or owners & {seen.id, *facts.borrowed}:
+                if facts is None or owners & {seen.id, *facts.bases}:
                     self._remembered[ScrubbedCopy(copy.place, part)] = 0.0
 
-    async def _turn(self) -> None:
+    async def _pause_before_chunk(self) -> None:
         while self.resting:
             await asyncio.sleep(1.0)
         await self._pause.wait()

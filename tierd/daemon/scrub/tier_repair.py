@@ -20,7 +20,7 @@ from tierd.core.ids import PartId, chunk_key, chunk_owner
 from tierd.core.manifest import Chunk, Manifest, Stored, Where
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.place import SPOOL
-from tierd.daemon.pause import Turn, at_once
+from tierd.daemon.pause import Pause, at_once
 from tierd.daemon.tiers.intents import naming
 from tierd.daemon.tiers.objects import get_stored, put_manifest, surely
 from tierd.daemon.tiers.observe import missing_chunks
@@ -43,29 +43,29 @@ class TierRepairer:
         tier: the name of the tier to repair.
         part: the part.
         budget: the memory budget.
-        turn: awaited before each chunk.
+        pause: awaited before each chunk.
 
     Attributes:
-        mended: the number of repaired chunks.
+        repaired: the number of repaired chunks.
         sources: the places that provided the bytes.
         lost: why other chunks could not be repaired.
         left: chunks whose objects are as bad as before: lost, or now stored under another key.
     """
 
     def __init__(
-        self, spool: Spool, stores: Mapping[str, Store], tier: str, part: PartId, budget: Budget, turn: Turn = at_once
+        self, spool: Spool, stores: Mapping[str, Store], tier: str, part: PartId, budget: Budget, pause: Pause = at_once
     ) -> None:
-        self._spool, self._store, self._part, self._budget, self._turn = spool, stores[tier], part, budget, turn
+        self._spool, self._store, self._part, self._budget, self._pause = spool, stores[tier], part, budget, pause
         self._tier, self._run = tier, part.checkpoint.run
         self._others = {name: store for name, store in stores.items() if name != tier}
         # Includes the repaired tier, because an equal chunk may exist there under another checkpoint's name.
         self._copies = Replicas(part, stores)
-        self.mended = 0
+        self.repaired = 0
         self.lost: list[str] = []
         self.left: set[Where] = set()
         self.sources: set[str] = set()
 
-    async def mend(self, manifest: Manifest, bad: Iterable[Where]) -> None:
+    async def repair(self, manifest: Manifest, bad: Iterable[Where]) -> None:
         """Repair these chunks of the tier's copy.
 
         Args:
@@ -91,10 +91,10 @@ class TierRepairer:
             chunk = manifest.chunk(where)
             if chunk in moved:  # equal chunks of one part are one object
                 continue
-            await self._turn()
+            await self._pause()
             async with self._budget.take(3 * _weight(chunk)):  # raw, encoded, and read back
                 try:
-                    now = await self._mend(manifest, where)
+                    now = await self._repair(manifest, where)
                 except CorruptChunk as error:
                     self.lost.append(str(error))
                     self.left.add(where)
@@ -104,7 +104,7 @@ class TierRepairer:
         self.left |= {where for where in asked if manifest.chunk(where) in moved}
         if not moved or self.lost:
             return manifest
-        self.mended += len(moved)
+        self.repaired += len(moved)
         return manifest.with_chunks({where: moved[manifest.chunk(where)] for where in self.left})
 
     async def rebuild(self) -> None:
@@ -112,7 +112,7 @@ class TierRepairer:
 
         Raises:
             CorruptChunk: no other tier has a manifest.
-            StoreUnavailable, StoreRefused: as `mend`.
+            StoreUnavailable, StoreRefused: as `repair`.
         """
         copies = Replicas(self._part, self._others)
         await copies.ask()
@@ -122,7 +122,7 @@ class TierRepairer:
         bad: list[Where] = []
         kept: dict[Where, Chunk] = {}
         for where, chunk in manifest.places():
-            await self._turn()
+            await self._pause()
             async with self._budget.take(3 * _weight(chunk)):  # the tier's object may be twice as long as the raw bytes
                 found = await self._as_it_lies(chunk)
             if found is None:
@@ -135,14 +135,14 @@ class TierRepairer:
         if not self.lost:
             await self._show(manifest)
 
-    async def _mend(self, manifest: Manifest, where: Where) -> Chunk:
+    async def _repair(self, manifest: Manifest, where: Where) -> Chunk:
         """Repair one chunk, unless another process has done so, and return its entry for the manifest."""
         chunk = manifest.chunk(where)
         bad = [one for one in chunk.chain() if not await self._is_right(one)]
         if not bad:
             return chunk
         if await self._restore(manifest, where, bad):
-            self.mended += 1
+            self.repaired += 1
             return chunk
         plain = self._plain(chunk)
         await self._put(Encoded(plain, await self._raw(manifest, where)))

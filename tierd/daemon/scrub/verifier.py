@@ -26,7 +26,7 @@ from tierd.core.ids import CheckpointId, PartId, chunk_owner
 from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Manifest, Where
 from tierd.core.planning.place import SPOOL
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
-from tierd.daemon.pause import Turn
+from tierd.daemon.pause import Pause
 from tierd.daemon.scrub.repairer import Repairer
 from tierd.daemon.tiers.objects import get_stored, read_manifest, surely
 from tierd.daemon.transfer.concurrency import to_the_end
@@ -53,7 +53,7 @@ class CopyVerifier:
         journal: receives events and counts.
         budget: the memory budget.
         rate: bytes per second, for each copy that is being read.
-        turn: awaited before each chunk.
+        pause: awaited before each chunk.
         held: checkpoints that must not be deleted during a repair.
 
     Attributes:
@@ -69,12 +69,12 @@ class CopyVerifier:
         journal: Journal,
         budget: Budget,
         rate: int,
-        turn: Turn,
+        pause: Pause,
         held: Counter[CheckpointId],
     ) -> None:
         self._spool, self._stores, self._repairer, self._journal = spool, stores, repairer, journal
-        self._budget, self._rate, self._turn, self._held = budget, rate, turn, held
-        self._told: set[tuple[str, str]] = set()  # (place, object) that were reported as corrupt
+        self._budget, self._rate, self._pause, self._held = budget, rate, pause, held
+        self._reported: set[tuple[str, str]] = set()  # (place, object) that were reported as corrupt
         self.doubted: Callable[[ScrubbedCopy, set[CheckpointId]], None] = lambda copy, owners: None
 
     async def read(self, copy: ScrubbedCopy) -> bool:
@@ -97,8 +97,8 @@ class CopyVerifier:
         except ManifestError as error:
             self._found(copy, {part.manifest_key: str(error)}, "the manifest")
             with self._holding(part):
-                return await self._repairer.rebuild(copy.place, part, str(error), self._turn)
-        self._told.discard((copy.place, part.manifest_key))
+                return await self._repairer.rebuild(copy.place, part, str(error), self._pause)
+        self._reported.discard((copy.place, part.manifest_key))
         bad: dict[Where, tuple[str, str]] = {}
         failed: Exception | None = None
         for where, chunk in manifest.places():
@@ -111,7 +111,7 @@ class CopyVerifier:
                 log.error("%s: %s: %s", copy.place, part, defect[1])
                 bad[where] = defect
             else:
-                self._told -= {(copy.place, f"{part.checkpoint.run}/{stored.key}") for stored in chunk.objects()}
+                self._reported -= {(copy.place, f"{part.checkpoint.run}/{stored.key}") for stored in chunk.objects()}
         whole = not bad or await self._repair(copy, manifest, bad)
         if failed:
             raise failed
@@ -148,12 +148,12 @@ class CopyVerifier:
                 return False  # another process has replaced the manifest: the copy is read again later
             total = sum(1 for _ in manifest.chunks())
             self._found(copy, dict(bad.values()), f"{len(bad)} of {total} chunks")
-            mender = await self._repairer.repair(copy.place, part, manifest, bad, self._turn)
-        self._told -= {(copy.place, bad[where][0]) for where in bad.keys() - mender.left}
-        left = [manifest.files[number].chunks[index] for number, index in mender.left]
+            work = await self._repairer.repair(copy.place, part, manifest, bad, self._pause)
+        self._reported -= {(copy.place, bad[where][0]) for where in bad.keys() - work.left}
+        left = [manifest.files[number].chunks[index] for number, index in work.left]
         owners = {chunk_owner(part.checkpoint.run, stored.key) for chunk in left for stored in chunk.objects()}
         self.doubted(copy, {owner for owner in owners if owner})
-        return not mender.lost
+        return not work.lost
 
     async def is_right(self, part: PartId) -> bool:
         """Whether all of the spool's copy can be read and is right. Reads at full speed, because a request waits."""
@@ -175,7 +175,7 @@ class CopyVerifier:
             manifest = await self._local_manifest(part)
         except ManifestError as error:
             self._found(copy, {f"{part.path}/{MANIFEST_NAME}": str(error)}, "the manifest")
-            return await self._heal(part, counted=True)
+            return await self._repair_spool(part, counted=True)
         wrong: dict[str, str] = {}
         unreadable: list[OSError] = []
         for file in manifest.files:
@@ -194,8 +194,8 @@ class CopyVerifier:
             if unreadable:
                 raise unreadable[0]
             return True
-        whole = await self._heal(part, counted=bool(wrong))
-        self._told -= {(SPOOL, key) for key in wrong}
+        whole = await self._repair_spool(part, counted=bool(wrong))
+        self._reported -= {(SPOOL, key) for key in wrong}
         return whole
 
     async def _local_manifest(self, part: PartId) -> Manifest:
@@ -222,20 +222,20 @@ class CopyVerifier:
                 found.append((index, reason))
         return found
 
-    async def _heal(self, part: PartId, *, counted: bool) -> bool:
+    async def _repair_spool(self, part: PartId, *, counted: bool) -> bool:
         with self._holding(part):
             try:
-                await self._repairer.heal(part, counted=counted)
+                await self._repairer.repair_spool(part, counted=counted)
                 return True
             except CorruptChunk:
-                return False  # reported and quarantined by `heal`
+                return False  # reported and quarantined by `repair_spool`
 
     # -- rate, holds and events -------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _reading(self, size: int, memory: int | None = None) -> AsyncIterator[None]:
         """A context for reading `size` bytes with `memory` bytes of the budget. Its end waits to keep the rate."""
-        await self._turn()
+        await self._pause()
         begun = time.monotonic()
         async with self._budget.take(size if memory is None else memory):
             yield
@@ -253,12 +253,12 @@ class CopyVerifier:
 
     def _found(self, copy: ScrubbedCopy, bad: Mapping[str, str], what: str) -> None:
         """Report corrupt objects that were not reported before."""
-        fresh = [why for key, why in bad.items() if (copy.place, key) not in self._told]
-        self._told |= {(copy.place, key) for key in bad}
+        fresh = [why for key, why in bad.items() if (copy.place, key) not in self._reported]
+        self._reported |= {(copy.place, key) for key in bad}
         self._journal.counters["scrub_findings"] += len(fresh)
         if fresh:
             self._journal.counters["corruptions"] += 1
-            self._journal.tell("corrupt", copy.place, copy.part, f"scrubbed, {what}: {fresh[0]}")
+            self._journal.record("corrupt", copy.place, copy.part, f"scrubbed, {what}: {fresh[0]}")
 
 
 def _wrong_on_disk(path: Path, file: File, index: int) -> CorruptChunk | OSError | None:

@@ -35,7 +35,7 @@ class ListedManifests:
     Attributes:
         named: the chunks that surviving manifests name.
         own: checkpoint to delete -> the keys of its manifests.
-        borrowed: the shared chunks that the checkpoints to delete name.
+        shared: the shared chunks that the checkpoints to delete name.
         alive: the surviving checkpoints, those included of which a manifest is about to be put.
         shown: the surviving checkpoints that have a manifest.
         grown: checkpoints to delete that have more parts than the decision knew -> how that is known.
@@ -43,21 +43,21 @@ class ListedManifests:
 
     named: NamedChunks
     own: dict[CheckpointId, list[str]] = field(default_factory=dict)
-    borrowed: list[SharedChunks] = field(default_factory=list)
+    shared: list[SharedChunks] = field(default_factory=list)
     alive: set[CheckpointId] = field(default_factory=set)
     shown: set[CheckpointId] = field(default_factory=set)
     grown: dict[CheckpointId, str] = field(default_factory=dict)
 
     @property
-    def lenders(self) -> set[CheckpointId]:
+    def bases(self) -> set[CheckpointId]:
         """The checkpoints whose chunks the deleted checkpoints share."""
-        return set().union(*(one.owners for one in self.borrowed))
+        return set().union(*(one.owners for one in self.shared))
 
     def orphans(self, to_delete: Collection[CheckpointId]) -> dict[CheckpointId, frozenset[int]]:
         """Return, by checkpoint, the chunks that only `to_delete` name and whose own checkpoint has no manifest."""
         found = {}
-        for owner in self.lenders - self.alive - set(to_delete):
-            marks = frozenset[int]().union(*((one.chunks or {}).get(owner, ()) for one in self.borrowed))
+        for owner in self.bases - self.alive - set(to_delete):
+            marks = frozenset[int]().union(*((one.chunks or {}).get(owner, ()) for one in self.shared))
             if left := marks - self.named.under(owner):
                 found[owner] = left
         return found
@@ -124,8 +124,8 @@ class Pass:
             if found.grown:
                 self.to_delete -= found.grown.keys()
                 held |= found.grown
-            elif not found.lenders <= asked:
-                asked |= found.lenders
+            elif not found.bases <= asked:
+                asked |= found.bases
             elif not (orphans := found.orphans(self.to_delete)).keys() <= self.marks.owners:
                 await self.marks.put(orphans.keys())
             elif spared := await self._spared(found.shown):
@@ -149,15 +149,15 @@ class Pass:
         """
         found = ListedManifests(NamedChunks(()))
         others: list[SharedChunks] = []
-        for one, borrowed in self.known.remembered(self.marks.run):
-            (found.borrowed if one in self.to_delete else others).append(borrowed)
+        for one, shared in self.known.remembered(self.marks.run):
+            (found.shared if one in self.to_delete else others).append(shared)
             found.alive.add(one)
-        asked = found.lenders | self.to_delete
+        asked = found.bases | self.to_delete
         if asked <= found.alive:
             return asked, set()
         found.named = NamedChunks(asked)
-        for borrowed in others:
-            found.named.add(borrowed)
+        for shared in others:
+            found.named.add(shared)
         return asked, set(found.orphans(self.to_delete))
 
     async def _coming(self, found: ListedManifests, intents: list[tuple[str, PartId]]) -> None:
@@ -184,22 +184,22 @@ class Pass:
         async def unknown() -> AsyncGenerator[tuple[ObjectInfo, CheckpointId]]:
             async with aclosing(self.known.listing(self.marks.run)) as listing:
                 async for info, owner, _, rank, world in listing:
-                    borrowed = self.known.borrowed(owner, info)
+                    shared = self.known.shared(owner, info)
                     if owner in self.to_delete:
                         found.own.setdefault(owner, []).append(info.key)
                         if not listed and not self.seen.lists(PartId(owner, rank, world)):
                             found.grown[owner] = "more of it has come since it was looked at"
-                        if borrowed and borrowed.chunks is not None:
-                            found.borrowed.append(borrowed)
+                        if shared and shared.chunks is not None:
+                            found.shared.append(shared)
                         else:
                             yield info, owner
                         continue
                     found.alive.add(owner)
                     found.shown.add(owner)
-                    if borrowed is None or (borrowed.chunks is None and not borrowed.owners.isdisjoint(asked)):
+                    if shared is None or (shared.chunks is None and not shared.owners.isdisjoint(asked)):
                         yield info, owner
                     else:
-                        found.named.add(borrowed)
+                        found.named.add(shared)
 
         async def read(one: tuple[ObjectInfo, CheckpointId]) -> None:
             info, owner = one
@@ -208,7 +208,7 @@ class Pass:
                     found.named.add(await self.known.read(info))
                     return
                 with suppress(ManifestError):  # a damaged manifest names no chunk
-                    found.borrowed.append(await self.known.read(info))
+                    found.shared.append(await self.known.read(info))
 
         async with aclosing(unknown()) as todo:
             await each(READERS, read, todo)

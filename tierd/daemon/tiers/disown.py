@@ -63,7 +63,7 @@ class Claimed:
         return Claim(place, len(self.ranks), len(self.readable), len(whole), len(self.keys))
 
 
-def living_here(run: str, attempt: str) -> dict[int, str]:
+def leases_here(run: str, attempt: str) -> dict[int, str]:
     """Return, by process id, the spools in which trainers on this node save a launch, as far as this user can see."""
     return on_this_machine(run, attempt)
 

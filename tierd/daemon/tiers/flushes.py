@@ -62,7 +62,7 @@ class TierFlushes:
         self._spool, self._stores, self._observed, self._who, self._timings = spool, stores, observed, who, timings
         self.throughput = Throughput()
         encoding = Encoding(self.throughput)
-        self._ways = {
+        self._routes = {
             name: Route(
                 store,
                 name,
@@ -87,13 +87,13 @@ class TierFlushes:
         self._check_readable(part, tier)
         twin, (whose, worn_out) = await self._twin(part, tier), await self._base(part, tier)
         return await flush(
-            self._spool, part, self._ways[tier], twin=twin, lender=whose, worn_out=worn_out, spread=spread
+            self._spool, part, self._routes[tier], twin=twin, base=whose, worn_out=worn_out, spread=spread
         )
 
     def moving(self) -> Iterator[tuple[str, PartId, Moved]]:
         """Yield each flush under way: its tier, its part, and how far it is."""
-        for tier, way in self._ways.items():
-            for part, moved in way.moving.items():
+        for tier, route in self._routes.items():
+            for part, moved in route.moving.items():
                 yield tier, part, moved
 
     async def hear(self, tier: str, run: str) -> None:
@@ -117,7 +117,7 @@ class TierFlushes:
             name: store for name, store in self._stores.items() if name != tier and self._observed.has(part, name)
         }
         whose, worn_out = await self._base(part, tier)
-        return await relay(others, part, self._ways[tier], lender=whose, worn_out=worn_out)
+        return await relay(others, part, self._routes[tier], base=whose, worn_out=worn_out)
 
     def _check_readable(self, part: PartId, tier: str) -> None:
         place = self._observed.places[tier]

@@ -84,7 +84,7 @@ async def naming(
 async def _wait_for_marks(
     store: Store, part: PartId, owners: Collection[CheckpointId], who: str, timings: DaemonTimings
 ) -> None:
-    for _ in range(timings.mark_looks):
+    for _ in range(timings.mark_reads):
         met = await _marked(store, part.checkpoint.run, timings, who) & set(owners)
         if not met:
             return

@@ -41,15 +41,15 @@ class _ReadManifest:
     Attributes:
         found: file name -> the token of the object read, and its facts or its defect. It holds the manifests that
             observations read, and all unusable ones.
-        borrowed: digest of name and token -> the shared chunks of a usable manifest. Of a million manifests, only this
+        shared: digest of name and token -> the shared chunks of a usable manifest. Of a million manifests, only this
             is kept.
-        lent: the owners of shared chunks in the manifests that prunes read.
+        bases: the owners of shared chunks in the manifests that prunes read.
         listed: how many manifests the last listing showed.
     """
 
     found: dict[str, tuple[str, ManifestFacts | Unusable]] = field(default_factory=dict)
-    borrowed: dict[bytes, SharedChunks] = field(default_factory=dict)
-    lent: set[CheckpointId] = field(default_factory=set)
+    shared: dict[bytes, SharedChunks] = field(default_factory=dict)
+    bases: set[CheckpointId] = field(default_factory=set)
     listed: int = 0
 
 
@@ -88,8 +88,8 @@ class Manifests:
 
     # -- observing --------------------------------------------------------------------------------------------------
 
-    async def look(
-        self, run: str, mine: Collection[int], *, few: int = 0, told: Callable[[], None] = lambda: None
+    async def observe(
+        self, run: str, mine: Collection[int], *, few: int = 0, on_answer: Callable[[], None] = lambda: None
     ) -> dict[CheckpointId, CheckpointCopy]:
         """Return every checkpoint of `run` that has any manifest.
 
@@ -97,16 +97,16 @@ class Manifests:
             run: the run.
             mine: the ranks whose manifests are all read.
             few: also read all others if they are at most this many.
-            told: callback after each answer of the tier.
+            on_answer: callback after each answer of the tier.
         """
         # Taken first, because a concurrent observation may add more.
         before = {checkpoint for checkpoint in self._read if checkpoint.run == run}
         self._memory.count()
-        listed = await self._list(run, mine, few, told)
+        listed = await self._list(run, mine, few, on_answer)
 
         async def hear(todo: tuple[_Listed, ObjectInfo, PartId]) -> None:
             await self._hear(*todo)
-            told()
+            on_answer()
 
         await each(READERS, hear, ((one, info, part) for one in listed for info, part in one.todo))
         for one in listed:
@@ -120,7 +120,7 @@ class Manifests:
         self._listed.add(run)
         return {one.id: one.seen() for one in listed if any(one.ranks.values())}
 
-    async def _list(self, run: str, mine: Collection[int], few: int, told: Callable[[], None]) -> list[_Listed]:
+    async def _list(self, run: str, mine: Collection[int], few: int, on_answer: Callable[[], None]) -> list[_Listed]:
         listed: list[_Listed] = []
         spare: list[tuple[_Listed, ObjectInfo, PartId]] = []
         found: dict[str, tuple[str, ManifestFacts | Unusable]] = {}
@@ -130,7 +130,7 @@ class Manifests:
                     self._share(listed[-1:])
                     listed.append(_Listed(checkpoint))
                     found = self._read.setdefault(checkpoint, _ReadManifest()).found
-                    told()
+                    on_answer()
                 here = listed[-1]
                 first, old = not here.ranks, found.get(name)
                 # Becomes a shared frozenset when complete.
@@ -203,9 +203,9 @@ class Manifests:
                     if isinstance(one.said.get(part), ManifestFacts):
                         return
 
-    def lent(self, checkpoints: Collection[CheckpointId]) -> frozenset[CheckpointId]:
+    def bases(self, checkpoints: Collection[CheckpointId]) -> frozenset[CheckpointId]:
         """Return the checkpoints whose chunks are named by those manifests of `checkpoints` that prunes read."""
-        return frozenset[CheckpointId]().union(*(self._read[one].lent for one in checkpoints if one in self._read))
+        return frozenset[CheckpointId]().union(*(self._read[one].bases for one in checkpoints if one in self._read))
 
     # -- for deletions ----------------------------------------------------------------------------------------------
 
@@ -213,24 +213,24 @@ class Manifests:
         """Estimate how many listed manifests of a run were not read yet; infinite if the run was never listed."""
         if run not in self._listed:
             return math.inf
-        return sum(max(0, read.listed - len(read.borrowed)) for one, read in self._read.items() if one.run == run)
+        return sum(max(0, read.listed - len(read.shared)) for one, read in self._read.items() if one.run == run)
 
     def is_read(self, checkpoint: CheckpointId) -> bool:
         """Whether all listed manifests of a checkpoint were read, and all their shared chunks are remembered."""
         read = self._read.get(checkpoint, _ReadManifest())
-        known = [borrowed for borrowed in read.borrowed.values() if borrowed.chunks is not None]
+        known = [shared for shared in read.shared.values() if shared.chunks is not None]
         return checkpoint.run in self._listed and len(known) >= read.listed
 
     def remembered(self, run: str) -> Iterator[tuple[CheckpointId, SharedChunks]]:
         """Yield the remembered shared chunks of a run's manifests, each with the checkpoint that names them."""
         for one, read in self._read.items():
             if one.run == run:
-                yield from ((one, borrowed) for borrowed in read.borrowed.values())
+                yield from ((one, shared) for shared in read.shared.values())
 
-    def borrowed(self, checkpoint: CheckpointId, info: ObjectInfo) -> SharedChunks | None:
+    def shared(self, checkpoint: CheckpointId, info: ObjectInfo) -> SharedChunks | None:
         """Return the shared chunks that a listed manifest names; None if it was not read or is unusable."""
         read = self._read.get(checkpoint)
-        return read.borrowed.get(_mark(info)) if read else None
+        return read.shared.get(_mark(info)) if read else None
 
     async def learn(self, run: str, to_delete: Collection[CheckpointId]) -> None:
         """Read all manifests of a run that were not read yet.
@@ -250,7 +250,7 @@ class Manifests:
             async with aclosing(self.listing(run)) as listing:
                 async for info, owner, _, _, _ in listing:
                     count[owner] += 1
-                    known = self.borrowed(owner, info)
+                    known = self.shared(owner, info)
                     if known is None or (known.chunks is None and owner in to_delete):
                         yield info
 
@@ -284,18 +284,18 @@ class Manifests:
             if part:
                 self._spoilt(part.checkpoint, info, _bare(error))
             raise
-        borrowed = named_by(manifest)
-        self._remember(manifest.part.checkpoint, info, borrowed)
-        self._read[manifest.part.checkpoint].lent |= borrowed.owners
-        return borrowed
+        shared = named_by(manifest)
+        self._remember(manifest.part.checkpoint, info, shared)
+        self._read[manifest.part.checkpoint].bases |= shared.owners
+        return shared
 
-    def _remember(self, checkpoint: CheckpointId, info: ObjectInfo, borrowed: SharedChunks) -> None:
-        self._read.setdefault(checkpoint, _ReadManifest()).borrowed[_mark(info)] = self._memory.kept(borrowed)
+    def _remember(self, checkpoint: CheckpointId, info: ObjectInfo, shared: SharedChunks) -> None:
+        self._read.setdefault(checkpoint, _ReadManifest()).shared[_mark(info)] = self._memory.kept(shared)
 
     def _spoilt(self, checkpoint: CheckpointId, info: ObjectInfo, why: Unusable) -> None:
         read = self._read.setdefault(checkpoint, _ReadManifest())
         read.found[_name(info)] = info.token, why
-        read.borrowed.pop(_mark(info), None)
+        read.shared.pop(_mark(info), None)
 
     async def are_usable(self, checkpoint: CheckpointId) -> bool:
         """Whether all manifests of a checkpoint are there and usable; those not read yet are read now."""
@@ -306,7 +306,7 @@ class Manifests:
                 part = PartId.parse_key(info.key)
                 if part:
                     ranks.setdefault(part.world, set()).add(part.rank)
-                    if self.borrowed(checkpoint, info) is None:
+                    if self.shared(checkpoint, info) is None:
                         todo.append(info)
         try:
             await each(READERS, self.read, todo)

@@ -35,13 +35,13 @@ class Observations:
 
     Attributes:
         places: tier -> its inventory as last observed; None if the tier did not answer.
-        mute: tiers that do not answer -> monotonic seconds of the first failure since the last answer. Time in which
-            nothing was asked, because the daemon was at rest or the machine slept, does not count.
+        unanswered_since: tiers that do not answer -> monotonic seconds of the first failure since the last answer. Time
+            in which nothing was asked, because the daemon was at rest or the machine slept, does not count.
     """
 
     def __init__(self, observers: Mapping[str, TierObserver]) -> None:
         self.places: dict[str, Place | None] = dict.fromkeys(observers)
-        self.mute: dict[str, float] = {}
+        self.unanswered_since: dict[str, float] = {}
         self._observers = observers
         self._clock = itertools.count()
         self._seen = dict.fromkeys(observers, -1)  # tier -> start of the observation that `places` shows
@@ -50,7 +50,7 @@ class Observations:
         # The observation that has not begun yet; `_asked` has its runs and ranks.
         self._next: dict[str, asyncio.Task[None]] = {}
         self._asked: dict[str, tuple[set[str], dict[str, frozenset[int]]]] = {}
-        self._looking: Counter[str] = Counter()
+        self._observing: Counter[str] = Counter()
         # Runs that the last observation covered.
         self._shown: dict[str, frozenset[str]] = dict.fromkeys(observers, frozenset())
         self._took = dict.fromkeys(observers, 0.0)  # seconds that the last observation took
@@ -61,7 +61,7 @@ class Observations:
         place = self.places[tier]
         return bool(place and place.has(part))
 
-    async def look(self, tier: str, runs: set[str], mine: Mapping[str, Collection[int]]) -> None:
+    async def observe(self, tier: str, runs: set[str], mine: Mapping[str, Collection[int]]) -> None:
         """Observe a tier afresh.
 
         Callers that ask during an observation wait a little and share the next one. That one begins after each of them
@@ -77,7 +77,7 @@ class Observations:
         """
         waiting = self._next.get(tier)
         if waiting is None:
-            waiting = self._next[tier] = asyncio.ensure_future(self._look(tier))
+            waiting = self._next[tier] = asyncio.ensure_future(self._observe(tier))
             waiting.add_done_callback(_seen_to)
             self._asked[tier] = set(), {}
         asked, ranks = self._asked[tier]
@@ -86,18 +86,18 @@ class Observations:
             ranks[run] = frozenset(own) | ranks.get(run, frozenset())
         await asyncio.shield(waiting)
 
-    async def _look(self, tier: str) -> None:
-        if self._looking[tier]:
+    async def _observe(self, tier: str) -> None:
+        if self._observing[tier]:
             await asyncio.sleep(min(self._took[tier] / 10, _TOGETHER))
         del self._next[tier]
         runs, mine = self._asked.pop(tier)
         begun, at = next(self._clock), time.monotonic()
-        self._looking[tier] += 1
+        self._observing[tier] += 1
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_ANSWERS) as limit:
-                place = await self._observers[tier].look(
-                    runs, mine, told=lambda: limit.reschedule(loop.time() + _ANSWERS)
+                place = await self._observers[tier].observe(
+                    runs, mine, on_answer=lambda: limit.reschedule(loop.time() + _ANSWERS)
                 )
             if self._saw(tier, begun, place):
                 self._shown[tier] = frozenset(runs)
@@ -109,7 +109,7 @@ class Observations:
             self._saw(tier, begun, None)
             raise
         finally:
-            self._looking[tier] -= 1
+            self._observing[tier] -= 1
 
     def good_for(self, tier: str) -> float:
         """For how many seconds more the last observation suffices to send parts, and for nothing else.
@@ -155,9 +155,9 @@ class Observations:
             place = place and change(place)
         self._seen[tier], self.places[tier] = begun, place
         if place is None:
-            self.mute.setdefault(tier, time.monotonic())
+            self.unanswered_since.setdefault(tier, time.monotonic())
         else:
-            self.mute.pop(tier, None)
+            self.unanswered_since.pop(tier, None)
         return True
 
     def doubt(self, tier: str) -> None:
@@ -165,7 +165,7 @@ class Observations:
         self.places[tier] = None
 
 
-def _seen_to(look: asyncio.Task[None]) -> None:
+def _seen_to(observation: asyncio.Task[None]) -> None:
     """Retrieve the exception of an observation, because its callers may be gone before it fails."""
-    if not look.cancelled():
-        look.exception()
+    if not observation.cancelled():
+        observation.exception()

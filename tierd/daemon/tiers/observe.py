@@ -30,7 +30,7 @@ from tierd.core.manifest import Manifest
 from tierd.core.planning.copies import CheckpointCopy, ManifestFacts
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
-from tierd.core.planning.sharing import lender, worn
+from tierd.core.planning.sharing import base_part, worn
 from tierd.core.retention.stored import StoredRetention
 from tierd.core.timeline.head import Head
 from tierd.daemon.spool_observer import SpoolObserver as SpoolEye
@@ -45,11 +45,11 @@ from tierd.stores.base import ObjectInfo, Store, children, listed_names
 log = logging.getLogger("tierd.daemon")
 
 _RELIST = 600.0  # seconds between listings of a run's chunks
-_FEW = 1000  # manifests in all runs, up to which `look_around` reads them all
-_AT_ONCE = 8  # runs observed at a time by `look_around`
+_FEW = 1000  # manifests in all runs, up to which `observe_places` reads them all
+_AT_ONCE = 8  # runs observed at a time by `observe_places`
 
 
-async def look_around(
+async def observe_places(
     spool: Spool | None, stores: Mapping[str, Store], run: str | None, *, chunks: bool = True
 ) -> Inventory:
     """Observe a spool and tiers once, for one run or for all; a tier that did not answer is None in the inventory.
@@ -62,7 +62,7 @@ async def look_around(
         run: the run to observe; None: all runs.
         chunks: also find the names under which chunks are stored, for callers that delete by the result.
     """
-    place = SpoolEye(spool).look() if spool else Place()
+    place = SpoolEye(spool).observe() if spool else Place()
     mine = place.ranks
     tiers: dict[str, Place | None] = {}
     for name, store in stores.items():
@@ -70,7 +70,7 @@ async def look_around(
         try:
             asked = {run} if run else await eye.runs()
             few = _FEW // max(1, len(asked))
-            tiers[name] = await eye.look(asked, mine, few=few, chunks=chunks, at_once=_AT_ONCE)
+            tiers[name] = await eye.observe(asked, mine, few=few, chunks=chunks, at_once=_AT_ONCE)
         except (StoreUnavailable, StoreRefused) as error:
             log.warning("%s: cannot be asked: %s", name, error)
             tiers[name] = None
@@ -105,7 +105,7 @@ async def base_of(store: Store, place: Place, part: PartId) -> tuple[Manifest | 
         The manifest whose equal chunks need not be sent again, and the checkpoints whose chunks must be sent again
             because enough others depend on them.
     """
-    whose = lender(place, part)
+    whose = base_part(place, part)
     if whose is None:
         return None, frozenset()
     try:
@@ -127,7 +127,7 @@ class TierObserver:
         self.manifests = Manifests(store)
         self._policies = RunPolicies(store, prunes=prunes)
         self._heads = Heads(store)
-        self._aside: dict[tuple[str, str], ManifestFacts | None] = {}
+        self._quarantined_facts: dict[tuple[str, str], ManifestFacts | None] = {}
         self._owners: dict[str, set[CheckpointId]] = {}
         self._listed: dict[str, float] = {}  # run -> when its chunks were listed, monotonic seconds
 
@@ -135,13 +135,13 @@ class TierObserver:
         """List every run on the tier, at about one listing request for each."""
         return {name async for name in children(self.store, "") if name not in OWN_KEYS}
 
-    async def look(
+    async def observe(
         self,
         runs: set[str],
         mine: Mapping[str, Collection[int]] | None = None,
         *,
         few: int = 0,
-        told: Callable[[], None] = lambda: None,
+        on_answer: Callable[[], None] = lambda: None,
         chunks: bool = True,
         at_once: int = 1,
     ) -> Place:
@@ -151,7 +151,7 @@ class TierObserver:
             runs: the runs to observe.
             mine: run -> the ranks whose manifests are all read.
             few: also read all other manifests of a run if they are at most this many.
-            told: callback after each answer of the tier.
+            on_answer: callback after each answer of the tier.
             chunks: also find the owners of chunks.
             at_once: how many runs are observed at a time.
 
@@ -159,33 +159,35 @@ class TierObserver:
             StoreUnavailable, StoreRefused: the tier failed to answer a request.
         """
         checkpoints: dict[CheckpointId, CheckpointCopy] = {}
-        aside: dict[PartId, ManifestFacts | None] = {}
+        quarantined: dict[PartId, ManifestFacts | None] = {}
         pins: set[CheckpointId] = set()
         wanted: dict[str, tuple[StoredRetention, ...]] = {}
         heads: dict[str, tuple[Head, ...]] = {}
         owners: set[CheckpointId] = set()
 
-        async def look(run: str) -> None:
-            checkpoints.update(await self.manifests.look(run, (mine or {}).get(run, ()), few=few, told=told))
+        async def observe(run: str) -> None:
+            checkpoints.update(
+                await self.manifests.observe(run, (mine or {}).get(run, ()), few=few, on_answer=on_answer)
+            )
             beside = await self._beside_manifests(run)
-            told()
-            aside.update(await self._quarantined(run, beside))
-            told()
+            on_answer()
+            quarantined.update(await self._quarantined(run, beside))
+            on_answer()
             wanted[run] = await self._stored_policies(run, beside)
             heads[run] = await self._stored_heads(run, beside)
             if chunks:
-                owners.update(await self._chunk_owners(run, told))
+                owners.update(await self._chunk_owners(run, on_answer))
             pins.update(pin for info in beside if (pin := parse_pin(run, info.key)))
 
-        await each(at_once, look, sorted(runs))
-        lent = self.manifests.lent(checkpoints.keys())
+        await each(at_once, observe, sorted(runs))
+        bases = self.manifests.bases(checkpoints.keys())
         cut = frozenset[CheckpointId]().union(*(self.manifests.cut.get(run, ()) for run in runs))
         return Place(
             checkpoints,
             frozenset(pins),
             frozenset(owners),
-            aside,
-            lent,
+            quarantined,
+            bases,
             cut,
             {run: found for run, found in wanted.items() if found},
             heads={run: found for run, found in heads.items() if found},
@@ -213,17 +215,21 @@ class TierObserver:
             if part is None or not info.key.startswith(quarantine_prefix(run)):
                 continue
             try:
-                if key not in self._aside:
-                    self._aside[key] = ManifestFacts.of(await read_manifest(self.store, part, info.key, info.size))
+                if key not in self._quarantined_facts:
+                    self._quarantined_facts[key] = ManifestFacts.of(
+                        await read_manifest(self.store, part, info.key, info.size)
+                    )
             except ObjectNotFound:
                 continue  # pruned between the listing and now
             except (ManifestError, FormatTooNew):
-                self._aside[key] = None
-            found[part] = seen[key] = self._aside[key]
-        self._aside = {key: one for key, one in self._aside.items() if not key[0].startswith(f"{run}/")} | seen
+                self._quarantined_facts[key] = None
+            found[part] = seen[key] = self._quarantined_facts[key]
+        self._quarantined_facts = {
+            key: one for key, one in self._quarantined_facts.items() if not key[0].startswith(f"{run}/")
+        } | seen
         return found
 
-    async def _chunk_owners(self, run: str, told: Callable[[], None]) -> set[CheckpointId]:
+    async def _chunk_owners(self, run: str, on_answer: Callable[[], None]) -> set[CheckpointId]:
         """Return the checkpoints under whose names chunks are stored.
 
         Only leftovers of an interrupted flush or prune need this, so chunks are listed at the first observation and
@@ -231,7 +237,7 @@ class TierObserver:
         """
         now = time.monotonic()
         if now - self._listed.get(run, -_RELIST) >= _RELIST:
-            names = await listed_names(self.store, chunks_prefix(run), told)
+            names = await listed_names(self.store, chunks_prefix(run), on_answer)
             self._owners[run] = {found for name in names if (found := CheckpointId.parse(run, name))}
             self._listed[run] = now
         return self._owners[run]

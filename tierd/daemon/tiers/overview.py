@@ -83,15 +83,15 @@ async def observe(store: Store) -> dict[str, Seen]:
     """
     found: dict[str, Seen] = {}
 
-    async def look(run: str) -> None:
-        if seen := await _look(store, run):
+    async def observe(run: str) -> None:
+        if seen := await _seen(store, run):
             found[run] = seen
 
-    await each(_AT_ONCE, look, sorted(await _names(store, "") - OWN_KEYS))
+    await each(_AT_ONCE, observe, sorted(await _names(store, "") - OWN_KEYS))
     return dict(sorted(found.items()))
 
 
-async def _look(store: Store, run: str) -> Seen | None:
+async def _seen(store: Store, run: str) -> Seen | None:
     names = await _names(store, manifests_prefix(run))
     newest = sorted((one for name in names if (one := CheckpointId.parse(run, name))), reverse=True)
     there: list[CheckpointId] = []

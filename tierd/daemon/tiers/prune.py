@@ -95,12 +95,12 @@ async def prune(
             marks.begun = False  # no chunk is being deleted, so the marks may be removed
             raise
         gone = [key async for key in _lying(store, run, going)]
-        aside = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.to_delete]
-        await store.delete(gone + aside)
+        moved = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.to_delete]
+        await store.delete(gone + moved)
         await store.delete([mark for one in sorted(going.to_delete) for mark in going.cut.get(one, [])])
     known.cut[run] -= going.to_delete
     bare = {owner for owner in going.orphans if not going.listed.named.under(owner)}
-    return Pruned(going.to_delete & {*own, *(_of(run, key) for key in gone + aside)}, bare, going.held)
+    return Pruned(going.to_delete & {*own, *(_of(run, key) for key in gone + moved)}, bare, going.held)
 
 
 async def _lying(store: Store, run: str, going: Deletions) -> AsyncGenerator[str]:

@@ -69,15 +69,15 @@ class SharedChunkTable:
         """Recompute the free memory, because records may have been discarded since."""
         self._room = self._limit - sum(len(one) * one.itemsize for one in self._sets.values())
 
-    def kept(self, borrowed: SharedChunks) -> SharedChunks:
+    def kept(self, shared: SharedChunks) -> SharedChunks:
         """Return an equal record to keep; without the chunks if there is no memory for them."""
-        if not borrowed.owners:
+        if not shared.owners:
             return NOTHING
-        given = borrowed.chunks or {}
+        given = shared.chunks or {}
         found = {owner: marks for owner in sorted(given) if (marks := self._kept(owner, given[owner])) is not None}
-        whole = len(found) == len(borrowed.owners)
-        name = borrowed.owners, tuple(map(id, found.values())) if whole else None
-        return self._all.setdefault(name, SharedChunks(borrowed.owners, found if whole else None))
+        whole = len(found) == len(shared.owners)
+        name = shared.owners, tuple(map(id, found.values())) if whole else None
+        return self._all.setdefault(name, SharedChunks(shared.owners, found if whole else None))
 
     def _kept(self, owner: CheckpointId, marks: array[int]) -> array[int] | None:
         name = xxhash.xxh3_128_digest(f"{owner.run} {owner.name} ".encode() + marks.tobytes())
@@ -99,9 +99,9 @@ class NamedChunks:
         self._sets: dict[CheckpointId, dict[int, array[int]]] = {owner: {} for owner in owners}
         self._all: dict[CheckpointId, frozenset[int]] = {}
 
-    def add(self, borrowed: SharedChunks) -> None:
+    def add(self, shared: SharedChunks) -> None:
         """Add the chunks that one manifest names. Most manifests name the same sets, which are stored once."""
-        for owner, marks in (borrowed.chunks or {}).items():
+        for owner, marks in (shared.chunks or {}).items():
             if owner in self._sets:
                 self._sets[owner][id(marks)] = marks
                 self._all.pop(owner, None)

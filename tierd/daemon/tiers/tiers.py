@@ -21,7 +21,7 @@ from tierd.core.planning.place import Place
 from tierd.core.retention.policies import policy_for
 from tierd.core.timeline.head import Head
 from tierd.daemon.pause import TierPause
-from tierd.daemon.rank_notes import sweep_meetings
+from tierd.daemon.rank_notes import sweep_rank_notes
 from tierd.daemon.tiers.deletions import Confirm
 from tierd.daemon.tiers.flushes import TierFlushes
 from tierd.daemon.tiers.heads import rolled_back, unwritten, write
@@ -136,7 +136,7 @@ class Tiers:
         guard.has_left = False
         for run in runs:
             done, _, cut = await sweep(store, run, self.who, self._timings)
-            await sweep_meetings(store, run)
+            await sweep_rank_notes(store, run)
             # A checkpoint whose manifest is still there is left to the plan, so its mark is removed.
             await clear(store, [mark for one, marks in cut.items() if one in place.checkpoints for mark in marks])
             self._observers[tier].manifests.cut[run] = gone = cut.keys() - place.checkpoints.keys()

@@ -32,7 +32,7 @@ class Buffers:
         self._idle: list[memoryview] = []
 
     @contextmanager
-    def lend(self, size: int) -> Iterator[memoryview]:
+    def hold(self, size: int) -> Iterator[memoryview]:
         """Provide `size` bytes of uninitialized memory until the context ends.
 
         Large buffers begin at a page boundary.
@@ -55,7 +55,7 @@ class Buffers:
         self._idle.clear()
 
     def take(self, size: int) -> memoryview:
-        """Return at least `size` bytes of memory, as `lend` provides it, until `give_back`."""
+        """Return at least `size` bytes of memory, as `hold` provides it, until `give_back`."""
         fits = [number for number, one in enumerate(self._idle) if size <= len(one) <= _LOOSE * max(size, _GRAIN)]
         if fits:
             memory = self._idle.pop(min(fits, key=lambda number: len(self._idle[number])))

@@ -26,9 +26,9 @@ class ChunkUpload:
     """One chunk in transfer. After `send`, `encoded` is its entry for the manifest."""
 
     def __init__(
-        self, source: ChunkSource, way: Route, part: PartId, there: Mapping[str, list[str]], where: Where, file: File
+        self, source: ChunkSource, route: Route, part: PartId, there: Mapping[str, list[str]], where: Where, file: File
     ) -> None:
-        self._source, self._way, self._part, self._there = source, way, part, there
+        self._source, self._route, self._part, self._there = source, route, part, there
         self._where, self._file = where, file
         self.encoded: Chunk = file.chunks[where[1]]
 
@@ -36,7 +36,7 @@ class ChunkUpload:
     def weight(self) -> int:
         """The most bytes that the chunk takes in memory, without those that its source accounts for."""
         copies = max(self._source.copies(self.encoded.content), 2 if self.encoded.xxh3_128 in self._there else 1)
-        return max(copies * self.encoded.size, weight(self._way.store, self.encoded.size))
+        return max(copies * self.encoded.size, weight(self._route.store, self.encoded.size))
 
     async def send(self, hold: Hold) -> int:
         """Put the chunk, unless it is on the tier intact. Returns the number of bytes put.
@@ -49,12 +49,12 @@ class ChunkUpload:
             return 0
         async with self._source.read(self._where, self._file) as encoded:
             self.encoded, stored = encoded.chunk, encoded.stored
-            hold.keep(weight(self._way.store, stored.size))
+            hold.keep(weight(self._route.store, stored.size))
             key = f"{self._part.checkpoint.run}/{stored.key}"
-            with self._way.pace.link(self._way.tier).moving(stored.size):
-                checked = await self._way.store.put(key, encoded.data)
+            with self._route.throughput.link(self._route.tier).moving(stored.size):
+                checked = await self._route.store.put(key, encoded.data)
             del encoded  # the bytes that are read back take its place
-        if checked and not self._way.reread:
+        if checked and not self._route.reread:
             stored = msgspec.structs.replace(stored, checked=checked)
             self.encoded = msgspec.structs.replace(self.encoded, stored=stored)
         else:
@@ -65,9 +65,9 @@ class ChunkUpload:
         """Whether an earlier try has put the chunk, in any encoding; that encoding is then used."""
         for key in self._there.get(self.encoded.xxh3_128, ()):
             try:
-                data = await self._way.store.get(key)
+                data = await self._route.store.get(key)
                 codec, own = key.rpartition(".")[2], key.partition("/")[2]
-                self.encoded, _ = await to_the_end(recognize, self.encoded, codec, own, data, self._way.tier)
+                self.encoded, _ = await to_the_end(recognize, self.encoded, codec, own, data, self._route.tier)
             except (ObjectNotFound, CorruptChunk, FormatTooNew):
                 continue
             return True
@@ -75,11 +75,11 @@ class ChunkUpload:
 
     async def _read_back(self, key: str, stored: Stored) -> None:
         try:
-            if digests(self._way.store):
-                check_digest(stored, *await digesting(self._way.store).digest(key), key)
+            if digests(self._route.store):
+                check_digest(stored, *await digesting(self._route.store).digest(key), key)
             else:
-                with self._way.encoding.buffers.lend(stored.size) as memory:
-                    data = await get_object(self._way.store, key, stored, into=memory)
+                with self._route.encoding.buffers.hold(stored.size) as memory:
+                    data = await get_object(self._route.store, key, stored, into=memory)
                     await to_the_end(check_stored, stored, data, key)
         except (CorruptChunk, ObjectNotFound) as error:
             raise StoreUnavailable(f"{key}: what was read back differs from what was put") from error

@@ -110,10 +110,10 @@ async def copy_run(
         ConfigError: `to_run` is another run on the target.
         StoreUnavailable, StoreRefused: a tier did not answer, or refused; the same call continues from there.
     """
-    here = await TierObserver(source).look({run}, few=_FEW, chunks=False)
+    here = await TierObserver(source).observe({run}, few=_FEW, chunks=False)
     _check_readable(here, run, "the source")
     wanted = _chosen(here, run, step, attempt)
-    there = await TierObserver(target).look({to_run}, {to_run: here.run(run).ranks}, chunks=False)
+    there = await TierObserver(target).observe({to_run}, {to_run: here.run(run).ranks}, chunks=False)
     work = _Copy(source, target, run, to_run, here, there, progress, Route(target))
     _check_readable(there, to_run, "the target")
     await work.check_target()
@@ -183,7 +183,7 @@ class _Copy:
     here: Place
     there: Place
     progress: Progress
-    way: Route
+    route: Route
 
     def renamed(self, one: CheckpointId) -> CheckpointId:
         return replace(one, run=self.to_run)
@@ -259,14 +259,14 @@ class _Copy:
 
         base, worn_out = await base_of(self.target, self.there, own)
         sources = {"the source": self.source}
-        done = await relay(sources, part, self.way, lender=base, worn_out=worn_out, run=self.to_run, read=read)
+        done = await relay(sources, part, self.route, base=base, worn_out=worn_out, run=self.to_run, read=read)
         self._moved(left)  # the chunks that the target had
         self.there = self.there.adding(own, done.facts)
         return done.raw, done.sent
 
     def _moved(self, size: int) -> None:
         self.progress.done += size
-        self.progress.told(self.progress)
+        self.progress.on_progress(self.progress)
 
     async def _same(self, part: PartId, own: PartId) -> Manifest | None:
         """Return the target's manifest of a part if it describes what the source has; None if it is damaged.

@@ -47,7 +47,7 @@ class Progress:
     """The progress of a download, in raw bytes.
 
     Attributes:
-        told: called after each change.
+        on_progress: called after each change.
         done: bytes that are right in place.
         total: bytes in all.
         kept: bytes of `done` that were in place before.
@@ -55,7 +55,7 @@ class Progress:
         tiers: the tiers that provided chunks.
     """
 
-    told: Callable[[Progress], None] = lambda progress: None
+    on_progress: Callable[[Progress], None] = lambda progress: None
     done: int = 0
     total: int = 0
     kept: int = 0
@@ -65,7 +65,7 @@ class Progress:
     def begin(self, total: int) -> None:
         self.done = self.kept = self.written = 0
         self.total = total
-        self.told(self)
+        self.on_progress(self)
 
 
 async def download(
@@ -218,7 +218,7 @@ class _Download:
                 self._progress.kept += size
             else:
                 lead = offset % PAGE  # aligned as in the file, so that O_DIRECT needs no further copy
-                with self._buffers.lend(lead + size) as memory:
+                with self._buffers.hold(lead + size) as memory:
                     raw = await self._fetched(target, index, memory[lead:], bad)
                     # The stored bytes are released; some raw bytes may pass through another buffer.
                     hold.keep(size + min(size, PIECE))
@@ -231,7 +231,7 @@ class _Download:
             await to_the_end(self._sync, target)
         self._progress.tiers = tuple(name for name in self._copies.stores if name in self._copies.used)
         self._progress.done += size
-        self._progress.told(self._progress)
+        self._progress.on_progress(self._progress)
 
     def _defect(self, target: Target, index: int, offset: int) -> CorruptChunk | OSError | None:
         if not target.found:

@@ -18,12 +18,12 @@ from tierd.core.ids import PartId
 from tierd.core.manifest import MANIFEST_NAME, Manifest
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.save_policy import Goal
-from tierd.core.timeline.candidates import UNTOLD, Candidate, RestoreOrder, not_found, restore_candidates
+from tierd.core.timeline.candidates import UNKNOWN_METRIC, Candidate, RestoreOrder, not_found, restore_candidates
 from tierd.daemon.tiers.objects import is_there
-from tierd.daemon.tiers.observe import look_around
+from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress, download, missing
-from tierd.daemon.transfer.gathering import aside, clear, held, publish, usable
+from tierd.daemon.transfer.gathering import clear, held, partial_of, publish, usable
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.daemon.transfer.replicas import Replicas
 from tierd.spool.file_io import sync_directory, write_file
@@ -31,7 +31,7 @@ from tierd.stores.base import Store
 
 log = logging.getLogger("tierd.daemon")
 
-_LOOKS = 3  # listings of the tiers, because a checkpoint may be pruned between a listing and the reading
+_LISTINGS = 3  # listings of the tiers, because a checkpoint may be pruned between a listing and the reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +88,15 @@ async def export(
     """
     target = usable(target)
     work = _Export(stores, run, target, progress, budget or Budget(), rank, accept)
-    resume = await work.look(step, attempt, best)
-    with held(aside(target)) as home:
-        for _ in range(_LOOKS):
+    resume = await work.observe(step, attempt, best)
+    with held(partial_of(target)) as home:
+        for _ in range(_LISTINGS):
             exported = await work.first(resume, home, step)
             if exported:
                 return exported
-            resume = await work.look(step, attempt, best)
+            resume = await work.observe(step, attempt, best)
     raise StoreUnavailable(
-        f"run {run!r}: what was to be restored vanished while it was read, {_LOOKS} times; try again"
+        f"run {run!r}: what was to be restored vanished while it was read, {_LISTINGS} times; try again"
     )
 
 
@@ -111,7 +111,7 @@ async def export_one(
     """
     target = usable(target)
     work = _Export(stores, candidate.checkpoint.run, target, progress, budget, None)
-    with held(aside(target)) as home:
+    with held(partial_of(target)) as home:
         return await work.one(candidate, home, ())
 
 
@@ -125,8 +125,8 @@ class _Export:
     rank: int | None
     accept: Callable[[Manifest], None] = lambda manifest: None
 
-    async def look(self, step: int | None, attempt: str | None, best: Goal | None) -> RestoreOrder:
-        resume = restore_candidates(await look_around(None, self.stores, self.run), self.run, step, attempt, best)
+    async def observe(self, step: int | None, attempt: str | None, best: Goal | None) -> RestoreOrder:
+        resume = restore_candidates(await observe_places(None, self.stores, self.run), self.run, step, attempt, best)
         if resume.unreached:
             raise StoreUnavailable(f"not every tier could be asked: {', '.join(resume.unreached)}")
         if resume.unread:
@@ -138,7 +138,7 @@ class _Export:
 
         After None the caller lists the tiers again.
         """
-        skipped = [f"step {one.step} (attempt {one.attempt}): {UNTOLD}" for one in resume.corrupt]
+        skipped = [f"step {one.step} (attempt {one.attempt}): {UNKNOWN_METRIC}" for one in resume.corrupt]
         for candidate in resume.candidates:
             one = candidate.checkpoint
             try:

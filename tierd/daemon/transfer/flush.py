@@ -30,7 +30,7 @@ from tierd.core.manifest import Chunk, Content, Manifest, is_patch
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.sharing import patchable, shareable
-from tierd.daemon.pause import Turn
+from tierd.daemon.pause import Pause
 from tierd.daemon.tiers.intents import left_over, naming
 from tierd.daemon.tiers.objects import put_manifest
 from tierd.daemon.tiers.observe import chunks_there, missing_chunks
@@ -69,10 +69,10 @@ class Flushed:
 async def flush(
     spool: Spool,
     part: PartId,
-    way: Route,
+    route: Route,
     *,
     twin: Twin | None = None,
-    lender: Manifest | None = None,
+    base: Manifest | None = None,
     worn_out: Collection[CheckpointId] = (),
     spread: Spread | None = None,
 ) -> Flushed:
@@ -81,9 +81,9 @@ async def flush(
     Args:
         spool: the spool that holds the part.
         part: the part.
-        way: the route to the tier.
+        route: the route to the tier.
         twin: another tier's copy of the part. Chunks are stored in its encoding, even if today's encoder would differ.
-        lender: another checkpoint's manifest on this tier, at the same rank. Its equal large chunks are named, not
+        base: another checkpoint's manifest on this tier, at the same rank. Its equal large chunks are named, not
             sent.
         worn_out: checkpoints whose chunks are not named, because enough others depend on them (`sharing.worn`).
         spread: the pauses between chunks; None for no pauses.
@@ -96,15 +96,15 @@ async def flush(
     manifest = await asyncio.to_thread(spool.manifest, part)
     if twin and not twin.manifest.same_content(manifest):
         twin = None
-    return await send(manifest, part, way, Spooled(spool, part, way.encoding, twin), lender, worn_out, spread)
+    return await send(manifest, part, route, Spooled(spool, part, route.encoding, twin), base, worn_out, spread)
 
 
 async def send(
     manifest: Manifest,
     part: PartId,
-    way: Route,
+    route: Route,
     source: ChunkSource,
-    lender: Manifest | None,
+    base: Manifest | None,
     worn_out: Collection[CheckpointId],
     spread: Spread | None = None,
 ) -> Flushed:
@@ -113,59 +113,59 @@ async def send(
     Args:
         manifest: the part's manifest.
         part: the part.
-        way: the route to the tier.
+        route: the route to the tier.
         source: provides the chunks.
         lender, worn_out, spread: as for `flush`.
 
     Raises:
         As `flush`.
     """
-    await _introduce(way.store)
+    await _introduce(route.store)
     there: dict[str, list[str]] = {}  # digest -> keys of objects that earlier tries have put
-    for key in await chunks_there(way.store, part.rank, [part.checkpoint]):
+    for key in await chunks_there(route.store, part.rank, [part.checkpoint]):
         name, _, codec = key.rpartition("/")[2].partition(".")
         if not is_patch(codec):  # the base of a left one is not known
             there.setdefault(name, []).append(key)
     work: dict[Content, ChunkUpload] = {}  # a chunk that the part holds twice is one object
     for where, chunk in manifest.places():
         if chunk.content not in work:
-            work[chunk.content] = ChunkUpload(source, way, part, there, where, manifest.files[where[0]])
-    lent = await _lent(way.store, part, lender, worn_out, way.timings)
-    for held in work.keys() & lent.keys():
-        work[held].encoded = lent[held]
-    todo = OrderedDict((held, chunk) for held, chunk in work.items() if held not in lent)
-    if lender and (bases := _bases(manifest, todo, lender, lent)):
-        token = digest(f"{way.timings.now_ms()} {way.who or secrets.token_hex(4)}".encode())[:11]
+            work[chunk.content] = ChunkUpload(source, route, part, there, where, manifest.files[where[0]])
+    shared = await _shared_with(route.store, part, base, worn_out, route.timings)
+    for held in work.keys() & shared.keys():
+        work[held].encoded = shared[held]
+    todo = OrderedDict((held, chunk) for held, chunk in work.items() if held not in shared)
+    if base and (bases := _bases(manifest, todo, base, shared)):
+        token = digest(f"{route.timings.now_ms()} {route.who or secrets.token_hex(4)}".encode())[:11]
         await source.compare(bases, token)
     with source.reading([held for held in todo if held[0] not in there]):
-        pauses = partial((spread or Spread()).turn, len(todo))
-        moved = way.moving[part] = Moved(sum(size for _, size in todo))
-        hands = [_send_each(todo, source, way, pauses, moved) for _ in range(min(_CHUNKS, len(todo)))]
+        pauses = partial((spread or Spread()).pause, len(todo))
+        moved = route.moving[part] = Moved(sum(size for _, size in todo))
+        hands = [_send_each(todo, source, route, pauses, moved) for _ in range(min(_CHUNKS, len(todo)))]
         try:
             sent = await together(_CHUNKS, hands)
         finally:
-            way.moving.pop(part, None)
+            route.moving.pop(part, None)
     tiered = manifest.with_chunks({where: work[chunk.content].encoded for where, chunk in manifest.places()})
-    await _show(way, part, tiered)
-    await clear(way.store, [part.quarantine_key])
-    shared = sum(size for _, size in work.keys() & lent.keys())
-    return Flushed(manifest.size, tiered.stored_size, sum(sent), shared, ManifestFacts.of(tiered))
+    await _show(route, part, tiered)
+    await clear(route.store, [part.quarantine_key])
+    reused = sum(size for _, size in work.keys() & shared.keys())
+    return Flushed(manifest.size, tiered.stored_size, sum(sent), reused, ManifestFacts.of(tiered))
 
 
 async def _send_each(
-    todo: OrderedDict[Content, ChunkUpload], source: ChunkSource, way: Route, pauses: Turn, moved: Moved
+    todo: OrderedDict[Content, ChunkUpload], source: ChunkSource, route: Route, pauses: Pause, moved: Moved
 ) -> int:
     """Send chunks of `todo`, together with concurrent calls, until none is left. Returns the bytes that were put."""
     sent = 0
     while todo:
-        await way.turn()
+        await route.pause()
         await pauses()
         likely = source.next(todo, lambda _: True)
         if likely is None:  # concurrent calls took the last ones
             break
-        async with way.budget.take(todo[likely].weight) as hold:
+        async with route.budget.take(todo[likely].weight) as hold:
             # Chosen again, because other chunks may have been encoded while this call waited for the budget.
-            held = source.next(todo, lambda held: way.budget.share(todo[held].weight) <= hold.size)
+            held = source.next(todo, lambda held: route.budget.share(todo[held].weight) <= hold.size)
             if held is not None:
                 sent += await todo.pop(held).send(hold)
                 moved.done += held[1]
@@ -173,49 +173,49 @@ async def _send_each(
 
 
 def _bases(
-    manifest: Manifest, todo: Collection[Content], lender: Manifest, lent: Mapping[Content, Chunk]
+    manifest: Manifest, todo: Collection[Content], base: Manifest, shared: Mapping[Content, Chunk]
 ) -> dict[Content, PatchBase]:
-    """Return, by content, the chunk at the same place of the same file of `lender`, if it may be a patch's base."""
-    files = {file.path: file for file in lender.files}
+    """Return, by content, the chunk at the same place of the same file of `base`, if it may be a patch's base."""
+    files = {file.path: file for file in base.files}
     found: dict[Content, PatchBase] = {}
     for file in manifest.files:
         older = files.get(file.path)
         for index, (chunk, old) in enumerate(zip(file.chunks, older.chunks if older else (), strict=False)):
-            base = lent.get(old.content) if old.size == chunk.size and chunk.content in todo else None
-            if older and base and patchable(base):
-                found.setdefault(chunk.content, PatchBase(file, index, lender.part, older, base))
+            link = shared.get(old.content) if old.size == chunk.size and chunk.content in todo else None
+            if older and link and patchable(link):
+                found.setdefault(chunk.content, PatchBase(file, index, base.part, older, link))
     return found
 
 
-async def _lent(
-    store: Store, part: PartId, lender: Manifest | None, worn_out: Collection[CheckpointId], timings: DaemonTimings
+async def _shared_with(
+    store: Store, part: PartId, base: Manifest | None, worn_out: Collection[CheckpointId], timings: DaemonTimings
 ) -> dict[Content, Chunk]:
-    """Return, by content, the chunks of `lender` that may be named and are on the tier."""
-    if lender is None or lender.rank != part.rank:
+    """Return, by content, the chunks of `base` that may be named and are on the tier."""
+    if base is None or base.rank != part.rank:
         return {}
-    offered = shareable(lender, worn_out)
+    offered = shareable(base, worn_out)
     if not offered:
         return {}
-    owners = {chunk_owner(lender.run, stored.key) for chunk in offered for stored in chunk.objects()}
-    owners -= await left_over(store, lender.run, timings)
+    owners = {chunk_owner(base.run, stored.key) for chunk in offered for stored in chunk.objects()}
+    owners -= await left_over(store, base.run, timings)
     there = await chunks_there(store, part.rank, [owner for owner in owners if owner])
     return {
         chunk.content: chunk
         for chunk in offered
-        if all(there.get(f"{lender.run}/{stored.key}") == stored.size for stored in chunk.objects())
+        if all(there.get(f"{base.run}/{stored.key}") == stored.size for stored in chunk.objects())
     }
 
 
-async def _show(way: Route, part: PartId, manifest: Manifest) -> None:
+async def _show(route: Route, part: PartId, manifest: Manifest) -> None:
     """Put and confirm the manifest if every chunk that it names is still there, while no prune deletes those chunks."""
     try:
         data = encode_manifest(manifest)
     except ManifestError as error:  # the spool's manifest is right; with keys it is larger than readers accept
         raise StoreRefused(f"{part}: no tier can describe it: {error}") from error
-    async with naming(way.store, part, data, manifest.owners, way.who, way.timings):
-        missing = await missing_chunks(way.store, manifest)
+    async with naming(route.store, part, data, manifest.owners, route.who, route.timings):
+        missing = await missing_chunks(route.store, manifest)
         if not missing:
-            await put_manifest(way.store, part.manifest_key, data, reread=way.reread)
+            await put_manifest(route.store, part.manifest_key, data, reread=route.reread)
     if missing:
         raise StoreUnavailable(f"{part}: {len(missing)} chunks were deleted while it was being flushed")
 

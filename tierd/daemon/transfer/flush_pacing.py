@@ -67,9 +67,9 @@ class Spread:
         self._over_s, self._hurries, self._clock = over_s, hurries, clock or time.monotonic
         self._begun_at = self._clock()
         self._chunks = 0
-        self._turn = asyncio.Lock()  # so that waiting chunks begin one after the other
+        self._lock = asyncio.Lock()  # so that waiting chunks begin one after the other
 
-    async def turn(self, chunks: int) -> None:
+    async def pause(self, chunks: int) -> None:
         """Wait until the next chunk may begin.
 
         Args:
@@ -77,7 +77,7 @@ class Spread:
         """
         if not self._over_s:
             return
-        async with self._turn:
+        async with self._lock:
             at = self._begun_at + self._over_s * self._chunks / chunks
             self._chunks += 1
             while (left := at - self._clock()) > 0 and not self._hurries():

@@ -30,7 +30,7 @@ def usable(target: Path) -> Path:
     return target
 
 
-def aside(target: Path) -> Path:
+def partial_of(target: Path) -> Path:
     """Where files are gathered. A hidden target's name gets no second dot, so a watch knows it as tierd's own."""
     return target.with_name(f".{target.name.removeprefix('.')}.partial")
 
@@ -82,7 +82,7 @@ def publish(home: Path, target: Path, parts: set[str]) -> None:
     clear(home, parts)  # removes files of another checkpoint with more ranks that was begun before
     sync_directory(home)
     home.chmod(_mode(home, target))
-    aside(target).replace(target)
+    partial_of(target).replace(target)
     sync_directory(target.parent)
     if not os.path.samestat(home.stat(), target.lstat()):
         raise ConfigError(f"{target}: somebody who may write to {target.parent} put another directory in its place")

@@ -54,32 +54,32 @@ class Budget:
     @property
     def is_wanted(self) -> bool:
         """Whether a request waits."""
-        return any(not turn.cancelled() for _, turn in self._waiting)
+        return any(not admitted.cancelled() for _, admitted in self._waiting)
 
     def give_back(self, size: int) -> None:
         self._free += size
         self._serve()
 
     async def _wait_for(self, size: int) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((size, turn))
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, admitted))
         self._serve()
         try:
-            await turn
+            await admitted
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if admitted.done() and not admitted.cancelled():
                 self.give_back(size)
-            elif (size, turn) in self._waiting:
-                self._waiting.remove((size, turn))
+            elif (size, admitted) in self._waiting:
+                self._waiting.remove((size, admitted))
                 self._serve()
             raise
 
     def _serve(self) -> None:
         while self._waiting and self._waiting[0][0] <= self._free:
-            size, turn = self._waiting.popleft()
-            if not turn.cancelled():
+            size, admitted = self._waiting.popleft()
+            if not admitted.cancelled():
                 self._free -= size
-                turn.set_result(None)
+                admitted.set_result(None)
 
 
 class Hold:

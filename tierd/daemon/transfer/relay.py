@@ -28,9 +28,9 @@ from tierd.stores.base import Store
 async def relay(
     stores: Mapping[str, Store],
     part: PartId,
-    way: Route,
+    route: Route,
     *,
-    lender: Manifest | None = None,
+    base: Manifest | None = None,
     worn_out: Collection[CheckpointId] = (),
     run: str = "",
     read: Callable[[int], None] = lambda size: None,
@@ -40,7 +40,7 @@ async def relay(
     Args:
         stores: the other tiers.
         part: the part.
-        way: the route to the tier.
+        route: the route to the tier.
         lender, worn_out: as for `flush.flush`.
         run: the run's name on the tier; empty for the part's own run.
         read: called with the raw bytes of each chunk that was read from another tier.
@@ -59,7 +59,7 @@ async def relay(
         raise copies.lost("its manifest", copies.unavailable)
     copies.agree(manifest)
     manifest = manifest.under(run or manifest.run)
-    return await send(manifest, manifest.part, way, _Tiered(copies, manifest.part, way, read), lender, worn_out)
+    return await send(manifest, manifest.part, route, _Tiered(copies, manifest.part, route, read), base, worn_out)
 
 
 class _Tiered:
@@ -68,12 +68,12 @@ class _Tiered:
     Args:
         copies: the copies.
         part: the part's name on the tier to which it is sent.
-        way: the route to that tier.
+        route: the route to that tier.
         read: called with the raw bytes of each chunk that was read.
     """
 
-    def __init__(self, copies: Replicas, part: PartId, way: Route, read: Callable[[int], None]) -> None:
-        self._copies, self._part, self._way, self._told = copies, part, way, read
+    def __init__(self, copies: Replicas, part: PartId, route: Route, read: Callable[[int], None]) -> None:
+        self._copies, self._part, self._route, self._on_read = copies, part, route, read
 
     def copies(self, held: Content) -> int:
         return 3
@@ -91,7 +91,7 @@ class _Tiered:
     @asynccontextmanager
     async def read(self, where: Where, file: File) -> AsyncIterator[Encoded]:
         yield await self._read(where, file)
-        self._told(file.chunks[where[1]].size)
+        self._on_read(file.chunks[where[1]].size)
 
     async def _read(self, where: Where, file: File) -> Encoded:
         for name, manifest in list(self._copies.manifests.items()):
@@ -108,5 +108,5 @@ class _Tiered:
                 return stored_as(self._part, chunk, data)
         number, index = where
         raw = await self._copies.chunk(number, index, file.path)
-        pace = self._way.pace
-        return await to_the_end(pace.encode, self._part, file.chunks[index], raw, pace.packs())
+        throughput = self._route.throughput
+        return await to_the_end(throughput.encode, self._part, file.chunks[index], raw, throughput.packs())

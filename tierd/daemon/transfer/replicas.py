@@ -48,7 +48,7 @@ class Replicas:
     used: set[str] = field(default_factory=set)
     reference: Manifest | None = None
     # By tier, every readable manifest, also if it contradicts the reference.
-    _told: dict[str, Manifest] = field(default_factory=dict)
+    _readable: dict[str, Manifest] = field(default_factory=dict)
     _others: dict[str, list[str]] = field(default_factory=dict)  # tier -> prefixes where the rank's chunks may be
 
     async def ask(self) -> None:
@@ -81,8 +81,8 @@ class Replicas:
         first.
         """
         found: list[Manifest] = []
-        told = (self._told or self.manifests).items()
-        for _, manifest in sorted(told, key=lambda item: not is_authentic(self.stores[item[0]])):
+        readable = (self._readable or self.manifests).items()
+        for _, manifest in sorted(readable, key=lambda item: not is_authentic(self.stores[item[0]])):
             if not any(manifest.same_content(other) for other in found):
                 found.append(manifest)
         return found
@@ -90,8 +90,8 @@ class Replicas:
     def agree(self, reference: Manifest) -> None:
         """Take `reference` as right, and record tiers whose manifest describes other content as defective."""
         self.reference = reference
-        self._told = self._told or dict(self.manifests)
-        for name, manifest in self._told.items():
+        self._readable = self._readable or dict(self.manifests)
+        for name, manifest in self._readable.items():
             if manifest.same_content(reference):
                 self.manifests[name] = manifest
                 self.defects.pop(name, None)
@@ -217,7 +217,7 @@ class Replicas:
             fits = into is not None and stored.size == len(into)
             raw = await to_the_end(decode, chunk, await get(into if fits else None), name)
         else:
-            with buffers.lend(stored.size) as memory:
+            with buffers.hold(stored.size) as memory:
                 raw = await to_the_end(decode, chunk, await get(memory), name, into, base)
         self.used.add(name)
         return raw

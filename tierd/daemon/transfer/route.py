@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tierd.core.ids import PartId
-from tierd.daemon.pause import Turn, at_once
+from tierd.daemon.pause import Pause, at_once
 from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.daemon.transfer.memory_budget import FLUSHES, Budget
 from tierd.daemon.transfer.shared_encoding import Encoding
@@ -32,7 +32,7 @@ class Route:
         reread: read everything back, even if the server shows that it verifies.
         budget: the budget of encoded bytes in transfer to this tier.
         encoding: the encoder that all flushes of a daemon share.
-        turn: awaited before each chunk, because the daemon may be paused.
+        pause: awaited before each chunk, because the daemon may be paused.
         moving: how far the flushes under way are.
         timings: the daemon's.
     """
@@ -43,11 +43,11 @@ class Route:
     reread: bool = False
     budget: Budget = field(default_factory=lambda: Budget(FLUSHES))
     encoding: Encoding = field(default_factory=Encoding)
-    turn: Turn = at_once
+    pause: Pause = at_once
     moving: dict[PartId, Moved] = field(default_factory=dict)
     timings: DaemonTimings = USUAL
 
     @property
-    def pace(self) -> Throughput:
+    def throughput(self) -> Throughput:
         """The measured throughput, which decides whether compression pays."""
         return self.encoding.throughput

@@ -68,16 +68,16 @@ class Encoding:
     """Encodes chunks of the spool for all flushes of a daemon.
 
     Args:
-        pace: decides whether to compress, and measures the encoder.
+        throughput: decides whether to compress, and measures the encoder.
         budget: of bytes that are being read, and of encoded bytes that are kept for a flush that lacks them.
 
     Attributes:
-        throughput: the same as `pace`.
+        throughput: as given.
         buffers: the memory of chunks; freed when no flush runs.
     """
 
-    def __init__(self, pace: Throughput | None = None, budget: Budget | None = None) -> None:
-        self.throughput = pace or Throughput()
+    def __init__(self, throughput: Throughput | None = None, budget: Budget | None = None) -> None:
+        self.throughput = throughput or Throughput()
         self._budget = budget or Budget(ENCODING)
         # Taken first, because a chunk that waits for a thread needs no memory yet.
         self._threads = Budget(POLITE_THREADS)

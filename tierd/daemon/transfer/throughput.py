@@ -73,7 +73,7 @@ class Throughput:
         self._links: dict[str, Meter] = {}
         self._encoder = Meter()
         self._raw = self._stored = 0.0  # bytes that were compressed, before and after
-        self._efforts: dict[str, CompressionChoice] = {}
+        self._choices: dict[str, CompressionChoice] = {}
         self._unpacked = 0
 
     def link(self, tier: str) -> Meter:
@@ -82,10 +82,10 @@ class Throughput:
 
     def compression(self, tier: str) -> CompressionChoice:
         """Return whether compression pays for this tier alone, and why."""
-        before = self._efforts.get(tier)
+        before = self._choices.get(tier)
         ratio = self._stored / self._raw if self._raw >= _ENOUGH else None
         found = compression_choice(self.link(tier).rate, self._encoder.rate, ratio, before.pack if before else True)
-        self._efforts[tier] = found
+        self._choices[tier] = found
         return found
 
     def packs(self) -> bool:

@@ -63,7 +63,7 @@ def made_with(value: object, own: dict[object, object] | None = None) -> Fingerp
         where, part, given = todo.popleft()
         if id(part) not in seen:
             seen.add(id(part))
-            links, named = look(part)
+            links, named = links_of(part)
             facts = _facts(where, part, named, alone=not links, given=given)
             if facts:
                 found[where] = facts
@@ -75,7 +75,7 @@ def made_with(value: object, own: dict[object, object] | None = None) -> Fingerp
     return found | {where: found.get(where, {}) | facts for where, facts in kept.items()}
 
 
-def look(part: object) -> tuple[list[tuple[str, object, bool]], dict[str, object]]:
+def links_of(part: object) -> tuple[list[tuple[str, object, bool]], dict[str, object]]:
     """Return the relevant objects that `part` holds, and its own values that decide the samples.
 
     Each object is paired with whether the constructor of `part` takes it. No property is run.

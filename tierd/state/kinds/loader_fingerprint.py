@@ -35,7 +35,15 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from tierd.state.classify import Stateful
-from tierd.state.kinds.loader_arguments import LOADER, NODES, Fingerprint, gives_samples, look, made_with, whose_names
+from tierd.state.kinds.loader_arguments import (
+    LOADER,
+    NODES,
+    Fingerprint,
+    gives_samples,
+    links_of,
+    made_with,
+    whose_names,
+)
 from tierd.state.kinds.shard_datasets import is_shard_dataset, saved_facts
 from tierd.state.values import type_name
 
@@ -138,7 +146,7 @@ def _add_named_in_state(target: Stateful, saved: Any, there: Fingerprint, here: 
 
     They exist because an object may get its rank from an attribute with another name.
     """
-    if not isinstance(saved, dict) or type(target).__module__.startswith((LOADER, NODES)) or look(target)[0]:
+    if not isinstance(saved, dict) or type(target).__module__.startswith((LOADER, NODES)) or links_of(target)[0]:
         return
     known = there.setdefault("", {})
     whose = whose_names(target, {*here.get("", {}), *saved})

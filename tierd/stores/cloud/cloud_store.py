@@ -124,10 +124,10 @@ class CloudStore:
                     yield ObjectInfo(key, one["size"], etag, ns_since_1970(one.get("last_modified")))
 
     async def delete(self, keys: Sequence[str]) -> None:
-        names, turns = [check_key(key) for key in keys], asyncio.Semaphore(_DELETES)
+        names, slots = [check_key(key) for key in keys], asyncio.Semaphore(_DELETES)
 
         async def one(name: str) -> None:
-            async with turns:
+            async with slots:
                 try:
                     with self._translated(f"delete {name}"):
                         await obstore.delete_async(self._connected(), name)

@@ -33,8 +33,8 @@ class Chain(AioCredentials):  # type: ignore[misc]  # the library has no types
         self.generation = 0
         self._found: Any = None
         self._known: object = None  # the keys themselves, to notice a change
-        self._looked_at = -_PAUSE_S
-        self._looking = asyncio.Lock()
+        self._checked_at = -_PAUSE_S
+        self._checking = asyncio.Lock()
 
     def session(self) -> AioSession:
         """Create a session with the current AWS configuration, whose clients ask this object for credentials."""
@@ -57,10 +57,10 @@ class Chain(AioCredentials):  # type: ignore[misc]  # the library has no types
 
     async def renew(self) -> None:
         """Search the chain again. Raises botocore's errors if a link of the chain fails."""
-        async with self._looking:
-            if time.monotonic() - self._looked_at < _PAUSE_S:
+        async with self._checking:
+            if time.monotonic() - self._checked_at < _PAUSE_S:
                 return
-            self._looked_at = time.monotonic()
+            self._checked_at = time.monotonic()
             found = await get_session().get_credentials()
             known = await found.get_frozen_credentials() if found else None
             if known != self._known:

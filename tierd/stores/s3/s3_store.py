@@ -171,9 +171,9 @@ class S3Store:
                 code = refusal.get("Code", "")
                 if code != "NoSuchKey":
                     raise said(str(self._url), f"delete {refusal.get('Key')}", code, 0, refusal.get("Message") or "")
-            told = {one.get("Key") for one in (*answer.get("Deleted", ()), *refusals)}
+            answered = {one.get("Key") for one in (*answer.get("Deleted", ()), *refusals)}
             # A response that leaves a key out is not from an S3 server.
-            if missing := [one["Key"] for one in batch if one["Key"] not in told]:
+            if missing := [one["Key"] for one in batch if one["Key"] not in answered]:
                 raise StoreUnavailable(f"{self._url}: delete {missing[0]}: the answer does not say what became of it")
 
     async def aclose(self) -> None:

@@ -21,7 +21,7 @@ from support.world import Daemon
 
 from tierd.client.preemption.agreement import Agreement, Notice
 from tierd.client.ranks.board import DirectoryBoard, StoreBoard
-from tierd.client.ranks.meeting import Meeting
+from tierd.client.ranks.note_exchange import NoteExchange
 from tierd.client.ranks.tier_board import TierBoard
 from tierd.core.errors import SpoolUnusable, StoreUnavailable
 from tierd.stores.memory import MemoryStore
@@ -50,14 +50,14 @@ def _quick(board):
     return board
 
 
-def meetings(boards, world: int, silent_s: float = QUICK) -> list[Meeting]:
-    made = [Meeting(boards(), rank, world, silent_s) for rank in range(world)]
-    assert together(*(lambda one=one: one.meet(20) for one in made)) == [None] * world
+def exchanges(boards, world: int, silent_s: float = QUICK) -> list[NoteExchange]:
+    made = [NoteExchange(boards(), rank, world, silent_s) for rank in range(world)]
+    assert together(*(lambda one=one: one.begin(20) for one in made)) == [None] * world
     return made
 
 
 def test_every_rank_hears_what_every_rank_says(boards):
-    made = meetings(boards, 3)
+    made = exchanges(boards, 3)
     for turn in range(3):
         said = [f"{turn} {rank}".encode() * 1000 for rank in range(3)]
         heard = together(*(lambda rank=rank, said=said: made[rank].exchange(said[rank], 20) for rank in range(3)))
@@ -66,9 +66,9 @@ def test_every_rank_hears_what_every_rank_says(boards):
 
 def test_another_thread_leaves_notes_in_a_meeting_and_they_end_with_it(boards):
     """A notice of preemption is agreed on while the ranks exchange something else."""
-    made = meetings(boards, 2)
-    sides = [Agreement(rank, 2, meeting.notes()[1]) for rank, meeting in enumerate(made)]
-    notes = [meeting.notes()[0] for meeting in made]
+    made = exchanges(boards, 2)
+    sides = [Agreement(rank, 2, exchange.notes()[1]) for rank, exchange in enumerate(made)]
+    notes = [exchange.notes()[0] for exchange in made]
     sides[1].offer(Notice("SIGTERM", "SIGTERM", time.monotonic()))
 
     def agree(rank: int) -> None:
@@ -93,11 +93,11 @@ def test_another_thread_leaves_notes_in_a_meeting_and_they_end_with_it(boards):
 def test_what_earlier_processes_left_is_not_taken_for_ours(boards):
     """A launch that is restarted meets at the same place, where its predecessor, which was killed, has left notes."""
     for launch in range(3):
-        made = [Meeting(boards(), rank, 3, QUICK) for rank in range(3)]
+        made = [NoteExchange(boards(), rank, 3, QUICK) for rank in range(3)]
 
         def come(rank: int, made=made, launch=launch) -> list[bytes]:
             time.sleep(0.05 * ((rank + launch) % 3))
-            made[rank].meet(20)
+            made[rank].begin(20)
             return made[rank].exchange(f"{launch} {rank}".encode(), 20)
 
         expected = [f"{launch} {rank}".encode() for rank in range(3)]
@@ -105,17 +105,17 @@ def test_what_earlier_processes_left_is_not_taken_for_ours(boards):
 
 
 def test_a_rank_that_does_not_come_at_all_is_named(boards):
-    first = Meeting(boards(), 0, 3, QUICK)
-    second = Meeting(boards(), 1, 3, QUICK)
+    first = NoteExchange(boards(), 0, 3, QUICK)
+    second = NoteExchange(boards(), 1, 3, QUICK)
     begun = time.monotonic()
-    one, other = together(lambda: first.meet(1.0), lambda: second.meet(1.0))
+    one, other = together(lambda: first.begin(1.0), lambda: second.begin(1.0))
     assert time.monotonic() - begun < 15
     assert isinstance(one, StoreUnavailable) and "rank 2 of 3 did not come" in str(one)
     assert isinstance(other, StoreUnavailable)
 
 
 def test_a_rank_that_does_something_else_ends_the_wait_of_all(boards):
-    made = meetings(boards, 3)
+    made = exchanges(boards, 3)
     answers = together(*(lambda rank=rank: made[rank].exchange(b"", 1.0) for rank in (0, 2)))
     for error in answers:
         assert isinstance(error, StoreUnavailable) and "rank 1 (process" in str(error)
@@ -127,14 +127,14 @@ def test_a_rank_that_does_something_else_ends_the_wait_of_all(boards):
 
 
 def test_rank_0_that_does_something_else_is_named_too(boards):
-    made = meetings(boards, 2)
+    made = exchanges(boards, 2)
     (error,) = together(lambda: made[1].exchange(b"", 1.0))
     assert isinstance(error, StoreUnavailable) and "rank 0 (process" in str(error)
 
 
 def test_rank_0_that_comes_late_does_not_go_on_alone(boards):
     """Who gave up waiting takes back what it said: else rank 0 would find it, and succeed where the others failed."""
-    made = meetings(boards, 3)
+    made = exchanges(boards, 3)
     for error in together(*(lambda rank=rank: made[rank].exchange(b"x", 0.5) for rank in (1, 2))):
         assert isinstance(error, StoreUnavailable) and "rank 0 (process" in str(error)
     with pytest.raises(StoreUnavailable, match=r"rank 1 \(process .*gave up waiting.*rank 2 .*gave up waiting"):
@@ -145,10 +145,10 @@ def test_rank_0_that_comes_late_does_not_go_on_alone(boards):
 
 def test_an_exchange_succeeds_on_all_ranks_or_on_none(boards, monkeypatch):
     """Rank 1 gives up at about the moment at which rank 0 comes: in either order, they agree."""
-    monkeypatch.setattr("tierd.client.ranks.meeting._LAST_S", 0.1)  # for which rank 0 waits until who gave up reads why
+    monkeypatch.setattr("tierd.client.ranks.note_exchange._LAST_S", 0.1)  # how long rank 0 waits
     both = 0
     for seed in range(25):
-        first, second = meetings(lambda seed=seed: boards(f"launch {seed}"), 2)
+        first, second = exchanges(lambda seed=seed: boards(f"launch {seed}"), 2)
 
         def late(first=first, seed=seed) -> list[bytes]:
             time.sleep(0.1 + seed * 0.008)
@@ -169,8 +169,8 @@ def test_rank_0_may_end_with_its_store_only_when_others_have_read_why():
         made.poll_s = 0.5
         return made
 
-    made = [Meeting(board(), rank, 3, QUICK) for rank in range(3)]
-    assert together(*(lambda one=one: one.meet(20) for one in made)) == [None] * 3
+    made = [NoteExchange(board(), rank, 3, QUICK) for rank in range(3)]
+    assert together(*(lambda one=one: one.begin(20) for one in made)) == [None] * 3
 
     def first() -> bool:
         with pytest.raises(StoreUnavailable, match="rank 2"):
@@ -194,7 +194,7 @@ def test_rank_0_may_end_with_its_store_only_when_others_have_read_why():
 
 
 def test_rank_0_waits_at_its_end_for_who_has_not_read(boards):
-    first, second = meetings(boards, 2)
+    first, second = exchanges(boards, 2)
     assert together(*(lambda one=one: one.exchange(b"", 20) for one in (first, second))) == [[b"", b""]] * 2
     begun = time.monotonic()
     assert together(first.close, second.close) == [None, None]
@@ -204,7 +204,7 @@ def test_rank_0_waits_at_its_end_for_who_has_not_read(boards):
 @pytest.mark.parametrize("lost", ["0/1", "0/all"])
 def test_what_somebody_else_removed_is_not_waited_for_without_an_end(boards, lost):
     """All ranks live, so that none of them is given up: a sweep by a clock that is wrong, or another writer there."""
-    made, done = meetings(boards, 2, silent_s=1.0), threading.Event()
+    made, done = exchanges(boards, 2, silent_s=1.0), threading.Event()
     other, through = boards(), [threading.Event(), threading.Event()]
 
     def remove() -> None:
@@ -223,23 +223,23 @@ def test_what_somebody_else_removed_is_not_waited_for_without_an_end(boards, los
     thread = threading.Thread(target=remove)
     thread.start()
     try:
-        told = together(lambda: talk(0), lambda: talk(1))
+        reported = together(lambda: talk(0), lambda: talk(1))
     finally:
         done.set()
         thread.join()
-    failed = [isinstance(one, StoreUnavailable) for one in told]
-    assert all(fails or one == [b"x", b"x"] for fails, one in zip(failed, told, strict=True)), told
-    assert lost == "0/all" or failed in ([True, True], [False, False]), told
+    failed = [isinstance(one, StoreUnavailable) for one in reported]
+    assert all(fails or one == [b"x", b"x"] for fails, one in zip(failed, reported, strict=True)), reported
+    assert lost == "0/all" or failed in ([True, True], [False, False]), reported
     if any(failed):  # it may be read before it is removed
-        assert "is not there any more" in str(told) or "gave up waiting" in str(told)
+        assert "is not there any more" in str(reported) or "gave up waiting" in str(reported)
 
 
 def test_a_hello_that_was_written_over_is_said_again(boards):
     """A process that is about to die writes over that of the one in its place."""
     first, second, dying = (
-        Meeting(boards(), 0, 2, QUICK),
-        Meeting(boards(), 1, 2, QUICK),
-        Meeting(boards(), 1, 2, QUICK),
+        NoteExchange(boards(), 0, 2, QUICK),
+        NoteExchange(boards(), 1, 2, QUICK),
+        NoteExchange(boards(), 1, 2, QUICK),
     )
 
     def die() -> None:
@@ -249,9 +249,9 @@ def test_a_hello_that_was_written_over_is_said_again(boards):
 
     def late() -> None:
         time.sleep(1.0)
-        first.meet(20)
+        first.begin(20)
 
-    assert together(late, lambda: second.meet(20), die) == [None] * 3
+    assert together(late, lambda: second.begin(20), die) == [None] * 3
 
 
 def test_one_that_died_while_all_begin_is_named(tmp_path):
@@ -260,21 +260,21 @@ def test_one_that_died_while_all_begin_is_named(tmp_path):
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path), "1", "5"], env=environment(), check=True, timeout=60)
     with pytest.raises(StoreUnavailable, match=r"rank 1 \(process \d+ on .*\) has ended"):
-        Meeting(_quick(DirectoryBoard(tmp_path, "launch")), 0, 2, QUICK).meet(1.0)
+        NoteExchange(_quick(DirectoryBoard(tmp_path, "launch")), 0, 2, QUICK).begin(1.0)
 
 
 _BEGINNING = """
 import sys
 from pathlib import Path
 from tierd.client.ranks.board import DirectoryBoard
-from tierd.client.ranks.meeting import Meeting
+from tierd.client.ranks.note_exchange import NoteExchange
 from tierd.core.errors import StoreUnavailable
 board = DirectoryBoard(Path(sys.argv[1]), "launch")
 board.beat_s = 0.1
-meeting = Meeting(board, int(sys.argv[2]), 2, float(sys.argv[3]))
+exchange = NoteExchange(board, int(sys.argv[2]), 2, float(sys.argv[3]))
 print("begins", flush=True)
 try:
-    meeting.meet(float(sys.argv[4]))
+    exchange.begin(float(sys.argv[4]))
     print("met", flush=True)
 except StoreUnavailable as error:
     print(error, flush=True)
@@ -288,7 +288,7 @@ def _start(command: list[str], number: int, tasks: str) -> subprocess.Popen[str]
 
 
 @pytest.mark.parametrize(
-    ("tasks", "other", "told"),
+    ("tasks", "other", "reported"),
     [
         ("2", "slow", "met"),
         ("2", "killed", "rank 1 of 2 ended before all had begun: no such process is left on "),
@@ -298,9 +298,9 @@ def _start(command: list[str], number: int, tasks: str) -> subprocess.Popen[str]
         ("1(x2)", "never there", "rank 1 of 2 did not come within 6 s"),
     ],
 )
-def test_a_rank_that_ended_before_it_began_differs_from_a_slow_one(tmp_path, tasks, other, told):
+def test_a_rank_that_ended_before_it_began_differs_from_a_slow_one(tmp_path, tasks, other, reported):
     """A slow rank imports its modules: it has a process with its rank in the environment, and leaves no notes."""
-    script, late_s = [sys.executable, "-c", _BEGINNING, str(tmp_path)], "6" if told.endswith(" 6 s") else "100"
+    script, late_s = [sys.executable, "-c", _BEGINNING, str(tmp_path)], "6" if reported.endswith(" 6 s") else "100"
     waits = ["sh", "-c", 'read line; exec "$@"', "sh", *script, "1", "1", late_s]
     with ExitStack() as started:
 
@@ -320,7 +320,7 @@ def test_a_rank_that_ended_before_it_began_differs_from_a_slow_one(tmp_path, tas
             time.sleep(2)  # so that rank 0 has seen it
             second.kill()
             second.wait()
-        assert first.stdout.readline().startswith(told)
+        assert first.stdout.readline().startswith(reported)
         assert time.monotonic() - begun < 60
 
 
@@ -356,13 +356,13 @@ def test_ranks_on_other_nodes_learn_that_a_rank_has_ended(monkeypatch):
 
     monkeypatch.setattr("tierd.client.ranks.rendezvous.Siblings", Seen)
     boards = [_quick(StoreBoard(store, "launch", "the store", exclusive=True)) for _ in range(3)]
-    made = [Meeting(board, rank, 4, QUICK) for rank, board in enumerate(boards)]
-    for error in together(*(lambda one=one: one.meet(100) for one in made)):
+    made = [NoteExchange(board, rank, 4, QUICK) for rank, board in enumerate(boards)]
+    for error in together(*(lambda one=one: one.begin(100) for one in made)):
         assert isinstance(error, StoreUnavailable) and "rank 3 of 4 ended before all had begun" in str(error)
 
 
 def test_the_thread_ends_with_its_meeting(boards):
-    made = meetings(boards, 2)
+    made = exchanges(boards, 2)
     assert together(*(lambda one=one: one.exchange(b"", 20) for one in made)) == [[b"", b""]] * 2
     threads = [one._thread for one in made]
     for one in made:
@@ -387,7 +387,7 @@ def test_a_store_is_not_kept_alive():
 
 
 def test_a_rank_that_works_is_waited_for_much_longer(boards):
-    made = meetings(boards, 2, silent_s=1.0)
+    made = exchanges(boards, 2, silent_s=1.0)
 
     def late() -> list[bytes]:
         with made[1].attending():
@@ -408,13 +408,13 @@ _PEER = """
 import sys, time
 from pathlib import Path
 from tierd.client.ranks.board import DirectoryBoard
-from tierd.client.ranks.meeting import Meeting
+from tierd.client.ranks.note_exchange import NoteExchange
 board = DirectoryBoard(Path(sys.argv[1]), "launch")
 board.beat_s = 0.1
 rank = int(sys.argv[2])
-meeting = Meeting(board, rank, 2, float(sys.argv[3]))
-meeting.meet(30)
-with meeting.attending():
+exchange = NoteExchange(board, rank, 2, float(sys.argv[3]))
+exchange.begin(30)
+with exchange.attending():
     print("in", flush=True)
     time.sleep(60)
 """
@@ -432,8 +432,8 @@ def test_a_rank_that_is_stopped_or_dies_is_named(tmp_path, how, victim):
         text=True,
     )
     try:
-        meeting = Meeting(_quick(DirectoryBoard(tmp_path, "launch")), 1 - victim, 2, silent_s)
-        meeting.meet(60)
+        exchange = NoteExchange(_quick(DirectoryBoard(tmp_path, "launch")), 1 - victim, 2, silent_s)
+        exchange.begin(60)
         assert peer.stdout.readline() == "in\n"
         time.sleep(0.3)  # one more sign of life
         os.kill(peer.pid, how)
@@ -442,7 +442,7 @@ def test_a_rank_that_is_stopped_or_dies_is_named(tmp_path, how, victim):
         begun = time.monotonic()
         word = "has given no sign of life" if how == signal.SIGSTOP else "has ended"
         with pytest.raises(StoreUnavailable, match=rf"rank {victim} \(process {peer.pid} .*\) {word}"):
-            meeting.exchange(b"", 60)
+            exchange.exchange(b"", 60)
         assert time.monotonic() - begun < 30
     finally:
         peer.kill()
@@ -461,9 +461,9 @@ def test_a_board_that_hangs_ends_the_wait():
 
         get = remove = put
 
-    hanging = Meeting(Hanging(), 0, 2, silent_s=1.0)
+    hanging = NoteExchange(Hanging(), 0, 2, silent_s=1.0)
     with pytest.raises(StoreUnavailable, match="the store does not answer"):
-        hanging.meet(30)
+        hanging.begin(30)
 
 
 def test_a_board_that_fails_is_named(tmp_path):
@@ -473,7 +473,7 @@ def test_a_board_that_fails_is_named(tmp_path):
         path.rmdir()
         path.write_text("no directory")
     with pytest.raises((StoreUnavailable, SpoolUnusable), match="meetings"):
-        Meeting(board, 0, 2, QUICK).meet(2)
+        NoteExchange(board, 0, 2, QUICK).begin(2)
 
 
 def test_notes_of_launches_that_ended_long_ago_are_swept(tmp_path):

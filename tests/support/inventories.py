@@ -34,8 +34,8 @@ def part(owner: CheckpointId, rank: int = 0, world: int = 1) -> PartId:
     return PartId(owner, rank, world)
 
 
-def facts(minute: float = 0, *, metrics=None, origin=None, borrowed=()) -> ManifestFacts:
-    return ManifestFacts(EPOCH + timedelta(minutes=minute), metrics or {}, origin, 10, 8, frozenset(borrowed))
+def facts(minute: float = 0, *, metrics=None, origin=None, bases=()) -> ManifestFacts:
+    return ManifestFacts(EPOCH + timedelta(minutes=minute), metrics or {}, origin, 10, 8, frozenset(bases))
 
 
 def config(*tiers: RetentionPolicy, spool: RetentionPolicy | None = None, low: float = 5.0) -> Config:
@@ -136,13 +136,13 @@ def places(history: dict[PartId, ManifestFacts], *, flawed: bool = True) -> st.S
         corrupt = set()
         if flawed and chosen and draw(st.sampled_from([True, False, False])):
             corrupt = draw(st.sets(st.sampled_from(sorted(chosen)), min_size=1, max_size=2))
-        aside = draw(st.sets(st.sampled_from(sorted(history)), max_size=1)) - chosen if flawed else set()
+        quarantined = draw(st.sets(st.sampled_from(sorted(history)), max_size=1)) - chosen if flawed else set()
         return Place.of(
             {p: None if p in corrupt else history[p] for p in chosen},
             {p: ManifestError("its bytes differ from its own digest") for p in corrupt},
             draw(few),
             frozenset(p.checkpoint for p in chosen) | draw(few),
-            {p: history[p] for p in aside},
+            {p: history[p] for p in quarantined},
         )
 
     return build()
@@ -174,12 +174,12 @@ def cases(draw, *, flawed: bool = True, dark: bool = True, tiers: int = 2) -> tu
 def without(place: Place, owner: CheckpointId) -> Place:
     """A tier after a prune: nothing of the checkpoint is left but what survivors borrow."""
     parts = {p: f for p, f in held(place).items() if p.checkpoint != owner}
-    lent = {c for f in parts.values() if f for c in f.borrowed}
+    shared = {c for f in parts.values() if f for c in f.bases}
     return remade(
         place,
         parts=parts,
         quarantined={p: f for p, f in place.quarantined.items() if p.checkpoint != owner},
-        owners=place.owners - ({owner} - lent),
+        owners=place.owners - ({owner} - shared),
     )
 
 
@@ -256,5 +256,5 @@ class Cluster:
                     self.tiers[name] = fresh
             case Discard(name):
                 spool = self.spools[node]
-                aside = {p: f for p, f in spool.quarantined.items() if f"quarantine/{p.path}" != name}
-                self.spools[node] = replace(spool, quarantined=aside)
+                quarantined = {p: f for p, f in spool.quarantined.items() if f"quarantine/{p.path}" != name}
+                self.spools[node] = replace(spool, quarantined=quarantined)

@@ -52,7 +52,7 @@ class _All(msgspec.Struct, frozen=True, omit_defaults=True):
     why: str = ""
 
 
-class Meeting:
+class NoteExchange:
     """One rank's side of the communication between a launch's ranks.
 
     Every rank makes one at the same places of its program, and calls `exchange` in the same order. One thread makes all
@@ -66,21 +66,21 @@ class Meeting:
         self._board, self._rank, self._world, self.silent_s = board, rank, world, silent_s
         self._me = this_process()
         self._mates: list[Mate] = []
-        self._name, self._turn, self._beats, self._said_turns, self._ended = "", 0, 0, 0, 0
+        self._name, self._number, self._beats, self._said_count, self._ended = "", 0, 0, 0, 0
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._inside = 0  # the number of open `attending` blocks
         self._moved = self._beaten = time.monotonic()
 
-    def meet(self, late_s: float) -> None:
+    def begin(self, late_s: float) -> None:
         """Find the processes that are this launch's ranks now. Notes of earlier processes are ignored.
 
         Raises:
             StoreUnavailable: some ranks did not arrive within `late_s` seconds, and the message names them; or the
                 board does not answer.
         """
-        self._run(lambda: self._meet(late_s))
+        self._run(lambda: self._begin(late_s))
 
     def exchange(self, said: bytes, late_s: float) -> list[bytes]:
         """Return every rank's message, in order of rank.
@@ -188,7 +188,7 @@ class Meeting:
         # The store is gone; notes that remain are swept later.
         with suppress(RuntimeError, OSError, ValueError, TierdError):
             if not self._board.outlives:
-                self._await_readers(range(1, self._world) if self._turn else ())
+                self._await_readers(range(1, self._world) if self._number else ())
                 return
             self._board.remove([f"hello/{self._rank}"])
             self._board.remove([f"{self._name}/beat/{self._rank}"])
@@ -203,7 +203,7 @@ class Meeting:
         end_s, pause_s = time.monotonic() + _LAST_S, QUICK_S
         while self._rank == 0 and time.monotonic() < end_s:
             seen = self._read(f"seen/{rank}" for rank in ranks)
-            if len(seen) == len(ranks) and all(int(turn) >= self._turn - 1 for turn in seen.values()):
+            if len(seen) == len(ranks) and all(int(number) >= self._number - 1 for number in seen.values()):
                 return
             pause_s = self._pause(pause_s)
 
@@ -213,7 +213,7 @@ class Meeting:
             return
         self._beats += 1
         with suppress(RuntimeError, OSError, TierdError):  # the other ranks notice the missing sign of life
-            sign = Sign(self._beats, bool(self._inside), self._said_turns, self._ended)
+            sign = Sign(self._beats, bool(self._inside), self._said_count, self._ended)
             self._put(f"beat/{self._rank}", msgspec.json.encode(sign))
 
     def _put(self, key: str, value: bytes) -> None:
@@ -238,7 +238,7 @@ class Meeting:
             self._beat()
         return min(pause_s * 1.5, self._board.poll_s)
 
-    def _meet(self, late_s: float) -> None:
+    def _begin(self, late_s: float) -> None:
         me = self._me, self._rank, self._world
         self._mates = Rendezvous(self._board, *me, self.silent_s, self._pause).find(late_s)
         self._name = self._mates[0].token
@@ -247,46 +247,46 @@ class Meeting:
     # -- exchanging messages ----------------------------------------------------------------------------------------
 
     def _exchange(self, said: bytes, late_s: float) -> list[bytes]:
-        turn, self._turn = self._turn, self._turn + 1
-        self._put(f"{turn}/{self._rank}", _SAID + said)
-        self._said_turns = turn + 1
+        number, self._number = self._number, self._number + 1
+        self._put(f"{number}/{self._rank}", _SAID + said)
+        self._said_count = number + 1
         if self._rank == 0:
-            self._collect(turn, late_s)
-        found = self._answer(turn, late_s)
+            self._collect(number, late_s)
+        found = self._answer(number, late_s)
         if not self._board.outlives and self._rank:
-            self._put(f"seen/{self._rank}", str(turn).encode())
+            self._put(f"seen/{self._rank}", str(number).encode())
         unpacker = zlib.decompressobj()
         answer = msgspec.msgpack.decode(unpacker.decompress(found, _LIMIT), type=_All)
         if answer.why:
             raise Absent(answer.why)
         return list(answer.heard)
 
-    def _collect(self, turn: int, late_s: float) -> None:
+    def _collect(self, number: int, late_s: float) -> None:
         """On rank 0: collect all messages and publish them, or publish which ranks did not arrive."""
         heard: dict[int, bytes] = {}
-        watch, pause_s, why = Watch(self, late_s, lambda sign: sign.said > turn), QUICK_S, ""
+        watch, pause_s, why = Watch(self, late_s, lambda sign: sign.said > number), QUICK_S, ""
         while not why and (absent := set(range(self._world)) - heard.keys()):
-            heard |= self._said(turn, absent)
+            heard |= self._said(number, absent)
             why = watch.given_up(set(range(self._world)) - heard.keys()) or self._gave_up(heard)
             pause_s = pause_s if why or len(heard) == self._world else self._pause(pause_s)
         if not why:
-            self._put(f"{turn}/closing", b"1")
-            said = self._said(turn, heard)
+            self._put(f"{number}/closing", b"1")
+            said = self._said(number, heard)
             why = self._gave_up({rank: said.get(rank, b"") for rank in heard})
         answer = _All(why=why) if why else _All(tuple(heard[rank][1:] for rank in range(self._world)))
         # Ranks' messages resemble each other, so all of them together compress to hardly more than one.
-        self._put(f"{turn}/all", zlib.compress(msgspec.msgpack.encode(answer), 1))
-        self._ended = turn + 1
-        gone = [f"{self._name}/{turn}/{what}" for what in (*heard, "closing")]
-        if turn and not why:
-            gone.append(f"{self._name}/{turn - 1}/all")  # every rank in this turn has read the previous turn's end
+        self._put(f"{number}/all", zlib.compress(msgspec.msgpack.encode(answer), 1))
+        self._ended = number + 1
+        gone = [f"{self._name}/{number}/{what}" for what in (*heard, "closing")]
+        if number and not why:
+            gone.append(f"{self._name}/{number - 1}/all")  # every rank in this turn has read the previous turn's end
         self._board.remove(gone)
         if why and not self._board.outlives:  # this process may end now, and the store with it
             self._await_readers(heard.keys() - {0})
 
-    def _said(self, turn: int, ranks: Iterable[int]) -> dict[int, bytes]:
+    def _said(self, number: int, ranks: Iterable[int]) -> dict[int, bytes]:
         """Return the messages of `ranks` at a turn, by rank; a message is empty once its rank has taken it back."""
-        keys = {f"{turn}/{rank}": rank for rank in ranks}
+        keys = {f"{number}/{rank}": rank for rank in ranks}
         return {keys[key]: said for key, said in self._read(keys).items()}
 
     def _gave_up(self, heard: Mapping[int, bytes]) -> str:
@@ -294,17 +294,17 @@ class Meeting:
         gone = "; ".join(f"{self.name(rank)} gave up waiting" for rank, said in sorted(heard.items()) if not said)
         return gone and f"{gone} for {self.name(0)}"
 
-    def _answer(self, turn: int, late_s: float) -> bytes:
+    def _answer(self, number: int, late_s: float) -> bytes:
         """Wait for the end of the exchange that rank 0 publishes."""
-        watch, pause_s = Watch(self, late_s, lambda sign: sign.ended > turn), QUICK_S
+        watch, pause_s = Watch(self, late_s, lambda sign: sign.ended > number), QUICK_S
         why = ""
-        while (found := self._get(f"{turn}/all")) is None:
+        while (found := self._get(f"{number}/all")) is None:
             if not why and (why := watch.given_up({0})):
-                self._put(f"{turn}/{self._rank}", b"")
-                if self._get(f"{turn}/closing") is None and self._get(f"{turn}/all") is None:
+                self._put(f"{number}/{self._rank}", b"")
+                if self._get(f"{number}/closing") is None and self._get(f"{number}/all") is None:
                     raise Absent(why)
                 watch = Watch(
-                    self, self.silent_s, lambda sign: sign.ended > turn
+                    self, self.silent_s, lambda sign: sign.ended > number
                 )  # rank 0 is about to decide, and may or may not have seen that this rank gave up
             elif why and watch.given_up({0}):
                 raise Absent(why)

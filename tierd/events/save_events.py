@@ -29,7 +29,7 @@ class SaveEvents:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._news = FirstSeen()
+        self._first_seen = FirstSeen()
         self._refused: set[PartId] = set()  # parts whose trainers learn from the daemon that the commit failed
         self._rolled_back: dict[tuple[str, str], str] = {}  # by tier and run, the reported reason
         self._append_only: set[str] = set()  # tiers
@@ -45,19 +45,19 @@ class SaveEvents:
         else:
             self._journal.counters["persisted"] += 1
             how = "past the page cache" if outcome.direct else "through the page cache"
-            if self._news.take(part):
+            if self._first_seen.take(part):
                 times = {"blocked_s": _rounded(outcome.blocked_s), "seconds": _rounded(outcome.durable_s)}
                 self._saved(part, outcome.size, f", {how}", outcome.metrics, **times)
 
     def restored(self, part: PartId, place: str, seconds: float) -> None:
         """Record that a rank read and verified its part of the checkpoint that all ranks load."""
         self._journal.counters["restores"] += 1
-        self._journal.tell("restored", place, part, "read and verified", seconds=round(seconds, 3))
+        self._journal.record("restored", place, part, "read and verified", seconds=round(seconds, 3))
 
     def fell_back(self, checkpoint: CheckpointId, skipped: Sequence[str]) -> None:
         """Record that a restore passed over newer checkpoints."""
         self._journal.counters["fallbacks"] += 1
-        self._journal.tell("fell back", SPOOL, checkpoint, f"passed over: {'; '.join(skipped)}")
+        self._journal.record("fell back", SPOOL, checkpoint, f"passed over: {'; '.join(skipped)}")
 
     def given_up(self, part: PartId, why: str) -> None:
         """Record that a trainer gave a save up. A failure that the trainer learned from the daemon is reported once."""
@@ -67,29 +67,29 @@ class SaveEvents:
 
     def fetched(self, part: PartId) -> None:
         """Record that a part is about to be fetched from a tier, so that it is not reported as a save."""
-        self._news.take(part)
+        self._first_seen.take(part)
 
     def came(self, spool: Place) -> None:
         """Process an observation of the spool. A part that no trainer handed over was committed by its trainer."""
-        for part in self._news.came(spool):
+        for part in self._first_seen.came(spool):
             facts = spool.facts(part)
             self._saved(part, facts.size if facts else 0, ", by its trainer", facts.metrics if facts else {})
 
     def launches(self, inventory: Inventory) -> None:
         """Process an observation of any place: report, once, launches of a run that save at the same time."""
-        told: dict[str, frozenset[str]] = {}
+        reported: dict[str, frozenset[str]] = {}
         for run in inventory.spool.alive:
             if rivals := beside(inventory, run, time.time()):
-                told[run] = frozenset(one.attempt for one in rivals)
-                if not told[run] <= self._beside.get(run, frozenset()):
-                    self._journal.tell("two launches", SPOOL, run, warning(rivals), run=run)
-        self._beside = told
+                reported[run] = frozenset(one.attempt for one in rivals)
+                if not reported[run] <= self._beside.get(run, frozenset()):
+                    self._journal.record("two launches", SPOOL, run, warning(rivals), run=run)
+        self._beside = reported
 
     def rolled_back(self, tier: str, run: str, why: str | None) -> None:
         """Process an observation of a tier: report once, while it lasts, that a run's history there was rolled back."""
         if why and self._rolled_back.get((tier, run)) != why:
-            self._journal.tell("rolled back", tier, run, why, run=run)
-        self._rolled_back = {one: told for one, told in self._rolled_back.items() if one != (tier, run)}
+            self._journal.record("rolled back", tier, run, why, run=run)
+        self._rolled_back = {one: reported for one, reported in self._rolled_back.items() if one != (tier, run)}
         if why:
             self._rolled_back[tier, run] = why
 
@@ -102,7 +102,7 @@ class SaveEvents:
         """
         if why and tier not in self._append_only:
             self._append_only.add(tier)
-            self._journal.tell("append only", tier, "deleting", f"nothing is pruned there: {why}")
+            self._journal.record("append only", tier, "deleting", f"nothing is pruned there: {why}")
         elif not why and tier in self._append_only:
             self._append_only.remove(tier)
             log.info("%s: it lets objects be deleted again, so retention prunes there", tier)
@@ -128,7 +128,7 @@ class SaveEvents:
     def relayed(self, tier: str, part: PartId) -> None:
         """Record that a part is about to be relayed to a tier that lacks it."""
         if part.rank == 0:
-            self._news.expect(tier, part.checkpoint, time.monotonic())
+            self._first_seen.expect(tier, part.checkpoint, time.monotonic())
 
     def durable(self, tier: str, spool: Place, tiers: Mapping[str, Place | None]) -> None:
         """Report the checkpoints that are complete on a tier. Call this after an observation or a flush."""
@@ -136,26 +136,26 @@ class SaveEvents:
         if place is None:
             return
         others = [other for name, other in tiers.items() if other and name != tier]
-        for checkpoint, took in self._news.whole(tier, spool, place, time.monotonic(), others):
+        for checkpoint, took in self._first_seen.whole(tier, spool, place, time.monotonic(), others):
             seen = place.checkpoints[checkpoint]
             known = seen.facts.values()
             raw, stored = sum(one.size for one in known), sum(one.stored_size for one in known)
             ranks = max((world for world, ranks in seen.ranks.items() if len(ranks) == world), default=0)
             why = f"every part of {ranks} ranks is there, verified; {len(known)} of them read, {raw} bytes as {stored}"
             more = {"raw_bytes": raw, "stored_bytes": stored} if len(known) == ranks else {}
-            told = metrics_of(next(iter(known)).metrics) if known else None
-            self._journal.tell(
-                "durable", tier, checkpoint, why, seconds=round(took, 3), world_size=ranks, metrics=told, **more
+            numbers = metrics_of(next(iter(known)).metrics) if known else None
+            self._journal.record(
+                "durable", tier, checkpoint, why, seconds=round(took, 3), world_size=ranks, metrics=numbers, **more
             )
 
     def _failed(self, part: PartId, why: str) -> None:
         self._journal.counters["persist_failures"] += 1
-        self._journal.tell("persist failed", SPOOL, part, why)
+        self._journal.record("persist failed", SPOOL, part, why)
         self._journal.failed((SAVES, part.writer), "save", SPOOL, part, why)
 
     def _saved(self, part: PartId, size: int, how: str, metrics: Mapping[str, float], **times: float | None) -> None:
-        told = metrics_of(metrics)
-        self._journal.tell("persisted", SPOOL, part, f"{size} bytes{how}", raw_bytes=size, metrics=told, **times)
+        numbers = metrics_of(metrics)
+        self._journal.record("persisted", SPOOL, part, f"{size} bytes{how}", raw_bytes=size, metrics=numbers, **times)
         self._journal.saved(part)
 
 
