@@ -123,7 +123,7 @@ def test_the_configuration_of_receivers_is_valid() -> None:
 def test_no_event_is_sent_that_is_not_listed() -> None:
     sent = set()
     for path in (ROOT / "tierd").rglob("*.py"):
-        sent |= set(re.findall(r"\b(?:tell|_tell_of)\(\s*\"([^\"]+)\"", path.read_text()))
+        sent |= set(re.findall(r"\b(?:record|_record_alert)\(\s*\"([^\"]+)\"", path.read_text()))
     assert sent | {MORE} == set(event_kinds.KINDS)
 
 
