@@ -31,10 +31,10 @@ def test_no_copy_is_deleted_because_of_one_that_somebody_took_away_since(spool):
         daemon = reconciler(spool, stores, keep=9, keep_local=1)
         for name in ("tier", SPOOL):
             await daemon.observe(name)
-        action = await daemon._agenda.next_action(daemon.workers[SPOOL])
+        action = await daemon._loop._agenda.next_action(daemon.workers[SPOOL])
         assert isinstance(action, Prune) and action.checkpoint == part(1).checkpoint
         shutil.rmtree(spool.path(part(2)))
-        action = await daemon._agenda.next_action(daemon.workers[SPOOL])
+        action = await daemon._loop._agenda.next_action(daemon.workers[SPOOL])
         assert not isinstance(action, Prune)
 
     asyncio.run(work())
@@ -48,7 +48,7 @@ def test_a_new_part_is_sent_after_a_sparing_look_alone(spool, monkeypatch):
         await daemon.observe("tier")
         commit(spool, part(3))
         monkeypatch.setattr(spool, "stamp", lambda path: asked.append(path) or stamp(path))
-        assert await daemon._agenda.next_action(daemon.workers["tier"]) == Flush(part(3), "tier")
+        assert await daemon._loop._agenda.next_action(daemon.workers["tier"]) == Flush(part(3), "tier")
 
     asked, stamp = [], spool.stamp
     asyncio.run(work())

@@ -256,7 +256,8 @@ def test_a_hello_that_was_written_over_is_said_again(boards):
 
 def test_one_that_died_while_all_begin_is_named(tmp_path):
     script = _PEER.replace(
-        "meeting.meet(30)", "meeting._board.put('hello/1', __import__('msgspec').json.encode(meeting._me)); sys.exit()"
+        "exchange.begin(30)",
+        "exchange._board.put('hello/1', __import__('msgspec').json.encode(exchange._me)); sys.exit()",
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path), "1", "5"], env=environment(), check=True, timeout=60)
     with pytest.raises(StoreUnavailable, match=r"rank 1 \(process \d+ on .*\) has ended"):
