@@ -14,7 +14,7 @@ def corrupt_or_gone(tiers: RunOnTiers, candidate: Candidate, error: CorruptChunk
         there = tiers.has(candidate.checkpoint, candidate.world)
     except (StoreUnavailable, StoreRefused) as unknown:
         return unknown
-    gone = ObjectNotFound(f"{candidate.checkpoint} was pruned, or set aside, while it was read")
+    gone = ObjectNotFound(f"{candidate.checkpoint} was pruned, or quarantined, while it was read")
     return error.with_traceback(None) if there else gone
 
 

@@ -52,7 +52,7 @@ def test_what_was_healed_and_reads_back_wrong_is_an_error_and_not_a_step_back(tm
     restorer = Restorer(Spool(tmp_path), "r", Ranks(0, 1), tiers=True)
     healer = Healer(restorer)
     monkeypatch.setattr(NodeSource, "_connect", lambda self: healer)
-    with pytest.raises(StoreUnavailable, match="just healed, and reads back wrong"):
+    with pytest.raises(StoreUnavailable, match="just repaired, and reads back wrong"):
         restorer.restore(None, None)
     assert healer.fetched == [2]
     data[-1] ^= 1

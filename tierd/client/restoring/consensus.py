@@ -182,7 +182,7 @@ class Agreement:
             return Settled(gone=True)
         if "corrupt" in found and not self._ranks.talk:
             raise StoreUnavailable(
-                f"rank {self._ranks.rank}: {error}. It is set aside, and the other ranks cannot be told without "
+                f"rank {self._ranks.rank}: {error}. It is quarantined, and the other ranks cannot be told without "
                 "torch.distributed: launch again, and every rank finds the checkpoint before it"
             ) from error
         name = "rank {}: {}" if self._ranks.world > 1 else "{1}"

@@ -174,7 +174,7 @@ class Files(PartRanges):
                 local = error.with_traceback(None)
             if home == self._home(part):
                 self._put_right(part, {file.path: [(first, end)]}, local)
-        raise StoreUnavailable(f"{part} was just healed, and reads back wrong from the spool: {local}") from local
+        raise StoreUnavailable(f"{part} was just repaired, and reads back wrong from the spool: {local}") from local
 
     def _home(self, part: PartId) -> Path:
         return self._spool.path(part) if self._spool.has(part) else self._spool.fetching(part)

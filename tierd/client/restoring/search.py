@@ -33,7 +33,7 @@ UNVOUCHED = (
     "newer (it is damaged, of a newer tierd, of another key, or not tierd's; if it is nobody's, "
     "`tierd disown RUN ATTEMPT URL`)"
 )
-_QUARANTINED = "set aside before: some of it was proven corrupt, and no place had it right"
+_QUARANTINED = "quarantined before: some of it was proven corrupt, and no place had it right"
 _LISTINGS = 3  # how often to list, if parts vanish between a listing and their reading
 # How often to try one checkpoint, because another node's spool may hold a right copy of what was quarantined here.
 _TRIES = 2

@@ -218,7 +218,7 @@ class NodeSource:
         except (CorruptChunk, ManifestError, ObjectNotFound, OSError) as error:
             # Some copy is right, because otherwise the fetch would have reported corruption. So this disk is failing,
             # which is no reason to try an older checkpoint.
-            raise StoreUnavailable(f"{part} was just healed, and reads back wrong from the spool: {error}") from error
+            raise StoreUnavailable(f"{part} was just repaired, and reads back wrong from the spool: {error}") from error
 
     def _remembered(self, part: PartId) -> tuple[Manifest, Mapping[str, memoryview]] | None:
         """Read the part from a predecessor's memory, with every byte compared with its manifest in the spool."""

@@ -55,10 +55,10 @@ class Repairs:
                 self._setup.workers[tier].put_off_stuck(part)
             if tier == SPOOL:
                 raise
-            log.warning("%s: %s cannot be mended yet: %s", tier, part, error)  # the other tier's worker backs off
+            log.warning("%s: %s cannot be repaired yet: %s", tier, part, error)  # the other tier's worker backs off
 
     async def fetch(self, part: PartId, *, counted: bool = False, wanted: Wanted | None = None) -> tuple[str, ...]:
-        """Repair the spool's copy of `part`, or fetch some of it, as `Repairer.heal` does; then observe the spool."""
+        """Repair the spool's copy of `part`, or fetch some of it, by `Repairer`; then observe the spool."""
         self._setup.save_events.fetched(part)
         try:
             return await self._repairer.repair_spool(part, counted=counted, wanted=wanted)

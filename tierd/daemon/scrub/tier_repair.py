@@ -287,7 +287,7 @@ class TierRepairer:
             if not missing:
                 await put_manifest(self._store, self._part.manifest_key, data, reread=True)
         if missing:
-            raise StoreUnavailable(f"{self._part}: {len(missing)} chunks were deleted while it was being mended")
+            raise StoreUnavailable(f"{self._part}: {len(missing)} chunks were deleted while it was being repaired")
 
 
 def _are_equal(one: Chunk, other: Chunk) -> bool:
