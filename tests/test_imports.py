@@ -1,4 +1,4 @@
-"""The house stands the way the design draws it: imports run downward only, and a trainer loads nothing of the daemon.
+"""Imports run one way, as ARCHITECTURE.md draws them, and a trainer loads nothing of the daemon.
 
 Checked over the syntax tree, so that a lazy import inside a function counts as well. What stands under
 `if TYPE_CHECKING:` is not run and does not count.
@@ -17,12 +17,12 @@ import pytest
 import tierd
 from tierd.core import errors
 
-HOUSE = Path(tierd.__file__).parent
+TIERD = Path(tierd.__file__).parent
 DAEMON_ONLY = {"asyncio", "aiofiles", "aiobotocore", "aiohttp", "botocore", "cryptography", "rich", "typer", "watchdog"}
 DAEMON_ONLY |= {"obstore", "zstandard"}
 
-# A room may import these rooms of tierd. A room is a package, or a module at the top; in packages that many import,
-# each module is a room of its own, because a trainer loads some of them and not the others.
+# A component may import these components of tierd. A component is a package, or a module at the top; in packages that
+# many import, each module is a component of its own, because a trainer loads some of them and not the others.
 EACH = ("codec", "ipc", "spool")
 MAY: dict[str, set[str]] = {
     "core": {"core"},
@@ -289,14 +289,14 @@ OPENS_STORES = {"tierd/daemon/opening.py", "tierd/reading/reader.py", "tierd/sto
 PURE = {"os", "time", "random", "asyncio", "io", "socket", "threading", "subprocess", "secrets", "pathlib", "tempfile"}
 
 
-def room(module: str) -> str:
+def component(module: str) -> str:
     """`tierd.core.ids` -> `core`; `tierd.spool.stage.Stage` -> `spool.stage`; `tierd` and a name in it -> ``."""
     package, *below = [*module.split(".")[1:], ""]
-    if (inner := f"{package}.{below[0]}" if below else package) in MAY and (HOUSE / inner.replace(".", "/")).is_dir():
+    if (inner := f"{package}.{below[0]}" if below else package) in MAY and (TIERD / inner.replace(".", "/")).is_dir():
         return inner  # a package in a package that may import more
-    if package in EACH and below[0] and (HOUSE / package / f"{below[0]}.py").exists():
+    if package in EACH and below[0] and (TIERD / package / f"{below[0]}.py").exists():
         return f"{package}.{below[0]}"
-    return package if (HOUSE / package).is_dir() or (HOUSE / f"{package}.py").exists() else ""
+    return package if (TIERD / package).is_dir() or (TIERD / f"{package}.py").exists() else ""
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -317,11 +317,11 @@ def faults(path: str, source: str) -> list[str]:
     """What a module at `path` (``tierd/...``) imports or does that its place does not allow."""
     tree = ast.parse(source)
     name = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-    here, found = room(name), []
+    here, found = component(name), []
     for module in imports(tree):
         top = module.split(".")[0]
         if top == "tierd":
-            if room(module) not in MAY[here]:
+            if component(module) not in MAY[here]:
                 found.append(f"{path}: {here or 'tierd'} imports {module}")
             if module.startswith("tierd.stores.open") and path not in OPENS_STORES and here != "cli":
                 found.append(f"{path}: opens stores")
@@ -343,16 +343,18 @@ def faults(path: str, source: str) -> list[str]:
     return found
 
 
-MODULES = sorted(path.relative_to(HOUSE.parent).as_posix() for path in HOUSE.rglob("*.py"))
+MODULES = sorted(path.relative_to(TIERD.parent).as_posix() for path in TIERD.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", MODULES)
 def test_imports_run_downward_only(path):
-    assert faults(path, (HOUSE.parent / path).read_text()) == []
+    assert faults(path, (TIERD.parent / path).read_text()) == []
 
 
-def test_every_room_is_there_and_no_other():
-    assert {room(path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")) for path in MODULES} == set(MAY)
+def test_every_component_is_there_and_no_other():
+    assert {component(path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")) for path in MODULES} == set(
+        MAY
+    )
 
 
 @pytest.mark.parametrize(
@@ -443,7 +445,7 @@ def test_errors_that_users_catch_are_imported_from_the_package():
     names = [name for name, error in vars(errors).items() if isinstance(error, type) and name in tierd.__all__]
     assert {"TierdError", "ConfigError", "StateMismatch", "SaveFailed", "TornSnapshot"} <= set(names)
     assert all(getattr(tierd, name) is getattr(errors, name) for name in names)
-    page = (HOUSE.parent / "docs" / "reference" / "api.md").read_text()
+    page = (TIERD.parent / "docs" / "reference" / "api.md").read_text()
     assert [name for name in names if f"`tierd.{name}`" not in page] == []
     assert not loaded(f"from tierd import {', '.join(names)}") & (DAEMON_ONLY | {"torch", "numpy", "msgspec"})
 

@@ -40,7 +40,7 @@ from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.retention.stored import StoredRetention, encode
 from tierd.core.seal import seal
 from tierd.core.urls import parse_url
-from tierd.daemon.tiers.prune import verify
+from tierd.daemon.tiers.verify import verify
 from tierd.daemon.timings import USUAL
 from tierd.spool import leases
 from tierd.spool.spool import Spool

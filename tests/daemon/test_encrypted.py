@@ -12,7 +12,8 @@ from support.world import commit, content, converge, corrupt, part, read, reconc
 from tierd.core.errors import FormatTooNew, ManifestError, StoreRefused, StoreUnavailable, WrongKey
 from tierd.core.manifest_codec import decode
 from tierd.core.seal import seal
-from tierd.daemon.tiers.prune import prune, quarantine, verify
+from tierd.daemon.tiers.prune import prune, quarantine
+from tierd.daemon.tiers.verify import verify
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import export
 from tierd.daemon.transfer.fetch import fetch

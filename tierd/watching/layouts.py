@@ -78,14 +78,14 @@ def units(listing: Listing) -> list[Unit]:
         here = Directory(path, tree[path], listing, tree)
         claimed = claim(here) if path else None
         if claimed is not None:
-            found.append(_whole(here, *claimed))
+            found.append(_unit_in(here, *claimed))
             continue
         found += _groups(here)
         pending += [joined(path, name) for name, entry in here.names.items() if entry.kind == "directory"]
     return sorted(found, key=lambda unit: unit.path)
 
 
-def _whole(here: Directory, layout: UnitLayout, missing: str | None) -> Unit:
+def _unit_in(here: Directory, layout: UnitLayout, missing: str | None) -> Unit:
     inside = list(below(here.tree, here.path))
     files = tuple(path for path, entry in inside if entry.kind == "file")
     strange = tuple(path for path, entry in inside if entry.kind != "file")

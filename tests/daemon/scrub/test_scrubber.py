@@ -24,7 +24,7 @@ from tierd.core.manifest_codec import decode, encode
 from tierd.core.planning.place import SPOOL
 from tierd.core.planning.scrub_schedule import ScrubbedCopy, agenda
 from tierd.daemon.status import status
-from tierd.daemon.tiers.prune import verify
+from tierd.daemon.tiers.verify import verify
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore

@@ -21,7 +21,7 @@ from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.retention.stored import StoredRetention, encode
 from tierd.core.timeline.head import together
 from tierd.daemon.tiers.observe import TierObserver
-from tierd.daemon.tiers.prune import verify
+from tierd.daemon.tiers.verify import verify
 from tierd.daemon.transfer.copy import CopiedRun, copy_run
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.flush import flush

@@ -17,7 +17,8 @@ from tierd.core.manifest import PATCHED, Chunk, Manifest
 from tierd.core.manifest_codec import decode
 from tierd.core.planning import sharing
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
-from tierd.daemon.tiers.prune import prune, verify
+from tierd.daemon.tiers.prune import prune
+from tierd.daemon.tiers.verify import verify
 from tierd.daemon.transfer.chunk_source import Twin
 from tierd.daemon.transfer.copy import copy_run
 from tierd.daemon.transfer.download import Progress

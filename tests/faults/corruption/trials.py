@@ -31,7 +31,7 @@ from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.scrub.repairer import Repairer
 from tierd.daemon.scrub.verifier import CopyVerifier
 from tierd.daemon.tiers.observe import observe_places
-from tierd.daemon.tiers.prune import verify
+from tierd.daemon.tiers.verify import verify
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import export
 from tierd.daemon.transfer.flush import flush

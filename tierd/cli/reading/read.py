@@ -47,7 +47,7 @@ from tierd.core.timeline.candidates import not_found, restore_candidates
 from tierd.daemon.opening import open_tiers
 from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.tiers.observe import observe_places
-from tierd.daemon.tiers.prune import verify as verify_on_tier
+from tierd.daemon.tiers.verify import verify as verify_on_tier
 from tierd.ipc import messages, replies
 from tierd.ipc.client import Link
 from tierd.priority import hasten

@@ -9,20 +9,17 @@ still holds shared chunks, the mark that stands there shows that the prune was c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import aclosing
-from functools import partial
 from typing import NamedTuple
 
-from tierd.codec.codec import check_stored
 from tierd.core.errors import CorruptChunk, DeleteRefused, FormatTooNew, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId, chunks_prefix, quarantine_prefix
-from tierd.core.manifest import Chunk, Manifest, Stored
 from tierd.core.planning.place import Place
 from tierd.daemon.tiers.deletions import Confirm, Deletions, Pass
 from tierd.daemon.tiers.intents import deleting
 from tierd.daemon.tiers.manifests import Manifests
-from tierd.daemon.tiers.objects import put_manifest, read_manifest, surely
+from tierd.daemon.tiers.objects import put_manifest, read_manifest
 from tierd.daemon.tiers.shared_chunks import mark_of
 from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.stores.base import Store
@@ -152,47 +149,3 @@ async def quarantine(store: Store, part: PartId) -> bool:
         await put_manifest(store, part.quarantine_key, data)
     await store.delete([part.manifest_key])
     return True
-
-
-async def verify(store: Store, part: PartId, read: Callable[[int], None]) -> tuple[Manifest, list[str]]:
-    """Re-read every stored byte of a part on a tier and compare it with the digests.
-
-    Args:
-        store: the tier's store.
-        part: the part to verify.
-        read: callback that gets the stored size of each chunk, in bytes, after the chunk was compared.
-
-    Returns:
-        The manifest, and a description of each defect.
-
-    Raises:
-        ObjectNotFound, ManifestError, FormatTooNew: the manifest is not there or cannot be used.
-        StoreUnavailable, StoreRefused: the tier failed, which says nothing about the bytes.
-    """
-    manifest = await read_manifest(store, part)
-    wrong: list[str] = []
-    for chunk in manifest.chunks():
-        if chunk.stored is None:
-            wrong.append(f"chunk {chunk.xxh3_128}: the manifest does not say where it is")
-            continue
-        if defect := await _defect(store, part.checkpoint.run, chunk):
-            wrong.append(defect)
-        read(chunk.stored.size)
-    return manifest, wrong
-
-
-async def _defect(store: Store, run: str, chunk: Chunk) -> str | None:
-    """Describe the first of a chunk's objects that is not right; None if all are."""
-    for stored in chunk.objects():
-        key = f"{run}/{stored.key}"
-        try:
-            await surely(partial(_compare, store, key, stored))
-        except ObjectNotFound:
-            return f"{key}: missing"
-        except CorruptChunk as error:
-            return str(error)
-    return None
-
-
-async def _compare(store: Store, key: str, stored: Stored) -> None:
-    check_stored(stored, await store.get(key), key.partition("/")[0])
