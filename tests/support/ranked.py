@@ -263,7 +263,7 @@ class Cluster:
                 meeting=str(meeting),
                 steps=steps,
                 every=self.every,
-                throughput=0.0 if tierless else self.pace,
+                pace=0.0 if tierless else self.pace,
             )
             process = nursery.Process(target=ranked_trainer.main, args=(orders,))
             launch.processes.append(process)

@@ -173,7 +173,7 @@ class KilledLife:
                 meeting=str(self.room / f"meeting-{self.launch}"),
                 daemon=with_daemon,
                 slots=self.slots,
-                throughput=self.noise.choice((0.0, 0.01, 0.03)),
+                pace=self.noise.choice((0.0, 0.01, 0.03)),
                 slow=self.slow,
                 steps=steps,
             )
