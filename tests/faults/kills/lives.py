@@ -502,7 +502,7 @@ class KilledLife:
 
     # -- the tale -----------------------------------------------------------------------------------------------------
 
-    def log(self, line: str) -> None:
+    def record(self, line: str) -> None:
         self.story.append(f"{time.monotonic():.3f} {line}")
 
     def _tale(self) -> str:

@@ -285,7 +285,7 @@ class _Link:
     def greet(self) -> None:
         """Client and daemon are of one version here."""
 
-    def ask(self, request: Any, timeout_s: float | None = None, reported: Any = None) -> dict[str, Any]:
+    def ask(self, request: Any, timeout_s: float | None = None, on_progress: Any = None) -> dict[str, Any]:
         line = messages.encode_line(Caller.here.caller.ask(lambda: self._answer(request)))
         reply = msgspec.json.decode(line)
         if not reply.get("ok"):
@@ -331,7 +331,7 @@ class _Ranks:
     talk: bool = True
 
     def gather(self, value: Any) -> list[Any]:
-        return list(Caller.here.caller.ask(lambda: self.board.record(self.rank, value)))
+        return list(Caller.here.caller.ask(lambda: self.board.report(self.rank, value)))
 
 
 class _Lost(Exception):
