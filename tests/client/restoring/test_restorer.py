@@ -160,7 +160,7 @@ def test_nor_when_the_daemon_set_them_aside_before_anybody_asked(spool):
     with Daemon(spool.root, {"tier": Double()}) as daemon:
         daemon.settle()
         assert not spool.parts() and spool.quarantined()
-        with pytest.raises(CheckpointNotFound, match="set aside"):
+        with pytest.raises(CheckpointNotFound, match="quarantined"):
             resume(spool, to=None)
 
 
