@@ -311,8 +311,7 @@ def head_key(run: str, by: str) -> str:
 
 def parse_head(run: str, key: str) -> str | None:
     """`by` of the head with this key; None if the key is not one of `run`'s heads."""
-    match = _BY_NODE.fullmatch(key.removeprefix(heads_prefix(run)))
-    return match[1] if match else None
+    return _node_of(key, heads_prefix(run))
 
 
 def watching_prefix(run: str) -> str:
@@ -326,7 +325,11 @@ def watching_key(run: str, by: str) -> str:
 
 def parse_watching(run: str, key: str) -> str | None:
     """`by` of the record of a watch with this key; None if the key is not one of `run`'s."""
-    match = _BY_NODE.fullmatch(key.removeprefix(watching_prefix(run)))
+    return _node_of(key, watching_prefix(run))
+
+
+def _node_of(key: str, prefix: str) -> str | None:
+    match = _BY_NODE.fullmatch(key.removeprefix(prefix))
     return match[1] if match else None
 
 

@@ -85,7 +85,7 @@ class Restorer(Search):
 
     Args:
         tiers, line, keep, metrics, silent, uploads, timings: as in `NodeSource`.
-        clock, tell: as in `Search`.
+        clock, report: as in `Search`.
         only: names of entries; no byte of other entries is read.
     """
 

@@ -115,7 +115,7 @@ async def send(
         part: the part.
         route: the route to the tier.
         source: provides the chunks.
-        lender, worn_out, spread: as for `flush`.
+        base, worn_out, spread: as for `flush`.
 
     Raises:
         As `flush`.

@@ -41,7 +41,7 @@ async def relay(
         stores: the other tiers.
         part: the part.
         route: the route to the tier.
-        lender, worn_out: as for `flush.flush`.
+        base, worn_out: as for `flush.flush`.
         run: the run's name on the tier; empty for the part's own run.
         read: called with the raw bytes of each chunk that was read from another tier.
 
