@@ -27,6 +27,7 @@ from tierd.core.errors import StateRefused
 from tierd.spool.file_io import sync_directory
 
 ROUNDS = 5
+ONCE_S = 20.0
 MANY, ENTRIES, TENSORS = 1_000_000, 300_000, 10_000
 
 
@@ -84,7 +85,8 @@ def values(home: Path, name: str) -> Samples:
                 "dcp.load": partial(load, dict(state), checkpoint_id=home / "dcp", no_dist=True),
             }
             for arm, call in calls.items():
-                samples[arm].append(timed(call)[1])
+                if not samples[arm] or samples[arm][-1]["wall_s"] < ONCE_S:
+                    samples[arm].append(timed(call)[1])
             assert into["value"] == value, name
     return samples
 
