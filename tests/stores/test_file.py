@@ -84,9 +84,16 @@ def test_a_missing_root_is_refused_and_never_made(tmp_path: Path) -> None:
     with pytest.raises(StoreRefused):
         asyncio.run(FileStore(root).delete(["k"]))
     assert not root.exists()
+
+
+@pytest.mark.parametrize("below", ["file", "file/tier"])
+def test_a_root_that_is_a_file_is_refused_and_shows_no_object_as_absent(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StoreRefused):
-        put(tmp_path / "file", "k")
+    store = FileStore(tmp_path / below)
+    calls = (store.put("k", b""), store.get("k"), store.get("a/k", memory_for(8)), keys(store), store.delete(["k"]))
+    for call in calls:
+        with pytest.raises(StoreRefused, match=r"file.* is not a directory"):
+            asyncio.run(call)
 
 
 @pytest.mark.parametrize("replacement", [True, False], ids=["another directory in its place", "nothing in its place"])

@@ -171,6 +171,31 @@ def test_a_damaged_unit_is_reported_once(root: Path, spool: Spool) -> None:
     assert reported.parts == [] and "damaged" in reported.reasons["model_step100.pt"]
 
 
+def test_a_unit_that_never_rests_is_reported_once_until_it_rests(root: Path, spool: Spool) -> None:
+    layouts.torch_save(root)
+    path, reported = root / "model_step100.pt", Reported()
+    watch = UnitWatch(spool, root, RUN, reported, settle_s=10.0)
+
+    def rewrite_for(seconds: int, start_s: float) -> float:
+        for now_s in range(0, seconds, 5):
+            os.utime(path, ns=(0, int(start_s + now_s) * 1_000_000_000))
+            watch.observe(History(), start_s + now_s)
+        return start_s + seconds
+
+    now_s = rewrite_for(3600, 0.0)
+    assert reported.reasons == {} and watch.refused == {}
+    now_s = rewrite_for(10, now_s)
+    assert "for an hour without a rest of 10 s" in reported.reasons.pop(path.name)
+    now_s = rewrite_for(1000, now_s)
+    assert reported.reasons == {} and path.name in watch.refused
+    for _ in range(3):
+        now_s += 10.0
+        watch.observe(History(), now_s)
+    assert len(reported.parts) == 1 and watch.refused == {}
+    rewrite_for(3600, now_s)
+    assert reported.reasons == {}, "an hour begins anew when it rested"
+
+
 def test_a_full_disk_is_reported_and_tried_again(root: Path, spool: Spool, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     layouts.torch_save(root)
     full = [True]

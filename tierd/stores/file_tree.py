@@ -64,6 +64,8 @@ class FileTree:
             if self._seen:
                 raise StoreUnavailable(f"{self._path} has vanished: is its file system still mounted?") from None
             raise StoreRefused(f"{self._path} does not exist: mount it, or create it with mkdir") from None
+        except NotADirectoryError:  # not an absent object, of which it would be the sign further down
+            raise StoreRefused(f"{self._path} is not a directory, or lies below a file; remove that file") from None
         with closing(root):
             # Before the check, because another thread's put may make the mark after it.
             self._seen, marked = True, self._marked

@@ -63,6 +63,8 @@ class Due:
 class _Seen:
     shape: Shape
     since_s: float  # when a listing first showed this shape
+    changing_s: float  # since when it has not rested
+    rested: bool = False  # whether it was unchanged for long enough in this shape
     tries: int = 0
     judged: bool = False  # whether it was taken or refused in this shape
     left: bool = False  # whether it is incomplete, or mixed from two saves, and at rest: its program may be dead
@@ -93,10 +95,14 @@ class Settling:
             if seen is None or seen.shape != shape:
                 # An incomplete unit settles from its last change on, not from its marker, because ranks write until
                 # then.
-                self._seen[path] = _Seen(shape, now_s, seen.tries, former=seen.former) if seen else _Seen(shape, now_s)
+                self._seen[path] = new = _Seen(shape, now_s, now_s)
+                if seen is not None:
+                    new.tries, new.former = seen.tries, seen.former
+                    new.changing_s = now_s if seen.rested else seen.changing_s
                 continue
             if seen.judged or now_s - seen.since_s < self._wait_s(seen):
                 continue
+            seen.rested = True
             seen.left = unit.missing is not None or not _is_one_save(unit, listing.entries, seen.former)
             if not seen.left:
                 seen.former = {name: listing.entries[name] for name in (*unit.files, *unit.markers)}
@@ -120,6 +126,10 @@ class Settling:
     def is_waiting(self, but: Collection[str] = ()) -> bool:
         """Whether a unit of the last listing, but these, is still to be taken or refused, or may be being written."""
         return any(not (seen.judged or seen.left) for path, seen in self._seen.items() if path not in but)
+
+    def restless(self, now_s: float, for_s: float) -> list[str]:
+        """The units of the last listing that have kept changing for so many seconds, without a rest of `settle_s`."""
+        return [path for path, seen in self._seen.items() if not seen.rested and now_s - seen.changing_s >= for_s]
 
     def is_seen(self, path: str) -> bool:
         """Whether the last listing has a unit."""

@@ -21,6 +21,13 @@ _TEST_UNIT_WATCH = "pytest tests/watching/test_unit_watch.py"
 
 MUTANTS = (
     Mutant(
+        "nobody learns of a unit that never rests",
+        _UNIT_WATCH,
+        "            self._refuse_restless()\n",
+        "",
+        f"{_TEST_UNIT_WATCH} -k never_rests",
+    ),
+    Mutant(
         "two directories become one run",
         _OTHER_WATCHES,
         "            if lives:\n",

@@ -168,6 +168,13 @@ MUTANTS = (
         f"{_TEST_FILE} -k read_only_is_not",
     ),
     Mutant(
+        "every object of a tier whose root is a file is absent",
+        _TREE,
+        "        except NotADirectoryError:  # not",
+        "        except BlockingIOError:  # not",
+        f"{_TEST_FILE} -k shows_no_object_as_absent",
+    ),
+    Mutant(
         "a tier's files are whatever its root is",
         _TREE,
         "(mode & 0o070 if mode & stat.S_ISGID else 0)",

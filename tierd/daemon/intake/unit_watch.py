@@ -42,6 +42,7 @@ _AGAIN_S = 60.0  # seconds until a unit that could not be read or written is tri
 _OPEN_S = 5.0  # seconds until a unit that a process has open for writing is tried again
 _BAD_NAME = "its name is not UTF-8; rename it"
 _MANY = 3  # tries in which a unit changed, until that is reported
+_RESTLESS_S = 3600.0  # seconds for which a unit may change without a rest, until that is reported
 
 
 class Reports(Protocol):
@@ -91,7 +92,7 @@ class UnitWatch:
     ) -> None:
         self._spool, self._directory, self._run, self._reports = spool, directory, run, reports
         self._room, self._going = room, going
-        self._settling = Settling(settle_s)
+        self._settling, self._settle_s = Settling(settle_s), settle_s
         self._taken = TakenUnits(spool, run)
         self._ordering = Ordering(self._settling, self._taken)
         self._off: dict[str, float] = {}  # by unit, until when it is not tried
@@ -102,6 +103,7 @@ class UnitWatch:
         self.unreadable: tuple[str, ...] = ()
         self._unread: set[str] = set()  # units that could not be read when they were last tried
         self._unnamed: frozenset[str] = frozenset()  # what the last listing refused for its name
+        self._restless: frozenset[str] = frozenset()  # units that were reported because they never rest
         self._stepless: set[str] = set()  # units without a step that were reported
         self._links = OutwardLinks(directory)
         self._doubted = False  # whether a doubt about the order was reported
@@ -135,6 +137,7 @@ class UnitWatch:
             due = self._settling.observe(listing, now_s)
             self._forget()
             self._refuse_names(tree.unnamed)
+            self._refuse_restless()
             self._links.see(tree, listing)
             self._ordering.see(self._known)
             for one in self._ordering.sort(due):
@@ -210,6 +213,17 @@ class UnitWatch:
             else:
                 self._refused(path, _BAD_NAME)
         self._unnamed = frozenset(paths)
+
+    def _refuse_restless(self) -> None:
+        """Report the units that a program never leaves alone for long enough to be taken."""
+        paths = self._settling.restless(self._now_s, _RESTLESS_S)
+        why = f"it has changed for an hour without a rest of {self._settle_s:g} s, and is taken when it rests"
+        for path in paths:
+            if path in self._restless:
+                self.refused[path] = why
+            else:
+                self._refused(path, why)
+        self._restless = frozenset(paths)
 
     def _refused(self, path: str, why: str) -> None:
         self.refused[path] = why
