@@ -22,7 +22,7 @@ import tierd
 from tierd.client.ranks import ranks
 from tierd.core.errors import CheckpointNotFound, SaveFailed, StateMismatch
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.timeline.candidates import RestoreOrder, agree
+from tierd.core.timeline.candidates import RestoreOrder, restore_order
 from tierd.core.timeline.run_view import RunView
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Pause, Status
@@ -186,7 +186,7 @@ WHOLE = RunView(whole={2: {attempt(1): [1, 2]}}, origins={attempt(1): None})
 def test_rank_says(view, lost, liar):
     """What one rank says of what it sees: the others never take for theirs what they do not see themselves."""
     views = [view, WHOLE] if liar == 0 else [WHOLE, view]
-    found: RestoreOrder = agree(views, RUN, world=2)
+    found: RestoreOrder = restore_order(views, RUN, world=2)
     first = found.candidates[0] if found.candidates else None
     if lost == "lacking":  # what it made up is waited for, and the restore says that no copy is seen
         assert first and first.checkpoint.step == 3 and 1 - liar in first.lacking

@@ -149,7 +149,7 @@ class TierFiles(PartRanges):
                 if not copies.defects and not copies.unavailable:
                     raise ObjectNotFound(f"{part}: no tier has a copy")
                 raise copies.lost("its manifest", copies.unavailable)
-            copies.agree(contents[0])
+            copies.trust(contents[0])
             self._copies[part], self._contents[part] = copies, contents
         return self._contents[part][0]
 
@@ -174,7 +174,7 @@ class TierFiles(PartRanges):
         if part is None or len(self._contents[part]) < 2:
             return False
         self._contents[part].pop(0)
-        self._copies[part].agree(self._contents[part][0])
+        self._copies[part].trust(self._contents[part][0])
         self._files.pop(part, None)
         return True
 

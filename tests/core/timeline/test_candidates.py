@@ -24,7 +24,14 @@ from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
 from tierd.core.save_policy import Goal
-from tierd.core.timeline.candidates import Candidate, RestoreOrder, agree, not_found, own_part, restore_candidates
+from tierd.core.timeline.candidates import (
+    Candidate,
+    RestoreOrder,
+    not_found,
+    own_part,
+    restore_candidates,
+    restore_order,
+)
 from tierd.core.timeline.run_view import RunView, run_view_of
 from tierd.ipc.replies import read_member
 
@@ -221,13 +228,13 @@ def test_names_of_another_number_of_ranks_that_cannot_be_read_stop_nobody(own, w
             (planted(sound, *(part(newer, rank, other) for rank in range(other)), why=why), (newer,)),
         ):
             for seen in ([run_view_of(Inventory(place, {}), "r")] * own, views(*[Place()] * own, tier=place)):
-                found = agree(seen, "r", world=own)
+                found = restore_order(seen, "r", world=own)
                 assert (found.candidates, found.unvouched) == ((Candidate(A100, own),), passed)
-                by_name = agree(seen, "r", newer.step, world=own)
+                by_name = restore_order(seen, "r", newer.step, world=own)
                 assert (by_name.candidates, by_name.unvouched) == ((), passed)
     both = planted(sound, part(newer, 0, 4 - own), *(part(newer, rank, 4) for rank in range(4)), why=why)
     both = planted(both, *(part(newer, rank, 3 * own) for rank in range(3 * own)), why=why)
-    assert agree(views(*[Place()] * own, tier=both), "r", world=own).candidates == (Candidate(A100, own),)
+    assert restore_order(views(*[Place()] * own, tier=both), "r", world=own).candidates == (Candidate(A100, own),)
     whoever = restore_candidates(Inventory(planted(sound, part(A100, 0, 1), part(A100, 1, 2)), {}), "r")
     assert whoever.candidates == (Candidate(A100, own),)
 
@@ -235,17 +242,17 @@ def test_names_of_another_number_of_ranks_that_cannot_be_read_stop_nobody(own, w
 def test_a_number_of_ranks_that_a_manifest_tells_is_refused_by_whoever_has_another():
     reported_elsewhere = Place.of({part(A100): facts()})
     place = planted(Place(), part(A100))
-    assert agree(views(place, reported_elsewhere, tier=place), "r", world=2).candidates == (Candidate(A100, 1),)
+    assert restore_order(views(place, reported_elsewhere, tier=place), "r", world=2).candidates == (Candidate(A100, 1),)
     unknown = remade(Place(), {part(A100): None, part(A200): facts()}, {part(A100): SpoolUnusable("EIO")})
-    found = agree(views(unknown, unknown, tier=Place()), "r", world=2)
+    found = restore_order(views(unknown, unknown, tier=Place()), "r", world=2)
     assert found.candidates == (Candidate(A200, 1), Candidate(A100, 1))
 
 
 def test_names_of_another_number_of_ranks_hide_nothing_that_lies_in_the_nodes_own_spools():
     spools = [Place.of({part(A100, rank, 2): facts()}) for rank in (0, 1)]
-    found = agree(views(*spools, tier=planted(Place(), part(A100))), "r", world=2)
+    found = restore_order(views(*spools, tier=planted(Place(), part(A100))), "r", world=2)
     assert (found.candidates, found.incomplete, found.unvouched) == ((Candidate(A100, 2),), (), ())
-    moved = agree(views(*reversed(spools), tier=planted(Place(), part(A100))), "r", world=2)
+    moved = restore_order(views(*reversed(spools), tier=planted(Place(), part(A100))), "r", world=2)
     assert moved.candidates == (Candidate(A100, 2, (0, 1)),)
 
 
@@ -259,7 +266,7 @@ def views(*places: Place, tier: Place | None = None) -> list[RunView]:
 
 def test_parts_in_each_nodes_own_spool_are_a_candidate():
     spools = [Place.of({part(A100, rank, 2): facts()}) for rank in (0, 1)]
-    found = agree(views(*spools, tier=Place()), "r", world=2)
+    found = restore_order(views(*spools, tier=Place()), "r", world=2)
     assert found.candidates == (Candidate(A100, 2),)
     assert not found.incomplete
 
@@ -267,44 +274,44 @@ def test_parts_in_each_nodes_own_spool_are_a_candidate():
 def test_a_rank_that_cannot_get_at_its_part_is_named():
     """The ranks changed nodes: what each needs lies in the other's spool."""
     spools = [Place.of({part(A100, rank, 2): facts()}) for rank in (1, 0)]
-    assert agree(views(*spools, tier=Place()), "r", world=2).candidates == (Candidate(A100, 2, (0, 1)),)
+    assert restore_order(views(*spools, tier=Place()), "r", world=2).candidates == (Candidate(A100, 2, (0, 1)),)
     both = Place.of({part(A100, rank, 2): facts() for rank in (0, 1)})
-    assert agree(views(both, Place(), tier=Place()), "r", world=2).candidates == (Candidate(A100, 2, (1,)),)
-    assert agree(views(both, Place(), tier=both), "r", world=2).candidates == (Candidate(A100, 2),)
+    assert restore_order(views(both, Place(), tier=Place()), "r", world=2).candidates == (Candidate(A100, 2, (1,)),)
+    assert restore_order(views(both, Place(), tier=both), "r", world=2).candidates == (Candidate(A100, 2),)
 
 
 def test_whoever_needs_every_part_lacks_what_another_node_alone_has():
     spools = [Place.of({part(A100, rank, 2): facts()}) for rank in (0, 1)]
-    assert agree(views(*spools, tier=Place()), "r", world=2, everything=True).candidates == (
+    assert restore_order(views(*spools, tier=Place()), "r", world=2, everything=True).candidates == (
         Candidate(A100, 2, (0, 1)),
     )
     tier = Place.of({part(A100, 0, 2): facts()})
-    found = agree(views(*spools, tier=tier), "r", world=2, everything=True)
+    found = restore_order(views(*spools, tier=tier), "r", world=2, everything=True)
     assert found.candidates == (Candidate(A100, 2, (0,)),), "and a mixture of its own spool and the tier is enough"
-    assert agree(views(*spools, spools[0], tier=tier), "r", world=3).candidates == (Candidate(A100, 2),)
+    assert restore_order(views(*spools, spools[0], tier=tier), "r", world=3).candidates == (Candidate(A100, 2),)
 
 
 def test_a_rank_that_cannot_talk_takes_no_mixture_of_its_spool_and_a_tier():
     own, tier = Place.of({part(A100, 1, 2): facts()}), Place.of({part(A100, 0, 2): facts()})
-    alone = agree(views(own, tier=tier), "r", world=2)
+    alone = restore_order(views(own, tier=tier), "r", world=2)
     assert (alone.candidates, alone.incomplete) == ((), (A100,))
     both = Place.of({part(A100, rank, 2): facts() for rank in (0, 1)})
-    assert tried(agree(views(own, tier=both), "r", world=2)) == [A100]
+    assert tried(restore_order(views(own, tier=both), "r", world=2)) == [A100]
 
 
 def test_one_that_saw_the_newest_attempt_is_enough_for_all():
     """The others would resume from the branch that it left."""
     branch = solo(Place(), A100, A200, A300)
     seen = solo(Place(), B210, origin=A200)
-    found = agree(views(branch, seen, branch, tier=Place()), "r")
+    found = restore_order(views(branch, seen, branch, tier=Place()), "r")
     assert tried(found) == [B210, A200, A100] and found.branches == (A300,)
 
 
 def test_who_could_not_be_asked_is_named_by_rank():
     two = views(Place(), Place())
-    assert agree(two, "r", world=2).unreached == ("a",)
+    assert restore_order(two, "r", world=2).unreached == ("a",)
     two[1] = msgspec.structs.replace(two[1], alone="no daemon")
-    assert agree(two, "r", world=2).alone == ("rank 1: no daemon",)
+    assert restore_order(two, "r", world=2).alone == ("rank 1: no daemon",)
 
 
 @st.composite
@@ -349,7 +356,7 @@ def test_what_ranks_agree_on_each_can_have_and_nothing_newer_is_passed_over_unsa
         for node in nodes
     ]
     assert gathered == [run_view_of(node, "r") for node in nodes], "a sight comes through as it was"
-    found = agree(gathered, "r", world=size)
+    found = restore_order(gathered, "r", world=size)
     seen = [
         {p for place in (node.spool, *node.tiers.values()) if place for p in place.parts() if p.checkpoint.run == "r"}
         for node in nodes
@@ -403,7 +410,7 @@ def test_a_thousand_ranks_and_checkpoints_are_agreed_on_at_once():
     assert max(map(len, said)) < 10_000
     heard = [msgspec.json.decode(one, type=RunView) for one in said]
     begun = time.process_time()
-    found = agree(heard, "r", world=1024)
+    found = restore_order(heard, "r", world=1024)
     assert time.process_time() - begun < 2
     assert [(c.checkpoint.step, c.lacking) for c in found.candidates[:2]] == [(500_500, ()), (500_000, ())]
     assert len(found.candidates) == 1002
@@ -446,8 +453,8 @@ def test_rank_0_speaks_and_whoever_sees_its_manifest_tells_the_others():
         read_member({"sight": msgspec.json.decode(msgspec.json.encode(one))}, "sight", RunView) for one in gathered
     ]
     for views in (gathered, gathered[::-1]):
-        assert tried(agree(views, "r", best=LOSS)) == [A100, A200]
-    assert agree(gathered[1:], "r", best=LOSS).candidates == ()
+        assert tried(restore_order(views, "r", best=LOSS)) == [A100, A200]
+    assert restore_order(gathered[1:], "r", best=LOSS).candidates == ()
     both = Place.of({part(A100, n, 2): facts(1, metrics={"loss": 1.0}) if n else None for n in (0, 1)})
     assert restore_candidates(Inventory(both, {}), "r", best=LOSS).corrupt == (), "why it cannot be read is not known"
     assert restore_candidates(Inventory(both, {}), "r", best=LOSS).unread == (A100,)

@@ -35,7 +35,7 @@ from tierd.core.event_kinds import Event
 from tierd.core.ids import CheckpointId, pin_key
 from tierd.core.printable import printable_json
 from tierd.core.retention.policy import RetentionPolicy
-from tierd.core.timeline.candidates import agree
+from tierd.core.timeline.candidates import restore_order
 from tierd.core.timeline.run_view import RunView
 from tierd.core.urls import parse_url
 from tierd.daemon.opening import open_tiers
@@ -164,7 +164,7 @@ def _pin_by_daemon(where: Places, run: str, step: int, attempt: str | None, *, p
         ) from None
     with link:
         view = read_member(link.ask(messages.Candidates(run=run)), "sight", RunView)
-        order = agree([view], run, step, attempt)
+        order = restore_order([view], run, step, attempt)
         found = order.candidates
         if not found:
             raise no_such(run, step, [one.step for one in order.whole], attempt)

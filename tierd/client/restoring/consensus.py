@@ -26,7 +26,7 @@ from tierd.core.errors import (
 )
 from tierd.core.ids import CheckpointId, check_attempt, check_step
 from tierd.core.save_policy import Goal, check_goal
-from tierd.core.timeline.candidates import RestoreOrder, agree
+from tierd.core.timeline.candidates import RestoreOrder, restore_order
 from tierd.core.timeline.run_view import RunView
 
 
@@ -138,7 +138,7 @@ class Agreement:
                 )
         self.clocks = [other.clock for other in rank_views]
         views = [other.sight for other in rank_views]
-        return agree(views, self._run, step, attempt, world=self._ranks.world, everything=everything, best=best)
+        return restore_order(views, self._run, step, attempt, world=self._ranks.world, everything=everything, best=best)
 
     def loaded(self, checkpoint: CheckpointId, error: Exception | None) -> None:
         """Exchange in one gather whether each rank has loaded the checkpoint: all ranks continue from it, or none does.

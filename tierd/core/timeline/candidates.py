@@ -111,11 +111,11 @@ class RestoreOrder:
 def restore_candidates(
     inventory: Inventory, run: str, step: int | None = None, attempt: str | None = None, best: Goal | None = None
 ) -> RestoreOrder:
-    """Order the checkpoints of `run` by this node's inventory, for a reader of all ranks' parts; see `agree`."""
-    return agree([run_view_of(inventory, run, (best.metric,) if best else ())], run, step, attempt, best=best)
+    """Order the checkpoints of `run` by this node's inventory, to read all ranks' parts, as `restore_order`."""
+    return restore_order([run_view_of(inventory, run, (best.metric,) if best else ())], run, step, attempt, best=best)
 
 
-def agree(
+def restore_order(
     views: Sequence[RunView],
     run: str,
     step: int | None = None,

@@ -74,12 +74,12 @@ class Taker:
         self._ask_at_s = now_s + self._timings.renew_s / 3 * random.uniform(0.5, 1.0)  # noqa: S311
         try:
             async with asyncio.timeout(_ANSWER_S):
-                return await self._agree(store, wanted, now_s)
+                return await self._claim(store, wanted, now_s)
         except _FAILURES as error:
             log.info("%s: it is taken without asking other nodes: %s", wanted, error or type(error).__name__)
             return True
 
-    async def _agree(self, store: Store, wanted: CheckpointId, now_s: float) -> bool:
+    async def _claim(self, store: Store, wanted: CheckpointId, now_s: float) -> bool:
         if await self._others(store, now_s):
             return False
         key = await announce(store, wanted, self._who, self._timings)

@@ -84,7 +84,7 @@ class TierRepairer:
     async def _put_right(self, manifest: Manifest, bad: Iterable[Where]) -> Manifest:
         """Repair chunks, and return the manifest that names them; the same object unless chunks have a new key."""
         await self._copies.ask()
-        self._copies.agree(manifest)
+        self._copies.trust(manifest)
         moved: dict[Chunk, Chunk] = {}
         asked = list(bad)
         for where in asked:

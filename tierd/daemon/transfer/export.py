@@ -194,7 +194,7 @@ async def _whole(home: Path, copies: Replicas, budget: Budget, progress: Progres
     """Download a part, and return the manifest that it matches; the tiers' manifests may contradict each other."""
     contents = copies.contents()
     for manifest in contents:
-        copies.agree(manifest)
+        copies.trust(manifest)
         try:
             await download(home, manifest, copies, budget, progress, public=True)
             break
@@ -215,5 +215,5 @@ async def _ask(stores: Mapping[str, Store], part: PartId) -> tuple[Replicas, Man
     manifest = next(iter(copies.contents()), None)
     if manifest is None:
         raise copies.lost("its manifest", copies.unavailable)
-    copies.agree(manifest)
+    copies.trust(manifest)
     return copies, manifest

@@ -87,7 +87,7 @@ async def fetch(
         raise copies.lost(str(defect or "the spool has no copy"), copies.unavailable)
     budget, home = budget or Budget(), spool.path(part)
     for reference in contents:
-        copies.agree(reference)
+        copies.trust(reference)
         progress.begin(wanted_size(reference, wanted))
         try:
             with translated(f"spool {home}"):

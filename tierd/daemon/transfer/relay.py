@@ -57,7 +57,7 @@ async def relay(
         if not copies.unavailable and not copies.defects:
             raise ObjectNotFound(f"{part} is on no other tier")
         raise copies.lost("its manifest", copies.unavailable)
-    copies.agree(manifest)
+    copies.trust(manifest)
     manifest = manifest.under(run or manifest.run)
     return await send(manifest, manifest.part, route, _Tiered(copies, manifest.part, route, read), base, worn_out)
 

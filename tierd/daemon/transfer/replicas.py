@@ -87,7 +87,7 @@ class Replicas:
                 found.append(manifest)
         return found
 
-    def agree(self, reference: Manifest) -> None:
+    def trust(self, reference: Manifest) -> None:
         """Take `reference` as right, and record tiers whose manifest describes other content as defective."""
         self.reference = reference
         self._readable = self._readable or dict(self.manifests)
