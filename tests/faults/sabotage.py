@@ -41,7 +41,7 @@ def collect() -> tuple[Mutant, ...]:
 MUTANTS: tuple[Mutant, ...] = ()
 MET = tuple(f"by {kind}" for kind in (*KITS, "pytest"))
 GATE = len(collect())
-SHORT = 6  # two or three minutes
+SHORT = 4  # a minute or two
 
 
 def stride(number: int) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from faults import hands
 from faults.rounds import Mutant, Round
 
-UNIT, SHORT, GATE = "lives of a writer", 60, 2_000
+UNIT, SHORT, GATE = "lives of a writer", 40, 2_000
 _LAYOUTS = (
     *("trainer", "trainer_on_deepspeed", "accelerate", "lightning", "lightning_sharded", "plain_dcp", "torchtitan"),
     *("torch_checkpointing", "deepspeed", "megatron", "megatron_by_ranks", "nemo", "orbax", "tensorflow", "composer"),

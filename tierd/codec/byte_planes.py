@@ -43,7 +43,6 @@ _FEW = 512  # bytes of a plane below which pairs are not worth their header
 _EDGE = 64  # bytes; an upper bound for the headers and edges of a block
 _WINDOW = 1 << 20
 _HIGHEST = 255 - 14  # a higher base plus 14 would not fit into a byte
-_TILE = 1 << 17  # elements joined at a time, an even number; with fewer, calls cost more than the CPU caches save
 _MAPPED = 8 << 20  # bytes; malloc serves smaller sizes faster, and retains less of them
 
 
@@ -308,13 +307,9 @@ class _Pairs:
         if len(self._places) != number:
             raise ValueError(f"{len(self._places)} other bytes are needed, not {number}")
 
-    def put(self, to: Words, start: int, shift: int) -> None:
-        """Write the plane's bytes from index `start`, an even number, into the words `to`.
-
-        Each byte is shifted left by `shift` bits.
-        """
-        first, whole = start // 2, len(to) // 2
-        halves = self._halves[first : first + (len(to) + 1) // 2]
+    def put(self, to: Words, shift: int) -> None:
+        """Write the plane's bytes into the words `to`, each shifted left by `shift` bits."""
+        halves, whole = self._halves, len(to) // 2
         if self._base > _HIGHEST:  # no writer produces this base; a sum would carry into the neighbouring word
             codes = np.stack((halves & 15, halves >> 4), axis=1).reshape(-1)[: len(to)] + np.uint8(self._base)
             np.multiply(codes, 1 << shift, out=to, dtype=np.uint16)
@@ -328,8 +323,7 @@ class _Pairs:
             np.add(both, np.uint32(0x0001_0001 * self._base << shift), out=both)
             if len(to) % 2:
                 to[-1] = (int(halves[-1] & 15) + self._base) << shift
-        here = slice(*np.searchsorted(self._places, (start, start + len(to))))
-        to[self._places[here] - start] = self._others[here].astype("<u2") << shift
+        to[self._places] = self._others.astype("<u2") << shift
 
 
 def _fifteens(halves: Bytes, size: int) -> npt.NDArray[np.intp]:
@@ -361,25 +355,25 @@ def _read_block(reader: _Reader, out: Bytes) -> None:
     below = [reader.plane(2 * count).view("<u2") for _ in range(width // 2 - 1)]
     low = reader.plane(count)
     top = reader.top_plane(count)
-    elements = out[lead:end].view(f"<u{width}")
-    for start in range(0, count, _TILE):
-        here = slice(start, min(start + _TILE, count))
-        _join(elements[here], [plane[here] for plane in below], low[here], top, start, folded=folded)
+    if count:
+        _join(out[lead:end].view(f"<u{width}"), below, low, top, folded=folded)
 
 
-def _join(
-    elements: npt.NDArray[Any], below: list[Words], low: Bytes, top: Bytes | _Pairs, start: int, *, folded: bool
-) -> None:
-    """Fill elements from the words below the top one, the top word's low byte, and the plane of its high bytes."""
+def _join(elements: npt.NDArray[Any], below: list[Words], low: Bytes, top: Bytes | _Pairs, *, folded: bool) -> None:
+    """Fill elements from the words below the top one, the top word's low byte, and the plane of its high bytes.
+
+    Each call into NumPy is for a whole block, although smaller pieces would stay in the CPU's caches: NumPy releases
+    the interpreter's lock in each call, and threads that decode at the same time would wait for it most of the time.
+    """
     words = elements.view("<u2").reshape(len(elements), -1)
     in_place = not below and elements.flags.aligned
     to = words[:, 0] if in_place else _tools.scratch[2][: 2 * len(elements)].view("<u2")
     shift = 7 if folded else 8
     if isinstance(top, _Pairs):
-        top.put(to, start, shift)
+        top.put(to, shift)
     else:
         # with `dtype`, because NumPy 1 would multiply bytes by 128 in 8 bits
-        np.multiply(top[start : start + len(to)], 1 << shift, out=to, dtype=np.uint16)
+        np.multiply(top, 1 << shift, out=to, dtype=np.uint16)
     wide, sign = (scratch[: 2 * len(low)].view("<u2") for scratch in _tools.scratch[:2])
     np.copyto(wide, low)
     if folded:  # the lowest bit is the sign

@@ -8,6 +8,8 @@ is followed by anything, is corrupt before a byte of it is expanded.
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import dataclass
 
 import zstandard
@@ -28,6 +30,17 @@ _LEVEL = 1  # because data other than numbers is mostly small: headers and JSON
 _SMALL = 1 << 20  # bytes; for smaller chunks both codecs are tried, because a small sample is unreliable
 _PIECE, _PIECES = 64 << 10, 4  # bytes of a sampled piece, and the most pieces; at most one piece per MiB
 _WINDOW = 128 << 20  # bytes that a decoder may be made to allocate
+# So many threads of this process split or join numbers at a time, because more of them wait for the interpreter's lock
+# and for each other's CPU caches. Background work has fewer threads than this, so a restore always finds a free one.
+_cores = threading.BoundedSemaphore(os.cpu_count() or 2)
+
+
+def _forget_threads() -> None:
+    global _cores
+    _cores = threading.BoundedSemaphore(os.cpu_count() or 2)
+
+
+os.register_at_fork(after_in_child=_forget_threads)  # because the threads that held it do not exist in the child
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +97,11 @@ def _pack(raw: Buffer) -> tuple[str, Buffer]:
     found: list[tuple[str, Buffer]] = [(RAW, raw)]
     if not numbers or len(raw) < _SMALL:
         found.append((ZSTD, _zstd(raw)))
-    if numbers and (packed := byte_planes.pack(raw)) is not None:
-        found.append((PLANES, packed))
+    if numbers:
+        with _cores:
+            packed = byte_planes.pack(raw)
+        if packed is not None:
+            found.append((PLANES, packed))
     return min(found, key=lambda each: len(each[1]))
 
 
@@ -181,7 +197,8 @@ def _expand(
                 raise ValueError("its base is not known")
             return patch.apply(data, base, into)
         if stored.codec == PLANES:
-            return byte_planes.unpack(data, chunk.size, into)
+            with _cores:
+                return byte_planes.unpack(data, chunk.size, into)
         if stored.codec == ZSTD:
             return _expand_zstd(chunk, data)
     except (ValueError, zstandard.ZstdError) as error:

@@ -29,7 +29,7 @@ from faults.rounds import Mutant, Round
 from support.world import hurry
 
 UNIT = "corruptions"
-SHORT = 3_000
+SHORT = 2_000
 GATE = 100_000
 RESUMES = 20_000  # from harmed histories in a full round, at least: one beside each trial, and counted for nothing
 MET = (

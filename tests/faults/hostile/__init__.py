@@ -24,7 +24,7 @@ from faults.rounds import Lost, Mutant, Round
 from support.world import hurry
 
 UNIT = "hostile inputs"
-SHORT = 6_000
+SHORT = 4_000
 GATE = 200_000
 MUTANTS = (
     Mutant(

@@ -24,7 +24,7 @@ from faults.kills.victims import CALLS, end_with_parent
 from faults.rounds import Mutant, Round
 
 UNIT = "kills of live processes"
-SHORT = 60
+SHORT = 40
 GATE = 2_000
 MET = (
     *("kills of the daemon", "kills of the writer", "of these, of both at once", "at random times"),

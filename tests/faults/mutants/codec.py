@@ -6,6 +6,13 @@ from faults.rounds import Mutant
 
 MUTANTS = (
     Mutant(
+        "a child of a fork waits for threads that it does not have",
+        "tierd/codec/codec.py",
+        "    _cores = threading.BoundedSemaphore(os.cpu_count() or 2)\n\n\nos.register",
+        "    pass\n\n\nos.register",
+        "pytest tests/codec/test_codec.py -k child_of_a_fork",
+    ),
+    Mutant(
         "all of what is noise is compressed in vain",
         "tierd/codec/codec.py",
         "    if found_kind is ChunkKind.NOISE and len(raw) >= _SMALL and not _repeats(raw):\n",

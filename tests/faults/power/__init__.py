@@ -36,7 +36,7 @@ from faults.power.scenes import SCENES
 from faults.rounds import Lost, Mutant, Round
 
 UNIT = "power cuts"
-SHORT = 220
+SHORT = 120
 GATE = 11_800  # all cuts of every scene as it is, and half as many again that are drawn
 MET = (
     "times that every cut was made",

@@ -47,7 +47,7 @@ from support.world import hurry
 Trial = Callable[[Slot, int, random.Random], Awaitable[None]]
 
 UNIT = "S3 faults"
-SHORT, GATE = 300, 6_000
+SHORT, GATE = 200, 6_000
 MET = (  # tierd puts one object by one request: no upload has parts, and so each object of a part is one
     *call.EVERY,
     *secure.MET,

@@ -18,7 +18,7 @@ from faults.simulation.trial import LIVES
 from faults.simulation.workers import Worker
 
 UNIT = "simulated fault steps"
-SHORT = 80_000
+SHORT = 40_000
 GATE = 1_000_000
 MET = (
     *("lives", "life: crashes", "life: daemons killed", "life: daemons without a configuration", "life: readings"),

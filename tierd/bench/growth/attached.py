@@ -1,8 +1,9 @@
 """What `save` and the optimizer's next `step()` cost training after `attach`: alone, beside busy threads, with a list.
 
 Each sample is one save amid steps of real training. `call` is the time inside `save`, `step` the time that the
-optimizer's next step waited for the copy. The busy threads end before that step, because torch gives up the lock for
-each operation, and a step of training beside them would take minutes.
+optimizer's next step waited for the copy. `least` is torch's own `state_dict()` of model and optimizer, which no call
+can leave out. The busy threads end before that step, because torch gives up the lock for each operation, and a step of
+training beside them would take minutes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def overlapped(home: Path, *, threads: int = 0, listed: int = 0) -> Samples:
     """Saves of an attached optimizer, with so many threads that hold the interpreter's lock, and so long a list."""
     training = Training(GIGABYTES)
     values = [number / 7 for number in range(listed)]
-    samples: Samples = {"call": [], "step": []}
+    samples: Samples = {"call": [], "step": [], "least": []}
     with tierd.Checkpointer(home / "spool", "run", to=[]) as checkpointer:
         checkpointer.attach(training.optimizer)
         training.step()
@@ -39,6 +40,9 @@ def overlapped(home: Path, *, threads: int = 0, listed: int = 0) -> Samples:
             if number > 1:  # the first two plan and touch
                 samples["call"].append(call)
                 samples["step"].append(waited)
+                samples["least"].append(
+                    timed(lambda: [one.state_dict() for one in (training.model, training.optimizer)])[1]
+                )
     return samples
 
 

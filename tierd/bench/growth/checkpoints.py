@@ -31,7 +31,7 @@ from tierd.stores.file import FileStore
 
 RUN, ATTEMPT, DATA = "run", "001800000001-00000001", b"x" * 2000
 START = datetime(2026, 1, 1, tzinfo=UTC)
-ROUNDS = 5
+ROUNDS, FEW = 5, 20
 PATIENCE_S = 1800.0
 OURS = "tierd"
 
@@ -79,32 +79,53 @@ def on_tier(tier: Path, which: PartId) -> None:
 
 
 def restores(home: Path, count: int) -> Samples:
-    """A restore by a new `Checkpointer`, from a spool of so many checkpoints, without a daemon."""
-    with tierd.Checkpointer(home, run=RUN, to=()) as checkpointer:
-        checkpointer.save(count, {"losses": [1.0, 2.0]})
-    spool = Spool(home)
-    for step in range(count - 1):
-        in_spool(spool, part(step))
+    """A restore by a new `Checkpointer`, from a spool of so many checkpoints, without a daemon.
 
-    def restore() -> None:
-        with tierd.Checkpointer(home, run=RUN, to=()) as checkpointer:
+    `least` restores from a spool of one, and lists the names of so many, which no restore can leave out.
+    """
+    many, one = home / "many", home / "one"
+    for spool in (many, one):
+        with tierd.Checkpointer(spool, run=RUN, to=()) as checkpointer:
+            checkpointer.save(count, {"losses": [1.0, 2.0]})
+    for step in range(count - 1):
+        in_spool(Spool(many), part(step))
+
+    def restore(spool: Path) -> None:
+        with tierd.Checkpointer(spool, run=RUN, to=()) as checkpointer:
             found = checkpointer.restore({"losses": None})
         assert found and found.step == count
 
-    return {OURS: [timed(restore)[1] for _ in range(ROUNDS)]}
+    def least() -> None:
+        restore(one)
+        _names(Spool(many))
+
+    samples: Samples = {OURS: [], "least": []}
+    for _ in range(ROUNDS):
+        samples[OURS].append(timed(partial(restore, many))[1])
+        samples["least"].append(timed(least)[1])
+    return samples
+
+
+def _names(spool: Spool) -> list[Path]:
+    return list((spool.root / RUN).iterdir())
+
+
+def tiers_of(home: Path, count: int = 1) -> list[Path]:
+    """The directories of so many tiers."""
+    return [home / "tier", *(home / f"tier{number}" for number in range(2, count + 1))]
 
 
 def daemon_of(home: Path, tiers: int = 1) -> tuple[Reconciler, list[FileStore]]:
     """A daemon over the spool `home/spool`, with tiers in directories that keep everything."""
     spool, keep = Spool(home / "spool"), RetentionPolicy(keep_last=1_000_000)
-    places = ["tier", *(f"tier{number}" for number in range(2, tiers + 1))]
-    for name in places:
-        (home / name).mkdir(exist_ok=True)
-    stores = {name: FileStore(home / name) for name in places}
+    places = {path.name: path for path in tiers_of(home, tiers)}
+    for path in places.values():
+        path.mkdir(exist_ok=True)
+    stores = {name: FileStore(path) for name, path in places.items()}
     mark_saved(spool.control, part(0))
     settings = Config(
         spool=str(spool.root),
-        tier=tuple(TierConfig(name=name, url=f"file://{home / name}", retention=keep) for name in places),
+        tier=tuple(TierConfig(name=name, url=f"file://{path}", retention=keep) for name, path in places.items()),
         retention=keep,
         min_free_percent=0.0,
         scrub="0s",
@@ -118,7 +139,20 @@ async def flushed(daemon: Reconciler, count: int) -> None:
 
 
 async def steady(home: Path, count: int) -> Samples:
-    """One save after another, each flushed before the next, with so many checkpoints in the spool and on the tier."""
+    """One save after another, each flushed before the next, with so many checkpoints in the spool and on the tier.
+
+    `least` is the same with `FEW`, and lists once the names of so many in the spool and on the tier.
+    """
+    many, few = home / "many", home / "few"
+    samples: Samples = {OURS: await _flushes(many, count), "least": await _flushes(few, FEW)}
+    for one in samples["least"]:
+        listed = timed(lambda: (_names(Spool(many / "spool")), [*os.walk(many / "tier" / "manifests")]))[1]
+        one.update({figure: value + listed[figure] for figure, value in one.items()})
+    return samples
+
+
+async def _flushes(home: Path, count: int) -> list[Figures]:
+    home.mkdir()
     daemon, (store,) = daemon_of(home)
     for step in range(count):
         in_spool(daemon.spool, part(step))
@@ -137,7 +171,7 @@ async def steady(home: Path, count: int) -> Samples:
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
     await store.aclose()
-    return {OURS: samples}
+    return samples
 
 
 async def backlog(home: Path, count: int) -> Samples:
@@ -209,7 +243,7 @@ def parts(scale: float) -> dict[str, Rows]:
     runs = few(200)
     return {
         "restore": [(f"{n:,}", partial(restores, count=n)) for n in (1, few(100), few(1000), few(5000))],
-        "steady": [(f"{n:,}", lambda home, n=n: asyncio.run(steady(home, n))) for n in (20, few(80), few(1000))],  # type: ignore[misc]
+        "steady": [(f"{n:,}", lambda home, n=n: asyncio.run(steady(home, n))) for n in (FEW, few(80), few(1000))],  # type: ignore[misc]
         "backlog": [(f"{few(2000):,}", lambda home: asyncio.run(backlog(home, few(2000))))],
         "ls": [(f"{runs} x 50 x 8", partial(listed, runs=runs, checkpoints=50, ranks=8))],
         "status": [("100 x 20", lambda home: asyncio.run(asked(home, 100, 20)))],

@@ -1,7 +1,8 @@
 """What a flush costs: to one tier and to two, of bytes that do not compress, and after a change of some rows.
 
-The daemon runs in this process, on tiers in directories. Figures are by GB of state. `raw` reads the same file, puts it
-in pieces and reads them back, which is the least that a verified flush of bytes that are not encoded can do.
+The daemon runs in this process, on tiers in directories. Figures are by GB of state. `read_bytes` leaves out what a
+flush reads back from each tier to verify it, which is what the tiers then hold. `raw` reads the same file, puts it in
+pieces and reads them back, which is the least that a verified flush of bytes that are not encoded can do.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 import tierd
-from tierd.bench.growth.checkpoints import OURS, RUN, daemon_of, flushed
+from tierd.bench.growth.checkpoints import OURS, RUN, daemon_of, flushed, tiers_of
 from tierd.bench.growth.measured import Clock, Figures, Rows, Samples
 from tierd.bench.procfs import drop_cache
 from tierd.priority import hasten
@@ -43,12 +44,12 @@ async def _flush(home: Path, tiers: int) -> Figures:
     clock, read = Clock(), _read_bytes()
     work = asyncio.ensure_future(daemon.run())
     await flushed(daemon, tiers)
-    found = {**clock.read(), "read_bytes": _read_bytes() - read}
+    found, read = clock.read(), _read_bytes() - read
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
     for store in stores:
         await store.aclose()
-    return found
+    return {**found, "read_bytes": read - sum(map(_stored, tiers_of(home, tiers)))}
 
 
 def _read_bytes() -> float:
