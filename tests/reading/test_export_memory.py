@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 MIB = 1 << 20
-SMALL, LARGE = 128, 640  # MiB of state
-GROWTH = 128  # MiB; a process that held the state whole would grow by 512
+SMALL, LARGE = 64, 384  # MiB of state
+GROWTH = 128  # MiB; a process that held the state whole would grow by 320
 MOST = 1024  # MiB, as docs/howto/export.md says
 
 # In a process of its own, because it holds the state three times.
