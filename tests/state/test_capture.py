@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tierd.core.errors import StateRefused
-from tierd.state import capture_plan, values
+from tierd.state import capture_plan, encode, values
 from tierd.state.capturer import Capturer
 from tierd.state.flatten import flatten
 from tierd.state.json_tree import MAX_DEPTH
@@ -99,7 +99,7 @@ def test_a_training_job_is_walked_once(walks):
         assert capture.layout is first.layout
     assert before == 1
     assert capturer.capture(state).steady is capture.steady
-    assert capture.restless == {"rng/torch", "rng/numpy/state/key"}
+    assert capture.restless == {"rng/torch", "rng/numpy/state/key", "rng/python/1"}
     assert capture.devices == ()
 
 
@@ -122,13 +122,17 @@ def test_places_are_the_same_object_while_nothing_moves():
 
 SAME = {
     "scalar of another type": lambda s: s.update(n=None),
-    "a long list": lambda s: s.update(run=list(range(1000))),
+    "a long list": lambda s: s.update(run=list(range(200))),
     "an empty list": lambda s: s.update(run=[]),
     "a mixed list": lambda s: s.update(run=[2**60, "x", None, 1.5, -0.0, float("nan")]),
     "a set": lambda s: s["set"].add("b"),
     "bytes": lambda s: s["raw"].extend(b"xx"),
     "a deque": lambda s: s["deque"].append(4),
     "a tuple of ints": lambda s: s.update(t=(1, 2, 3, 4, True)),
+    "a member more": lambda s: s["members"].update(new=1),
+    "a member less": lambda s: s["members"].pop("step"),
+    "members in another order": lambda s: s["members"].update(step=s["members"].pop("step")),
+    "odd members": lambda s: s["members"].update(step=2**60, loss=float("nan"), name="\ud800", raw=b"x"),
     "a slice": lambda s: s.update(slice=slice(4)),
     "an array's values": lambda s: s["array"].fill(3),
     "another array": lambda s: s.update(array=np.full(3, 2.0)),
@@ -154,6 +158,11 @@ OTHER = {
     "an ordered dict's order": lambda s: s["od"].move_to_end("a"),
     "an ordered dict's metadata": lambda s: s["od"].__dict__.clear(),
     "a container of another type": lambda s: s.update(run=tuple(s["run"])),
+    "no members": lambda s: s["members"].clear(),
+    "a member whose key is no name": lambda s: s["members"].update({"$x": 1}),
+    "a member that is a tensor": lambda s: s["members"].update(step=torch.ones(1)),
+    "many members": lambda s: s["members"].update({str(n): n for n in range(3000)}),
+    "members that are packed": lambda s: s.update(members={str(n): n for n in range(300)}),
     "a list that gets a tensor": lambda s: s["run"].append(torch.ones(1)),
     "a list of tensors that grows": lambda s: s["ts"].append(torch.ones(1)),
     "a list of tensors that shrinks": lambda s: s["ts"].pop(),
@@ -206,6 +215,7 @@ def everything():
         "square": torch.randn(3, 3),
         "empty": torch.zeros(0, 3),
         "d": {"a": 1, "b": {"c": torch.ones(1)}},
+        "members": {"loss": 0.5, "step": 3, "name": "é", "none": None},
         "keys": {1: torch.ones(1), "a": 1, None: 2},
         "floats": {0.0: 1, (1, 2): 2},
         "od": ordered,
@@ -486,9 +496,27 @@ def test_the_size_of_the_tree_is_looked_at_by_tree(monkeypatch):
 def test_a_huge_structure_is_not_kept(monkeypatch, walks):
     monkeypatch.setattr("tierd.state.capturer._MANY", 10)
     capturer = Capturer()
-    state = {"d": {str(i): i for i in range(20)}, "w": torch.ones(1)}
+    state = {"d": {str(i): [i] for i in range(20)}, "w": torch.ones(1)}
     layouts = {id(capturer.capture(state).layout) for _ in range(3)}
     assert (len(walks), len(layouts)) == (3, 1)
+
+
+def test_members_are_as_they_were_at_the_capture():
+    state = {"d": {"loss": 0.5, "step": 3}}
+    capturer = Capturer()
+    for _ in range(2):  # by a walk, and by what it found
+        capture, tree = capturer.capture(state), flatten(state).tree
+        state["d"]["loss"] += 1.0
+        assert capture.tree() == tree
+
+
+@pytest.mark.parametrize(
+    "members", [{"a": 1.5, "é": -0.0}, {"a": 1, "$b": 2}, {"a": float("inf"), "b": 2**60, "c": b"\0"}]
+)
+def test_members_in_one_call_have_the_text_of_one_by_one(members, monkeypatch):
+    at_once = flatten({"d": members}).tree
+    monkeypatch.setattr(encode, "is_run_of_members", lambda _: False)
+    assert flatten({"d": members}).tree == at_once
 
 
 # ---- any state, any change

@@ -56,7 +56,7 @@ class Capture:
 
     def is_encoded_soon(self) -> bool:
         """Return whether `tree` and `check` take at most a few milliseconds together."""
-        held = sum(len(hole) for hole in self._holes if isinstance(hole, tuple | str | bytes))
+        held = sum(len(hole) for hole in self._holes if isinstance(hole, tuple | dict | str | bytes))
         return held <= _FEW and self._skeleton.is_decoded_soon()
 
     def is_checked_soon(self, tree: bytes) -> bool:

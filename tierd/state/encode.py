@@ -34,6 +34,7 @@ from tierd.state.values import (
     form_of,
     is_name,
     is_run,
+    is_run_of_members,
     is_storable,
     key_tree,
     made,
@@ -213,6 +214,8 @@ class Encoder:
 
     def mapping(self, value: Mapping[Any, object], path: Path, extra: object = None) -> Node:
         runs = pack(value)
+        if runs is None and type(value) is dict and is_run_of_members(held := value.copy()):
+            return self._hole(Form.RUN, dict, held)
         if runs is None or extra == _METADATA:
             return self.members(value, path, extra)
         keys, _ = runs

@@ -37,8 +37,6 @@ from tierd.state.reclaim import ReclaimedMemory
 from tierd.state.tensor_file import Buffer
 from tierd.state.values import fill, show
 
-_LONG = 1 << 10  # values
-
 
 def load(
     state: Mapping[str, object],
@@ -112,15 +110,23 @@ def _load(
 def _copied(saved: Any, memo: dict[int, object]) -> Any:
     """Return a deep copy.
 
-    A long run of plain values is copied in one call, because `deepcopy` copies them one by one.
+    Plain values of one container are copied in one call, because `deepcopy` copies them one by one.
     """
     if type(saved) in IMMUTABLE:
         return saved
+    if is_simple(saved):
+        return _copied_at_once(saved, memo)
     for _, inner, is_container in walk(saved):
-        if is_container and len(inner) >= _LONG and is_simple(inner) and id(inner) not in memo:
-            memo[id(inner)] = inner if type(inner) is tuple else inner.copy()
-            memo.setdefault(id(memo), []).append(inner)  # type: ignore[attr-defined]
+        if is_container and is_simple(inner):
+            _copied_at_once(inner, memo)
     return copy.deepcopy(saved, memo)
+
+
+def _copied_at_once(values: Any, memo: dict[int, object]) -> object:
+    if id(values) not in memo:
+        memo[id(values)] = values if type(values) is tuple else values.copy()
+        memo.setdefault(id(memo), []).append(values)  # type: ignore[attr-defined]  # as `deepcopy` keeps its originals
+    return memo[id(values)]
 
 
 def _load_order(target: Stateful) -> int:

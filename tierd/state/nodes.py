@@ -13,7 +13,7 @@ class Form(enum.Enum):
     """How a node is captured when the same structure is walked again."""
 
     SCALAR = enum.auto()  # a hole with an immutable value
-    RUN = enum.auto()  # a hole with a sequence of immutable values, of any length
+    RUN = enum.auto()  # a hole with a sequence of immutable values, of any length, or with a dict of them
     MADE = enum.auto()  # a hole whose JSON is made during the walk
     TENSOR = enum.auto()
     ARRAY = enum.auto()  # an object that makes a new tensor for each capture: an array, a generator, a packed run

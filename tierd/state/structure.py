@@ -21,7 +21,7 @@ from tierd.state.kinds import loader_fingerprint, numpy_arrays, packed_tensors
 from tierd.state.kinds.dtensors import is_placed_alike
 from tierd.state.kinds.packed_tensors import pack, pack_run, run_form
 from tierd.state.nodes import Form, Node
-from tierd.state.values import check_alike, dumps, is_run, key_tree, made, why_array_refused
+from tierd.state.values import check_alike, dumps, is_run, is_run_of_members, key_tree, made, why_array_refused
 
 Pick = Callable[[Any], Sequence[Any]]
 MOST_ADDED = 8  # tensors in one dict at once; for more, a full walk takes no longer
@@ -53,7 +53,7 @@ class Level:
         kept = [*at[Form.MADE], *at[Form.RUN]]
         self.holes_at = [*at[Form.SCALAR], *kept]
         self._keep: list[tuple[int, Callable[[Any], object]]] = [
-            (index, _Made(depth) if nodes[index].form is Form.MADE else _Run(nodes[index].detail)) for index in kept
+            (index, _Made(depth) if nodes[index].form is Form.MADE else _kept_run(nodes[index])) for index in kept
         ]
         self.dicts_at = [index for index in at[Form.MAPPING] if _is_simple(nodes[index])]
         self._dicts = picker(self.dicts_at)
@@ -123,6 +123,18 @@ class Level:
                 pairs = list(dicts[at].items())
                 added += [(at, key, value) for key, value in pairs[length:]]
                 dicts[at] = dict(pairs[:length])
+
+
+def _kept_run(node: Node) -> Callable[[Any], object]:
+    return _kept_members if node.kind is dict else _Run(node.detail)
+
+
+def _kept_members(value: dict[Any, object]) -> object:
+    """Return a copy of a dict of immutable values, or raise `Doubt`."""
+    held = value.copy()
+    if not is_run_of_members(held) or pack(held):
+        raise Doubt
+    return held
 
 
 class _Run:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -250,12 +250,20 @@ def is_name(key: object) -> bool:
     return type(key) is str and not key.startswith("$") and type(SCALARS[str](key)) is str
 
 
-def is_run(parts: tuple[object, ...]) -> bool:
-    """Return whether all parts are immutable, so that the tuple is a snapshot, and no part is packed on its own."""
+def is_run(parts: Collection[object]) -> bool:
+    """Return whether all parts are immutable, so that a copy is a snapshot, and no part is packed on its own."""
     kinds = set(map(type, parts))
     if bytes in kinds and any(type(part) is bytes and len(part) >= packed_tensors.FEWEST_BYTES for part in parts):
         return False
     return IMMUTABLE.issuperset(kinds)
+
+
+def is_run_of_members(value: dict[Any, object]) -> bool:
+    """Return whether a dict is encoded in one call: names as keys, immutable values, and not too many of them."""
+    if not 0 < len(value) <= _WINDOW or set(map(type, value)) != {str} or not is_run(value.values()):
+        return False
+    names = "".join(value)
+    return (names.isascii() and "$" not in names) or all(map(is_name, value))
 
 
 # ---- text
@@ -266,7 +274,8 @@ def encode(pieces: Sequence[str], holes: Sequence[object], pause: Callable[[], N
 
     Args:
         pieces: text before, between and after the holes.
-        holes: immutable values, tuples of immutable values, `JsonText` and `Named`.
+        holes: immutable values, tuples of immutable values, dicts as `is_run_of_members` accepts them, `JsonText` and
+            `Named`.
         pause: called about every millisecond while a long tuple is encoded.
 
     Raises:
@@ -305,15 +314,21 @@ def _text(value: Any) -> str:
         return value  # type: ignore[no-any-return]
     if (kind is int and -EXACT <= value <= EXACT) or (kind is float and math.isfinite(value)):
         return repr(value)
+    if kind is dict:
+        if _is_as_json(value.values()):
+            return dumps(value)
+        return dumps({key: SCALARS[type(part)](part) for key, part in value.items()})
     if kind is not tuple:
         return dumps(SCALARS[kind](value))
-    # The fast paths exist because JSON represents most numbers as they are, and a sampler's permutation has a million.
-    kinds = set(map(type, value))
-    if kinds == {int} and min(value) >= -EXACT and max(value) <= EXACT:
-        return dumps(value)
-    if kinds == {float} and all(map(math.isfinite, value)):
-        return dumps(value)
-    return dumps([SCALARS[type(part)](part) for part in value])
+    return dumps(value if _is_as_json(value) else [SCALARS[type(part)](part) for part in value])
+
+
+def _is_as_json(values: Collection[Any]) -> bool:
+    """Return whether JSON represents these values as they are, because a sampler's permutation has a million."""
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        return bool(min(values) >= -EXACT and max(values) <= EXACT)
+    return kinds == {float} and all(map(math.isfinite, values))
 
 
 def _long(run: tuple[Any, ...], pause: Callable[[], None] | None) -> str:

@@ -195,8 +195,8 @@ MUTANTS = (
     Mutant(
         "a list that an object is given is the checkpoint's",
         _LOAD,
-        "memo[id(inner)] = inner if type(inner) is tuple else inner.copy()",
-        "memo[id(inner)] = inner",
+        "memo[id(values)] = values if type(values) is tuple else values.copy()",
+        "memo[id(values)] = values",
         f"{_TEST_PACKED_TENSORS} -k its_own",
     ),
     Mutant(

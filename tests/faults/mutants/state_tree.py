@@ -13,6 +13,34 @@ _TEST_TREE_BUDGET = "pytest tests/state/test_tree_budget.py"
 
 MUTANTS = (
     Mutant(
+        "members change after the capture",
+        "tierd/state/encode.py",
+        "is_run_of_members(held := value.copy())",
+        "is_run_of_members(held := value)",
+        "pytest tests/state/test_capture.py -k members_are_as_they_were",
+    ),
+    Mutant(
+        "members change after a capture without a walk",
+        "tierd/state/structure.py",
+        "    held = value.copy()\n    if not is_run_of_members(held)",
+        "    held = value\n    if not is_run_of_members(held)",
+        "pytest tests/state/test_capture.py -k members_are_as_they_were",
+    ),
+    Mutant(
+        "a key of a dict is taken for a tag",
+        "tierd/state/values.py",
+        'return (names.isascii() and "$" not in names) or all(map(is_name, value))',
+        "return True",
+        "pytest tests/state/test_capture.py -k in_one_call",
+    ),
+    Mutant(
+        "members that have to be packed are not",
+        "tierd/state/structure.py",
+        "    if not is_run_of_members(held) or pack(held):",
+        "    if not is_run_of_members(held):",
+        "pytest tests/state/test_capture.py -k packed",
+    ),
+    Mutant(
         "values are not decoded where the structure is known",
         "tierd/state/decodable.py",
         "        if self._known is None:\n            self._known = self._decode_structure()\n",
