@@ -35,6 +35,7 @@ def overlapped(home: Path, *, threads: int = 0, listed: int = 0) -> Samples:
             state: dict[str, Any] = {**training.state, **({"losses": values} if listed else {})}
             with _busy(threads) if threads else nullcontext():
                 save, call = timed(partial(checkpointer.save, training.number, state))
+                least = timed(lambda: (training.model.state_dict(), training.optimizer.state_dict()))[1]
             waited = _stepped(training, checkpointer)
             save.wait()
             if number > 1:  # the first two plan and touch
