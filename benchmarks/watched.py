@@ -435,10 +435,10 @@ def page(result: dict[str, Any]) -> str:
         "| | measured | asked |",
         "| --- | --- | --- |",
         f"| a checkpoint of {taken['gigabytes']:g} GB until it is on a tier, verified, to `cp` and `sync` | "
-        f"{taken['ratio']:.1f} | 1.2 |",
-        f"| the least code that verifies what it wrote, to `cp` and `sync` | {taken['least_to_cp']:.1f} | |",
+        f"{taken['ratio']:.2f} | 1.2 |",
+        f"| the least code that verifies what it wrote, to `cp` and `sync` | {taken['least_to_cp']:.2f} | |",
         f"| the watch, as a share of the least code's pace | {taken['share_of_least']:.0%} | |",
-        f"| the watch, to `cp` and `sync` at its own priority | {taken['to_polite']:.1f} | |",
+        f"| the watch, to `cp` and `sync` at its own priority | {taken['to_polite']:.2f} | |",
         f"| CPU seconds of the daemon for each GB | {statistics.median(taken['cpu_seconds_per_gb']):.2f} | |",
         f"| training loses beside a watch; beside `cp` | {beside['lost']['tierd']:.1%}; {beside['lost']['cp']:.1%} | "
         "no more than beside `cp` |",
@@ -456,8 +456,8 @@ def page(result: dict[str, Any]) -> str:
         f"A checkpoint of {taken['gigabytes']:g} GB: `cp` and `sync` {spread['cp']}, least {spread['least']}, a watch "
         f"{spread['tierd']}.",
         "",
-        f"Of the exported checkpoint's chunks {exported['compressed_share_of_chunks']:.0%} were compressed. Most of",
-        "the time of an export of this size is the command's start, which imports torch.",
+        f"Of the exported checkpoint's chunks {exported['compressed_share_of_chunks']:.0%} were compressed. Of",
+        f"the export's time, {parts['start'] / parts['tierd']:.0%} is the command's start, which imports torch.",
         "",
         "| export | wall | CPU |",
         "| --- | --- | --- |",
@@ -490,7 +490,7 @@ def main() -> None:
             result[name] = part(room)
             shutil.rmtree(room)
             print(name, json.dumps(result[name]))
-            machine = f"{os.cpu_count()} cores shared with other work, Python {platform.python_version()}"
+            machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
             result |= {"created": datetime.now(UTC).date().isoformat(), "machine": machine}
             RESULT.write_text(json.dumps(result, indent=2) + "\n")
     if parts.keys() <= result.keys():
