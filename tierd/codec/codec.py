@@ -31,13 +31,14 @@ _SMALL = 1 << 20  # bytes; for smaller chunks both codecs are tried, because a s
 _PIECE, _PIECES = 64 << 10, 4  # bytes of a sampled piece, and the most pieces; at most one piece per MiB
 _WINDOW = 128 << 20  # bytes that a decoder may be made to allocate
 # So many threads of this process split or join numbers at a time, because more of them wait for the interpreter's lock
-# and for each other's CPU caches. Background work has fewer threads than this, so a restore always finds a free one.
-_cores = threading.BoundedSemaphore(os.cpu_count() or 2)
+# and for each other's CPU caches. Background work has fewer threads than that, so a restore always finds a free one.
+_CORES = max(2, os.cpu_count() or 2)  # two on one core as well, because background work has one thread there
+_cores = threading.BoundedSemaphore(_CORES)
 
 
 def _forget_threads() -> None:
     global _cores
-    _cores = threading.BoundedSemaphore(os.cpu_count() or 2)
+    _cores = threading.BoundedSemaphore(_CORES)
 
 
 os.register_at_fork(after_in_child=_forget_threads)  # because the threads that held it do not exist in the child

@@ -32,6 +32,7 @@ TensorForm = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...], bool,
 MOST_REPEATED = 256 * 1024 * 1024  # bytes by which a tensor's size in the file may exceed its size in memory
 _WINDOW = 1 << 11  # values encoded in one call, which takes about a millisecond
 _STORABLE = frozenset((*DTYPE_NAMES, *STORED_AS))
+_TEXTS = frozenset((str, bytes))
 dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")).encode
 
 
@@ -261,6 +262,10 @@ def is_run(parts: Collection[object]) -> bool:
 def is_run_of_members(value: dict[Any, object]) -> bool:
     """Return whether a dict is encoded in one call: names as keys, immutable values, and not too many of them."""
     if not 0 < len(value) <= _WINDOW or set(map(type, value)) != {str} or not is_run(value.values()):
+        return False
+    # Long texts are holes of their own, whose length says how long encoding will take.
+    has_texts = not _TEXTS.isdisjoint(map(type, value.values()))
+    if has_texts and sum(len(part) for part in value.values() if isinstance(part, str | bytes)) > _WINDOW:
         return False
     names = "".join(value)
     return (names.isascii() and "$" not in names) or all(map(is_name, value))

@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         "a child of a fork waits for threads that it does not have",
         "tierd/codec/codec.py",
-        "    _cores = threading.BoundedSemaphore(os.cpu_count() or 2)\n\n\nos.register",
+        "    _cores = threading.BoundedSemaphore(_CORES)\n\n\nos.register",
         "    pass\n\n\nos.register",
         "pytest tests/codec/test_codec.py -k child_of_a_fork",
     ),

@@ -13,6 +13,13 @@ _TEST_TREE_BUDGET = "pytest tests/state/test_tree_budget.py"
 
 MUTANTS = (
     Mutant(
+        "a long text among members is encoded while training waits",
+        "tierd/state/values.py",
+        "    if has_texts and sum(",
+        "    if False and sum(",
+        "pytest tests/state/test_capture.py -k long_text_among",
+    ),
+    Mutant(
         "members change after the capture",
         "tierd/state/encode.py",
         "is_run_of_members(held := value.copy())",
