@@ -510,6 +510,11 @@ def test_members_are_as_they_were_at_the_capture():
         assert capture.tree() == tree
 
 
+def test_a_long_text_among_members_counts():
+    assert Capturer().capture({"d": {"text": "x", "n": 1}}).is_encoded_soon()
+    assert not Capturer().capture({"d": {"text": "x" * 100_000, "n": 1}}).is_encoded_soon()
+
+
 @pytest.mark.parametrize(
     "members", [{"a": 1.5, "é": -0.0}, {"a": 1, "$b": 2}, {"a": float("inf"), "b": 2**60, "c": b"\0"}]
 )
