@@ -97,7 +97,7 @@ def restores(home: Path, count: int) -> Samples:
 
     def least() -> None:
         restore(one)
-        _names(Spool(many))
+        _names(many)
 
     samples: Samples = {OURS: [], "least": []}
     for _ in range(ROUNDS):
@@ -106,8 +106,8 @@ def restores(home: Path, count: int) -> Samples:
     return samples
 
 
-def _names(spool: Spool) -> list[str]:
-    return os.listdir(spool.root / RUN)  # noqa: PTH208, because a Path for each name costs more than listing
+def _names(spool: Path) -> list[str]:
+    return os.listdir(spool / RUN)  # noqa: PTH208, because a Path for each name costs more than listing
 
 
 def tiers_of(home: Path, count: int = 1) -> list[Path]:
@@ -146,7 +146,7 @@ async def steady(home: Path, count: int) -> Samples:
     many, few = home / "many", home / "few"
     samples: Samples = {OURS: await _flushes(many, count), "least": await _flushes(few, FEW)}
     for one in samples["least"]:
-        listed = timed(lambda: (_names(Spool(many / "spool")), [*os.walk(many / "tier" / "manifests")]))[1]
+        listed = timed(lambda: (_names(many / "spool"), [*os.walk(many / "tier" / "manifests")]))[1]
         one.update({figure: value + listed[figure] for figure, value in one.items()})
     return samples
 

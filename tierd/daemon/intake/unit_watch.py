@@ -207,23 +207,23 @@ class UnitWatch:
 
     def _refuse_names(self, paths: Collection[str]) -> None:
         """Refuse files and directories for their names, which no manifest can have."""
-        for path in paths:
-            if path in self._unnamed:
-                self.refused[path] = _BAD_NAME
-            else:
-                self._refused(path, _BAD_NAME)
+        self._refuse_all(paths, self._unnamed, _BAD_NAME)
         self._unnamed = frozenset(paths)
 
     def _refuse_restless(self) -> None:
         """Report the units that a program never leaves alone for long enough to be taken."""
         paths = self._settling.restless(self._now_s, _RESTLESS_S)
         why = f"it has changed for an hour without a rest of {self._settle_s:g} s, and is taken when it rests"
+        self._refuse_all(paths, self._restless, why)
+        self._restless = frozenset(paths)
+
+    def _refuse_all(self, paths: Collection[str], before: Collection[str], why: str) -> None:
+        """Refuse these paths in this listing, and report those that the listing before did not refuse for that."""
         for path in paths:
-            if path in self._restless:
+            if path in before:
                 self.refused[path] = why
             else:
                 self._refused(path, why)
-        self._restless = frozenset(paths)
 
     def _refused(self, path: str, why: str) -> None:
         self.refused[path] = why
