@@ -826,6 +826,31 @@ def test_mending_takes_from_the_budget_what_a_manifest_says_that_an_object_is_lo
     asyncio.run(work())
 
 
+@pytest.mark.parametrize("spooled", [True, False], ids=["spool", "other tier"])
+def test_a_manifest_that_names_a_wrong_codec_gets_no_object_that_cannot_be_decoded(spool, spooled):
+    """Corruption, seeds 3511 and 10451: under the wrong codec's key was put what the other tier has under the right."""
+
+    async def work():
+        stores = {"first": MemoryStore(), "second": MemoryStore()}
+        commit(spool, part(1), {"weights.bin": b"w" * 900})
+        await converge(spool, stores)
+        manifest = decode(bytes(await stores["first"].get(part(1).manifest_key)), part(1))
+        ((where, chunk),) = manifest.places()
+        right = chunk.stored
+        other = "raw" if right.codec == "zst" else "zst"
+        wrong = msgspec.structs.replace(right, codec=other, key=f"{right.key.rpartition('.')[0]}.{other}")
+        forged = manifest.with_chunks({where: msgspec.structs.replace(chunk, stored=wrong)})
+        await stores["first"].put(part(1).manifest_key, encode(forged))
+        if not spooled:
+            spool.remove([part(1)])
+        await scrub(scrubber(spool, stores), "first", parts={part(1)})
+        ((_, now),) = decode(bytes(await stores["first"].get(part(1).manifest_key)), part(1)).places()
+        data = bytes(await stores["first"].get(f"{part(1).checkpoint.run}/{now.stored.key}"))
+        assert bytes(codec.decode(now, data, "first")) == b"w" * 900
+
+    asyncio.run(work())
+
+
 def test_what_is_shared_on_and_on_is_read_again_though_each_that_names_it_is_young(spool, monkeypatch):
     """Frozen weights are put once and named by every later checkpoint; none of those lives for a period."""
 

@@ -34,6 +34,13 @@ MUTANTS = (
         "pytest tests/daemon/test_encrypted.py::test_a_damaged_manifest_is_rebuilt_after_another_tiers",
     ),
     Mutant(
+        "a repair puts the same bytes under another codec's name",
+        "tierd/daemon/scrub/tier_repair.py",
+        "    return alike and (first.size",
+        "    return (first.size",
+        "pytest tests/daemon/scrub/test_scrubber.py -k wrong_codec",
+    ),
+    Mutant(
         "a relay puts what it read without a look",
         "tierd/daemon/tiers/objects.py",
         "    await to_the_end(check_stored, stored, data, run)",

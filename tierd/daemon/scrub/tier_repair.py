@@ -17,7 +17,7 @@ import msgspec
 from tierd.codec.codec import RAW, Encoded, encode, encode_patch, recognize
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import PartId, chunk_key, chunk_owner
-from tierd.core.manifest import Chunk, Manifest, Stored, Where
+from tierd.core.manifest import Chunk, Manifest, Stored, Where, is_patch
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.pause import Pause, at_once
@@ -291,9 +291,16 @@ class TierRepairer:
 
 
 def _are_equal(one: Chunk, other: Chunk) -> bool:
-    """Whether two chunks are stored as the same bytes. The codec of a patch is another one at each flush."""
+    """Whether two chunks are stored as the same bytes, to be decoded in the same way.
+
+    A manifest may name a wrong codec. The object of such an entry would be whole, and nobody could read it. Only
+    patches have a codec of their own at each flush.
+    """
     first, second = one.stored, other.stored
-    return bool(first and second and (first.size, first.xxh3_128) == (second.size, second.xxh3_128))
+    if first is None or second is None:
+        return False
+    alike = first.codec == second.codec or (is_patch(first.codec) and is_patch(second.codec))
+    return alike and (first.size, first.xxh3_128) == (second.size, second.xxh3_128)
 
 
 def _weight(chunk: Chunk) -> int:
