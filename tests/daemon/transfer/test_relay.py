@@ -285,6 +285,37 @@ def test_a_save_that_comes_while_a_last_copy_is_deleted_does_not_hide_that_a_tie
     assert 1 in [step for _, step, _ in events(node, "given up")]
 
 
+class KeepsChunks(Double):
+    """Deletes manifests, and no chunk."""
+
+    async def delete(self, keys):
+        if any(map(is_chunk, keys)):
+            raise StoreUnavailable("not done within 600 s")
+        await super().delete(keys)
+
+
+def test_a_last_copy_is_reported_though_its_chunks_cannot_be_deleted(spool):
+    """Simulation, seed 1000016: the report came with the last chunk, or never."""
+
+    async def work():
+        fast, slow = KeepsChunks(), Double()
+        slow.error = StoreUnavailable("no route")
+        made = daemon(spool, {"a": fast, "b": slow}, (ONE, TENS), keep_local=1, hold_for="0s")
+        async with running(made) as node:
+            for step in (10, 11):
+                commit(spool, part(step))
+                node.wake()
+                await until(lambda step=step: node.tiers.observed.has(part(step), "a"))
+            await until(lambda: ("a", 10) in {reported[:2] for reported in events(node, "pruned")})
+            assert steps_on(fast.inner.objects) == [11]
+            await until(lambda: ("local", 10) in {reported[:2] for reported in events(node, "pruned")})
+        return node
+
+    node = asyncio.run(work())
+    assert 10 in [step for _, step, _ in events(node, "given up")]
+    assert len([1 for place, step, _ in events(node, "pruned") if (place, step) == ("a", 10)]) == 1
+
+
 def test_only_time_in_which_a_tier_was_asked_in_vain_ends_what_is_held_for_it(spool, monkeypatch):
     """A daemon at rest looks seldom, and a machine sleeps: the first look that fails then says nothing of before."""
     now = [1000.0]

@@ -15,6 +15,13 @@ _TEST_RUN_POLICIES = "pytest tests/daemon/tiers/test_run_policies.py"
 
 MUTANTS = (
     Mutant(
+        "a prune that fails half-way reports nothing",
+        "tierd/daemon/tiers/prune.py",
+        "        deleted(own)\n",
+        "",
+        "pytest tests/daemon/transfer/test_relay.py -k chunks_cannot",
+    ),
+    Mutant(
         "prune does not say what holds it back",
         _DELETIONS,
         "                held |= found.grown\n",

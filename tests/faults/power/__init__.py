@@ -252,6 +252,7 @@ MUTANTS = (
         except DeleteRefused:
             marks.begun = False  # no chunk is being deleted, so the marks may be removed
             raise
+        deleted(own)
         gone = [key async for key in _lying(store, run, going)]
         moved = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.to_delete]
         await store.delete(gone + moved)
@@ -260,6 +261,7 @@ MUTANTS = (
         except DeleteRefused:
             marks.begun = False  # no chunk is being deleted, so the marks may be removed
             raise
+        deleted(own)
         gone = [key async for key in _lying(store, run, going)]
         moved = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.to_delete]
         await store.delete(gone + moved)

@@ -64,15 +64,22 @@ class Pruner:
             actions = setup.planner.plan(inventory, setup.config, {}, 0.0, first.tier)
             return frozenset(one.checkpoint for one in actions if isinstance(one, Prune) and one.tier == first.tier)
 
+        reasons = {one.checkpoint: one.reasons for one in prunes}
+
+        def record(deleted: Collection[CheckpointId]) -> None:
+            """Report each checkpoint once: as soon as its manifests are gone, because what follows may fail."""
+            for checkpoint in reasons.keys() & set(deleted):
+                self._record_pruned(checkpoint, first.tier, reasons.pop(checkpoint), before)
+
         try:
-            gone = await setup.tiers.prune([one.checkpoint for one in prunes], first.tier, confirm)
+            gone = await setup.tiers.prune([one.checkpoint for one in prunes], first.tier, confirm, record)
         except DeleteRefused:  # reported once by `SaveEvents.append_only`; later plans omit these prunes
             gone = set()
+        record(gone)  # also those of which only chunks were left
+        if gone:
+            live.full.discard(first.tier)
         for one in prunes:
-            if one.checkpoint in gone:
-                live.full.discard(first.tier)
-                self._record_pruned(one.checkpoint, first.tier, one.reasons, before)
-            else:
+            if one.checkpoint not in gone:
                 worker.put_off(one.checkpoint)
 
     async def release(self, checkpoint: CheckpointId, reasons: tuple[str, ...], *, reuse: bool = False) -> bool:

@@ -9,7 +9,7 @@ still holds shared chunks, the mark that stands there shows that the prune was c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -51,6 +51,7 @@ async def prune(
     seen: Place | None = None,
     confirm: Confirm | None = None,
     timings: DaemonTimings = USUAL,
+    deleted: Callable[[Collection[CheckpointId]], None] = lambda checkpoints: None,
 ) -> Pruned:
     """Delete checkpoints of one run from a tier in one pass, with the chunks that only they named.
 
@@ -65,6 +66,7 @@ async def prune(
         seen: the inventory on which the decision rests. A checkpoint that has more parts by now is not deleted.
         confirm: asked for the decision once more right before the first deletion; without it, the decision stands.
         timings: the daemon's.
+        deleted: called with the checkpoints whose manifests were just deleted, because the rest may fail.
 
     Raises:
         ManifestError, FormatTooNew: a surviving manifest cannot be used, so its chunks are unknown. Nothing was
@@ -91,6 +93,7 @@ async def prune(
         except DeleteRefused:
             marks.begun = False  # no chunk is being deleted, so the marks may be removed
             raise
+        deleted(own)
         gone = [key async for key in _lying(store, run, going)]
         moved = [info.key async for info in store.scan(quarantine_prefix(run)) if _of(run, info.key) in going.to_delete]
         await store.delete(gone + moved)

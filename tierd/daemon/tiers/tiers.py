@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -155,7 +155,11 @@ class Tiers:
         self._untidy.add(tier)
 
     async def prune(
-        self, checkpoints: Collection[CheckpointId], tier: str, confirm: Confirm | None = None
+        self,
+        checkpoints: Collection[CheckpointId],
+        tier: str,
+        confirm: Confirm | None = None,
+        deleted: Callable[[Collection[CheckpointId]], None] = lambda checkpoints: None,
     ) -> set[CheckpointId]:
         """Prune checkpoints of one run from a tier as `prune.prune` does.
 
@@ -164,7 +168,7 @@ class Tiers:
         Args:
             checkpoints: the checkpoints to delete.
             tier: the tier's name.
-            confirm: as in `prune.prune`.
+            confirm, deleted: as in `prune.prune`.
 
         Returns:
             The checkpoints of which anything was deleted.
@@ -185,6 +189,7 @@ class Tiers:
                 self.observed.places[tier],
                 confirm,
                 self._timings,
+                deleted,
             )
         except (ManifestError, FormatTooNew) as error:  # of a surviving manifest: flushes need not wait for it
             names = ", ".join(str(one) for one in sorted(checkpoints)[:3]) + (", …" if len(checkpoints) > 3 else "")
