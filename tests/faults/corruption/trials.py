@@ -402,7 +402,7 @@ class Trials:
                 await self._scrub_all(daemon)
             self._all_paid(owed, lenient)
         restored, whole = self._line(spool=True).first, self._whole()
-        good = {place: self._good(place, whole) for place in PLACES}
+        good, offered = ({place: self._good(place, by) for place in PLACES} for by in (whole, None))
         keep, keep_local = noise.randrange(1, 4), noise.randrange(1, 4)
         daemon = self._daemon(journal, keep=keep, keep_local=keep_local)
         async with running(daemon):
@@ -410,7 +410,8 @@ class Trials:
         now = {place: self._good(place, self._whole() if scrubbed else None) for place in PLACES}
         for tier in TIERS:
             for one in good[tier] - now[tier]:
-                self._may_be_gone(one, tier, now[tier], keep)
+                aside = set() if scrubbed else self._set_aside_since(one, tier, offered[tier], daemon.journal)
+                self._may_be_gone(one, tier, now[tier] | aside, keep)
         self._local_may_be_gone(whole, now, keep)
         if scrubbed and not lenient and self._line(spool=True).first != restored:
             raise Lost(f"{restored} could be restored, and after a prune {self._line(spool=True).first} can")
@@ -426,6 +427,15 @@ class Trials:
         ]
         count = Counter(part.checkpoint for part in parts)
         return {one for one, ranks in count.items() if ranks == WORLD}
+
+    def _set_aside_since(
+        self, one: CheckpointId, place: str, offered: set[CheckpointId], journal: Journal
+    ) -> set[CheckpointId]:
+        """Those of `offered` that were found corrupt after `one` had been pruned: nobody knew, and they counted."""
+        events = [event for event in journal.events if event.place == place]
+        pruned = next((at for at, event in enumerate(events) if (event.what, event.subject) == ("pruned", str(one))), 0)
+        aside = {event.subject for event in events[pruned:] if event.what == "quarantined"}
+        return {other for other in offered if any(str(PartId(other, rank, WORLD)) in aside for rank in range(WORLD))}
 
     def _may_be_gone(self, one: CheckpointId, place: str, left: set[CheckpointId], keep: int) -> None:
         newer = [other for other in left if other.run == one.run and other > one]

@@ -196,11 +196,12 @@ class Truth:
             self._spools[spool] = version, found
         return found
 
-    def whole(self, spools: Iterable[tuple[Path, int]]) -> set[Checkpoint]:
-        """The checkpoints of which every part is right somewhere."""
+    def whole(self, spools: Iterable[tuple[Path, int]], silent: Collection[str] = ()) -> set[Checkpoint]:
+        """The checkpoints of which every part is right somewhere, but for these tiers."""
         ranks: dict[Checkpoint, set[int]] = defaultdict(set)
         places: list[Collection[Part]] = [self.in_spool(spool, version) for spool, version in spools]
-        places += [[part for part, right in self.on_tier(bucket).items() if right] for bucket in self.buckets]
+        asked = [bucket for bucket in self.buckets if bucket.name not in silent]
+        places += [[part for part, right in self.on_tier(bucket).items() if right] for bucket in asked]
         for launch, step, rank in (part for place in places for part in place):
             ranks[launch, step].add(rank)
         return {checkpoint for checkpoint, found in ranks.items() if len(found) == self.world}
