@@ -85,6 +85,11 @@ class StoreUrl:
     sse_kms_key_id: str | None = None
     storage_class: str | None = None
 
+    @property
+    def is_directory(self) -> bool:
+        """Whether the place is a directory of this machine, `path`."""
+        return self.scheme == "file"
+
     def __str__(self) -> str:
         match self.scheme:
             case "file":

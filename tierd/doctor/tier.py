@@ -109,7 +109,7 @@ async def operations(of: Subject) -> AsyncIterator[Finding]:
 def _allowed(of: Subject, tried: Reach) -> Finding:
     if tried.mode == "read-write":
         return finding(of.place, "read-write", "put, get, list and delete work")
-    local, text = of.url.scheme == "file", f"{tried.mode or tried.failure}: {tried.why}"
+    local, text = of.url.is_directory, f"{tried.mode or tried.failure}: {tried.why}"
     if tried.mode == "append-only":
         return finding(of.place, "append-only", text)
     if tried.failure == "full":

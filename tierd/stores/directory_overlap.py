@@ -78,7 +78,7 @@ def _places(config: Config) -> Iterator[tuple[str, str, str]]:
     yield "spool", "the spool", config.spool
     for index, tier in enumerate(config.tier):
         url = parse_url(tier.url)
-        if url.scheme == "file":
+        if url.is_directory:
             yield f"tier[{index}].url", f"tier {tier.name!r}", url.path
     for index, watch in enumerate(config.watch):
         yield f"watch[{index}].directory", f"the watched directory of run {watch.run!r}", watch.directory

@@ -165,7 +165,7 @@ def _place(text: str) -> Path | StoreUrl:
     """Return the path that an argument names, as a path or as a file: URL; or the URL of a bucket."""
     if "://" not in text:
         path = Path(text)
-    elif (url := parse_url(text)).scheme == "file":
+    elif (url := parse_url(text)).is_directory:
         path = Path(url.path)
     else:
         return url

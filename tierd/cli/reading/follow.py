@@ -80,5 +80,5 @@ def _check_apart(to: Path, urls: list[str]) -> None:
     """Refuse a state directory in a tier, because everything in a tier belongs to a run; raises `ConfigError`."""
     for url in urls:
         place = parse_url(url)
-        if place.scheme == "file" and to.resolve().is_relative_to(Path(place.path).resolve()):
+        if place.is_directory and to.resolve().is_relative_to(Path(place.path).resolve()):
             raise ConfigError(f"--to {to}: it lies in the tier {url}; name a directory of the follower's own")
