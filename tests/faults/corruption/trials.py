@@ -5,6 +5,7 @@ Invariant: what is owed follows from what lies there before tierd acts, read by 
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import shutil
@@ -410,7 +411,7 @@ class Trials:
         now = {place: self._good(place, self._whole() if scrubbed else None) for place in PLACES}
         for tier in TIERS:
             for one in good[tier] - now[tier]:
-                aside = set() if scrubbed else self._set_aside_since(one, tier, offered[tier], daemon.journal)
+                aside = set() if scrubbed else self._quarantined_since(one, tier, offered[tier], daemon.journal)
                 self._may_be_gone(one, tier, now[tier] | aside, keep)
         self._local_may_be_gone(whole, now, keep)
         if scrubbed and not lenient and self._line(spool=True).first != restored:
@@ -428,13 +429,14 @@ class Trials:
         count = Counter(part.checkpoint for part in parts)
         return {one for one, ranks in count.items() if ranks == WORLD}
 
-    def _set_aside_since(
+    def _quarantined_since(
         self, one: CheckpointId, place: str, offered: set[CheckpointId], journal: Journal
     ) -> set[CheckpointId]:
-        """Those of `offered` that were found corrupt after `one` had been pruned: nobody knew, and they counted."""
-        events = [event for event in journal.events if event.place == place]
-        pruned = next((at for at, event in enumerate(events) if (event.what, event.subject) == ("pruned", str(one))), 0)
-        aside = {event.subject for event in events[pruned:] if event.what == "quarantined"}
+        """Those of `offered` that were found corrupt after `one` was pruned: retention counted them until then."""
+        events = (event for event in journal.events if event.place == place)
+        pruned = ("pruned", str(one))
+        later = itertools.dropwhile(lambda event: (event.what, event.subject) != pruned, events)
+        aside = {event.subject for event in later if event.what == "quarantined"}
         return {other for other in offered if any(str(PartId(other, rank, WORLD)) in aside for rank in range(WORLD))}
 
     def _may_be_gone(self, one: CheckpointId, place: str, left: set[CheckpointId], keep: int) -> None:

@@ -362,6 +362,7 @@ class Job:
         """Restore what is `asked` for by name, or the newest, and begin a launch; how that went: "resumed", "anew",
         "unavailable" or "broken"."""
         truth, nodes = self.world.truth, [*dict.fromkeys(self.placing)]
+        self.unreached.clear()
         spools = self.world.spools(nodes)
         before = truth.expected(spools), truth.newest(spools), truth.injuries, truth.whole(spools)
         tells = truth.tells(self.world.spools(nodes))
@@ -446,7 +447,7 @@ class Job:
         if found is None:
             return None
         which = number(found.part)
-        self.unreached |= set(found.unreached)
+        self.unreached.update(found.unreached)
         # A rank may wait for another one for an hour, and meanwhile the trial may rot a file that was right when it was
         # verified. What was handed on in memory cannot rot so.
         if keep or not truth.is_hurt_since(injuries, node.name, which):
@@ -472,12 +473,13 @@ class Job:
         now = truth.newest(self.world.spools())
         if now != newest and found is not None and found == truth.along(now, whole):
             return
-        # `Restored.unreached` names a tier that may have newer ones, of which nothing that was asked knows.
-        spools = self.world.spools([*dict.fromkeys(self.placing)])
-        if found is not None and self.unreached and found == truth.along(newest, truth.whole(spools, self.unreached)):
-            self.world.count["restores past a tier that was named silent"] += 1
-            return
         if found is None or (found != expected and found < expected):
+            # A tier that `Restored.unreached` names may have newer ones, of which nothing that answered knows.
+            spools = self.world.spools([*dict.fromkeys(self.placing)])
+            answered = truth.along(newest, truth.whole(spools, self.unreached))
+            if found is not None and self.unreached and found == answered:
+                self.world.count["restores past a tier that was named silent"] += 1
+                return
             raise Lost(f"{what} gave {found}, and {expected} was right there")
 
     async def save(self, ranks: Collection[int]) -> None:

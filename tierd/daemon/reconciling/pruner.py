@@ -68,7 +68,7 @@ class Pruner:
 
         def record(deleted: Collection[CheckpointId]) -> None:
             """Report each checkpoint once: as soon as its manifests are gone, because what follows may fail."""
-            for checkpoint in reasons.keys() & set(deleted):
+            for checkpoint in [one for one in reasons if one in deleted]:
                 self._record_pruned(checkpoint, first.tier, reasons.pop(checkpoint), before)
 
         try:

@@ -293,8 +293,8 @@ class TierRepairer:
 def _are_equal(one: Chunk, other: Chunk) -> bool:
     """Whether two chunks are stored as the same bytes, to be decoded in the same way.
 
-    A manifest may name a wrong codec. The object of such an entry would be whole, and nobody could read it. Only
-    patches have a codec of their own at each flush.
+    The codec counts, because a manifest may name a wrong one: the repaired object would match its entry's digest, and
+    no reader could decode it. Patches are excepted, because the codec of a patch is another one at each flush.
     """
     first, second = one.stored, other.stored
     if first is None or second is None:
