@@ -118,9 +118,9 @@ def counted(daemon: Reconciler, store: Counting) -> list[tuple[int, dict[str, in
     """What each pass of prunes deletes and costs from now on, in requests."""
     passes, real = [], daemon.tiers.prune
 
-    async def prune(checkpoints, tier, confirm):
+    async def prune(checkpoints, tier, confirm, deleted):
         before = store.count.copy()
-        gone = await real(checkpoints, tier, confirm)
+        gone = await real(checkpoints, tier, confirm, deleted)
         passes.append((len(gone), dict(store.count - before)))
         return gone
 
