@@ -3,6 +3,9 @@
 Invariant: streaming saves time and decides nothing. A chunk counts once its digest was right in this process's memory,
 by the manifest that was committed in the end. Chunks that were not read by then, or were wrong, are read again as if
 there had been no streaming.
+
+The daemon does not decode into memory that it shares with this process, because the kernel by default gives shared
+memory no huge pages: to touch so many small pages took longer than to read the file from a disk of 3 GB/s.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
@@ -28,6 +32,7 @@ _PAUSE = 0.05  # seconds between two checks for chunks that have arrived
 _TOUCH = 32 << 20  # bytes of memory that are touched between two checks
 # Reads of one chunk before its file is whole, because some file systems do not report which ranges were written.
 _TRIES = 2
+_READERS = 2  # threads that read what is left once the daemon is done, because the cores are idle then
 
 
 class StreamedPart:
@@ -149,11 +154,16 @@ class _Image:
 
     def whole(self, path: Path) -> memoryview:
         """Return the whole file, which is now complete at `path`. Raises as `read_file` does."""
-        with _opened(path) as (plain, direct):
-            for offset, index in self.missing.items():
-                chunk = self.file.chunks[index]
-                if not self._read(plain, direct, offset, chunk):
-                    self._memory[offset : offset + chunk.size] = read_chunk(path, self.file, index)
+
+        def bring(offset: int, index: int) -> None:
+            chunk = self.file.chunks[index]
+            with _opened(path) as (plain, direct):  # opened by each thread, because a refused O_DIRECT is cleared
+                is_right = self._read(plain, direct, offset, chunk)
+            if not is_right:
+                self._memory[offset : offset + chunk.size] = read_chunk(path, self.file, index)
+
+        with ThreadPoolExecutor(_READERS, "tierd-arrived") as pool:
+            list(pool.map(bring, self.missing, self.missing.values()))
         return settle(self._memory, self.file.size) if self._own else self._memory[: self.file.size]
 
     def _read(self, plain: int, direct: int, offset: int, chunk: Chunk) -> bool:
