@@ -144,6 +144,16 @@ class FakeCuda(cuda.Cuda):
         self.finish()
         return self._memory(tensor)[1].clone()
 
+    def look(self, tensor: torch.Tensor, found: list[float]) -> None:
+        """Have the current stream of this thread read a tensor's first element into `found`."""
+        where, memory = self._memory(tensor)
+
+        def run() -> bool:
+            found.append(float(memory.view(-1)[0]))
+            return True
+
+        self.enqueue(self.current_stream(where), run)
+
     def stream(self, number: int, index: int = 0) -> Stream:
         """A stream for training to use."""
         return self._of(torch.device("cuda", index))[1 + number]

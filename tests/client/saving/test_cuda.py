@@ -138,7 +138,7 @@ def test_every_kind_of_tensor_is_copied_to_the_bit(local, spool):
         "nan": torch.full((7,), float("nan"), device="cuda"),
         "host": torch.randn(100),
     }
-    expected = [tensor.cpu() for tensor in state.values()]
+    expected = [tensor.cpu().clone() for tensor in state.values()]  # a copy of the one on the host, too
     hold()
     save = local.save(1, state)
     for tensor in state.values():

@@ -19,6 +19,7 @@ import tierd.dcp
 from tierd.client.checkpointer import made_of
 from tierd.client.saving import device_copies, pinning, pipeline, slots
 from tierd.client.saving.device_copies import cut
+from tierd.client.saving.sampling import TensorSample
 from tierd.client.saving.slots import Slot
 from tierd.client.saving.snapshot import Snapshot
 from tierd.core.errors import SaveFailed
@@ -191,6 +192,32 @@ def test_each_optimizers_stream_waits_for_the_copy(spool, seeded, seed):
     assert not fake.faults and checkpointer.stats.failed == 0
     for number in range(1, 4):
         assert holds(loaded(spool, number)[:6], number - 1), number
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_each_optimizers_stream_waits_for_the_reads_that_confirm(spool, seeded, seed, monkeypatch):
+    """They are on the stream of the optimizer that steps first, and the second one's step would look like a mixture."""
+    fake = seeded(seed)
+    jobs, seen = [Job(fake), Job(fake)], []
+
+    def compare(sample, live, copies, stream):
+        expected = len(seen) + 1
+        with fake.on(stream(fake.device_of(jobs[1].parameters[0]))):
+            fake.look(jobs[1].parameters[0], seen)
+        return lambda: fake.run_until(lambda: len(seen) == expected) or []
+
+    monkeypatch.setattr(TensorSample, "compare", compare)
+    both = {"parameters": [*jobs[0].parameters, *jobs[1].parameters]}
+    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        ready(checkpointer, both)
+        checkpointer.attach(*(job.optimizer for job in jobs))
+        for number in range(1, 4):
+            checkpointer.save(number, both)
+            for place, job in enumerate(jobs):
+                with fake.on(fake.stream(place)):
+                    job.optimizer.step()
+    assert checkpointer.stats.failed == 0
+    assert seen == [0, 1, 2]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

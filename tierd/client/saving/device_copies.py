@@ -45,6 +45,7 @@ class DeviceCopies:
         self._ordered: set[torch.device] = set()  # devices whose side streams already wait for the marks
         self._events: list[tuple[torch.device, torch.cuda.Event]] = []  # recorded after all copies that were begun
         self._first: list[tuple[torch.device, torch.cuda.Event]] | None = None  # the events that `save` waits for
+        self._compared: list[tuple[torch.device, torch.cuda.Event]] = []  # recorded after the reads that confirm
         self._held: set[tuple[int, torch.cuda.Stream]] = set()  # ids of events, and the streams that wait for them
         self._hurried: dict[None, object] = {}
         self._hurry = Latch()
@@ -65,20 +66,26 @@ class DeviceCopies:
 
     @property
     def are_over(self) -> bool:
-        """Whether devices have finished all copies."""
-        return self._over.is_open
+        """Whether devices have finished all copies, and the reads that confirm them."""
+        return self._over.is_open and not self._compared
 
     def hold_all(self) -> None:
         """Make every stream wait for the first copies, because any stream may write as soon as `save` returns."""
-        for device, event in self._first if self._first is not None and not self.are_over else ():
+        for device, event in self._first if self._first is not None and not self._over.is_open else ():
             for stream in self._api.streams(device):
                 self._hold(event, stream)
             self._hold(event, self._api.current_stream(device))
 
     def hold_current(self) -> None:
-        """Make later work of this thread's current streams wait for all copies."""
-        for device, event in [] if self.are_over else self._events:
+        """Make later work of this thread's current streams wait for all copies, and for the reads that confirm them."""
+        for device, event in [*([] if self._over.is_open else self._events), *self._compared]:
             self._hold(event, self._api.current_stream(device))
+
+    def note_reads(self) -> None:
+        """Make `hold_current` wait for the reads that this thread's current streams were just given. Otherwise another
+        optimizer, on a stream of its own, could write before those reads, which would take its step for a mixture.
+        """
+        self._compared = [(one, self._api.record(self._api.current_stream(one))) for one in self.devices]
 
     def _hold(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
         key = id(event), stream  # the event lives as long as this object, so its id is unique
@@ -169,7 +176,8 @@ class DeviceCopies:
         self._over.open()
 
     def close(self) -> None:
-        """End the snapshot's copies: no more will be begun."""
+        """End the snapshot's copies: no more will be begun, and none is compared any more."""
+        self._compared = []
         if not self._events:
             self._over.open()
 

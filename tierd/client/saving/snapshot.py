@@ -145,7 +145,9 @@ class Snapshot:
         self.copies.hold_current()  # the device runs later work of this thread after the copy
         witness, into = self._witness, self._into  # `done` clears both, in the reverse order
         if not self._verdict and witness is not None and into is not None:
-            self._judge(witness.compare(into, cuda.api.current_stream))
+            changed = witness.compare(into, cuda.api.current_stream)
+            self.copies.note_reads()  # before the verdict, after which the thread that copies may end the snapshot
+            self._judge(changed)
         if not self.copies and self._is_soon:  # a crash in the next step must not lose the copy
             self._passed_on.wait()
 
