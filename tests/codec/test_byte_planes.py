@@ -293,7 +293,7 @@ def test_fifteen_always_means_another_byte():
 @pytest.mark.parametrize("codes", [b"\x21\xe3", b"\xf1\x0f", b"\x10"])
 @pytest.mark.parametrize("form", [2, 130])
 def test_a_code_beyond_the_largest_byte_begins_anew_as_in_the_description(codes, form, join_planes):
-    """No writer's base is that large; a reader goes by FORMAT.md all the same."""
+    """A writer's base is at most 241; a reader goes by FORMAT.md all the same."""
     size = 2 * len(codes)
     others = sum(nibble == 15 for byte in codes for nibble in (byte & 15, byte >> 4))
     body = struct.pack("<BI", 250, others) + (plane(0, b"oo"[:others]) if others else b"") + frame(codes)
@@ -321,6 +321,77 @@ def test_an_honest_object_is_decoded_in_memory_of_its_own_size():
     assert len(codec.decode(chunk, found.data, "t")) == 32 * MB
     assert tracemalloc.get_traced_memory()[1] < 36 * MB
     tracemalloc.stop()
+
+
+# -- every neighbourhood, and faults of the encoder --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", [*range(8), 120, 127, 128, *range(224, 256)])
+@pytest.mark.parametrize("form", ["2", "4", "8", "2 folded", "4 folded", "8 folded"])
+def test_any_base_is_read_as_the_description_says(base, form, join_planes):
+    """Sums of the base and a code must not run into the neighbouring word; other bytes are codes as well."""
+    width, folded = int(form[0]), form.endswith("folded")
+    rng = np.random.default_rng(base)
+    for count, ends in ((2000, False), (2001, False), (2000, True), (2001, True)):
+        codes = rng.integers(0, 16, count + count % 2).astype(np.uint8)
+        codes[count - 1] = 15 if ends else 0
+        codes[count:] = 0
+        others = rng.integers(0, 256, int(np.count_nonzero(codes[:count] == 15))).astype(np.uint8).tobytes()
+        halves = (codes[::2] | codes[1::2] << 4).tobytes()
+        top = plane(2, struct.pack("<BI", base, len(others)) + plane(0, others) + frame(halves))
+        below = b"".join(plane(0, rng.bytes(2 * count)) for _ in range(width // 2 - 1))
+        data = head(width * count) + bytes([width | 128 * folded, 0]) + below + plane(0, rng.bytes(count)) + top
+        assert byte_planes.unpack(data, width * count) == join_planes(data, width * count), (count, ends)
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("lowest", range(225, 245))
+def test_numbers_of_one_high_byte_and_few_others_come_back(width, lowest, monkeypatch):
+    """Negative integers, labels that are padded with -100, gradients: the codec must not need its second look."""
+    monkeypatch.setattr(byte_planes, "_gives_back", lambda written, block: True)
+    rng = np.random.default_rng(lowest)
+    for count in (40_000, 40_001):
+        raw = rng.integers(0, 256, (count, width), np.uint8)
+        raw[:, -1] = rng.integers(lowest, min(lowest + 15, 256), count)
+        rare = rng.random(count) < 0.01
+        rare[-1] = True
+        raw[rare, -1] = rng.integers(0, 100, np.count_nonzero(rare))
+        data = byte_planes.pack(raw.tobytes())
+        assert data is not None and byte_planes.unpack(data, raw.size) == raw.tobytes(), count
+
+
+def test_a_block_that_does_not_come_back_is_not_split(monkeypatch, caplog, join_planes):
+    """A processor that errs, or a fault of the writer: what is stored can be read all the same."""
+    write, calls = byte_planes._write_pairs, []
+
+    def err(out, high):
+        calls.append(None)
+        return write(out, high ^ np.uint8(len(calls) == 2))
+
+    monkeypatch.setattr(byte_planes, "_write_pairs", err)
+    raw = numbers("fp32", 1_000_000)
+    found = codec.encode(PART, described(raw), raw)
+    assert found.stored.codec == "planes" and found.stored.size < 0.95 * len(raw)
+    assert codec.decode(found.chunk, found.data, "t") == raw == join_planes(bytes(found.data), len(raw))
+    assert [one.levelname for one in caplog.records] == ["ERROR"]
+
+
+def test_a_reader_that_fails_counts_as_a_block_that_does_not_come_back(monkeypatch):
+    def fail(*_):
+        raise OverflowError("out of bounds")
+
+    monkeypatch.setattr(byte_planes._Pairs, "put", fail)
+    raw = numbers("bf16", 1_000_000)
+    found = codec.encode(PART, described(raw), raw)
+    monkeypatch.undo()
+    assert codec.decode(found.chunk, found.data, "t") == raw
+
+
+def test_numbers_that_never_come_back_are_stored_another_way(monkeypatch):
+    monkeypatch.setattr(byte_planes, "_gives_back", lambda written, block: False)
+    raw = numbers("fp32", 1_000_000)
+    found = codec.encode(PART, described(raw), raw)
+    assert found.stored.codec == "raw" and codec.decode(found.chunk, found.data, "t") == raw
 
 
 # -- FORMAT.md says what the code does --------------------------------------------------------------------------------

@@ -115,6 +115,26 @@ def test_what_compresses_is_one_plain_zstd_frame():
     assert found.stored.xxh3_128 == digest(found.data)
 
 
+def test_a_frame_that_does_not_come_back_is_not_stored(monkeypatch, caplog):
+    zstd = codec._zstd
+    monkeypatch.setattr(codec, "_zstd", lambda raw: zstd(b"W" + bytes(raw)[1:]))
+    raw = b"weights " * 10_000
+    found = encoded(raw)
+    assert found.stored.codec == "raw" and codec.decode(found.chunk, found.data, "t") == raw
+    assert "which is not stored: other bytes" in caplog.text
+
+
+def test_a_patch_that_does_not_come_back_is_not_stored(monkeypatch):
+    base = noise(MB)
+    raw = b"W" + base[1:]
+    of = Chunk(size=MB, xxh3_128=digest(base), stored=encoded(base).stored)
+    described = Chunk(size=MB, xxh3_128=digest(raw), stored=None)
+    assert codec.encode_patch(PART, described, raw, of, base, "0123456789a") is not None
+    make = codec.patch.make
+    monkeypatch.setattr(codec.patch, "make", lambda raw, base: make(b"V" + bytes(raw)[1:], base))
+    assert codec.encode_patch(PART, described, raw, of, base, "0123456789a") is None
+
+
 def test_equal_input_gives_equal_output_whatever_holds_it():
     raw = bytes(range(256)) * 300
     first = encoded(raw)

@@ -1,8 +1,9 @@
 """The codec `planes`: store numbers as byte planes.
 
-Invariant: equal bytes give equal objects, and no object is longer than its bytes. Reading an object allocates at most
-`size` bytes and a few blocks, even if the object claims more. Anything that FORMAT.md does not allow raises
-`ValueError`.
+Invariant: equal bytes give equal objects, and no object is longer than its bytes. Each block is read again as soon as
+it is written, and compared. So no object is made that does not give its bytes back, whether this module errs or the
+processor. Reading an object allocates at most `size` bytes and a few blocks, even if the object claims more. Anything
+that FORMAT.md does not allow raises `ValueError`.
 
 The exponents of trained numbers repeat, while their mantissas are noise. So a block is split into its elements' top
 bytes, the bytes below, and the 16-bit words under those. Only planes that shrink in a sample are compressed. If both
@@ -13,6 +14,7 @@ halves the work of zstd's Huffman coder and leaves it hardly any match to search
 
 from __future__ import annotations
 
+import logging
 import struct
 import threading
 from typing import Any
@@ -23,6 +25,8 @@ import zstandard
 
 from tierd.codec.detect import WIDTHS, Bytes, NumberLayout, detect, neighbours
 from tierd.spool.direct_io import memory_for
+
+log = logging.getLogger("tierd.daemon")
 
 Buffer = bytes | bytearray | memoryview
 Words = npt.NDArray[Any]  # 16-bit, little-endian
@@ -42,7 +46,7 @@ _OTHERS = 8  # at most one byte in this many may lie outside the 15 neighbours
 _FEW = 512  # bytes of a plane below which pairs are not worth their header
 _EDGE = 64  # bytes; an upper bound for the headers and edges of a block
 _WINDOW = 1 << 20
-_HIGHEST = 255 - 14  # a higher base plus 14 would not fit into a byte
+_HIGHEST = 255 - 15  # a higher base plus a code would not fit into a byte; codes of other bytes are added, too
 _MAPPED = 8 << 20  # bytes; malloc serves smaller sizes faster, and retains less of them
 
 
@@ -60,6 +64,7 @@ class _Tools(threading.local):
         self.search = zstandard.ZstdCompressor(level=1)
         self.expander = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
         self.scratch = [np.empty(1 << BLOCK_LOG, np.uint8) for _ in range(4)]
+        self.read_back = np.empty(1 << BLOCK_LOG, np.uint8)
 
 
 _tools = _Tools()
@@ -93,8 +98,26 @@ def pack(raw: Buffer) -> memoryview | None:
             if other != layout:
                 layout, out.at = other, at
                 top = _write_block(out, block, layout)
+        if not _gives_back(out.view[at : out.at], block):
+            log.error("a block of %d bytes does not come back from %s, and is not split", len(block), layout)
+            out.at = at
+            _write_block(out, block, NumberLayout())
+            if not _gives_back(out.view[at : out.at], block):
+                return None
         age, expected = (1, top) if fresh else (age + 1, expected)
     return out.view[: out.at] if out.at < len(data) - len(data) // 64 else None
+
+
+def _gives_back(written: memoryview, block: Bytes) -> bool:
+    """Whether reading a block that was just written gives its bytes."""
+    found, reader = _tools.read_back[: len(block)], _Reader(written)
+    try:
+        _read_block(reader, found)
+        reader.end()
+    except Exception as error:  # whatever a fault here or in the processor raises
+        log.error("a block cannot be read as it was written: %r", error)
+        return False
+    return np.array_equal(found, block)
 
 
 class _Writer:
@@ -310,7 +333,7 @@ class _Pairs:
     def put(self, to: Words, shift: int) -> None:
         """Write the plane's bytes into the words `to`, each shifted left by `shift` bits."""
         halves, whole = self._halves, len(to) // 2
-        if self._base > _HIGHEST:  # no writer produces this base; a sum would carry into the neighbouring word
+        if self._base > _HIGHEST:  # a sum would carry into the neighbouring word
             codes = np.stack((halves & 15, halves >> 4), axis=1).reshape(-1)[: len(to)] + np.uint8(self._base)
             np.multiply(codes, 1 << shift, out=to, dtype=np.uint16)
         else:

@@ -2,14 +2,17 @@
 
 Raw bytes and stored bytes each have a digest.
 
-Invariant: the sizes in the manifest bound a decode, not those that the bytes claim. A frame that names another size, or
-is followed by anything, is corrupt before a byte of it is expanded.
+Invariant: what `encode` returns was decoded once and gave the chunk's bytes, because a tier compares only stored bytes
+and would not notice a fault of the encoder. The sizes in the manifest bound a decode, not those that the bytes claim. A
+frame that names another size, or is followed by anything, is corrupt before a byte of it is expanded.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zstandard
@@ -21,6 +24,8 @@ from tierd.core.errors import CorruptChunk, FormatTooNew
 from tierd.core.ids import PartId, chunk_key
 from tierd.core.manifest import PATCH, Chunk, Stored, is_patch
 from tierd.spool.file_io import digest
+
+log = logging.getLogger("tierd.daemon")
 
 RAW = "raw"
 ZSTD = "zst"
@@ -64,7 +69,7 @@ def encode(part: PartId, chunk: Chunk, raw: Buffer, pack: bool = True) -> Encode
         raw: the chunk's bytes, already verified against `chunk`.
         pack: False stores the chunk raw, for a link that is faster than the compressor (`core.compression_policy`).
     """
-    codec, data = _pack(raw) if pack else (RAW, raw)
+    codec, data = _pack(chunk, raw) if pack else (RAW, raw)
     key = chunk_key(part, chunk.xxh3_128, codec)
     # The raw bytes were already compared with this digest.
     stored_digest = chunk.xxh3_128 if codec == RAW else digest(data)
@@ -73,7 +78,9 @@ def encode(part: PartId, chunk: Chunk, raw: Buffer, pack: bool = True) -> Encode
 
 
 def encode_patch(part: PartId, chunk: Chunk, raw: Buffer, base: Chunk, base_raw: Buffer, token: str) -> Encoded | None:
-    """Encode one chunk of `part` as a patch of `base`, which is stored on the same tier; None if too much differs.
+    """Encode one chunk of `part` as a patch of `base`, which is stored on the same tier.
+
+    Returns None if too much differs, or the patch does not give the chunk back.
 
     Args:
         raw, base_raw: the bytes of both, already verified.
@@ -81,7 +88,7 @@ def encode_patch(part: PartId, chunk: Chunk, raw: Buffer, base: Chunk, base_raw:
             another base, and must not overwrite the patch.
     """
     data = patch.make(raw, base_raw)
-    if data is None:
+    if data is None or not _gives_back(chunk, lambda: patch.apply(data, base_raw)):
         return None
     codec = PATCH + token
     key = chunk_key(part, chunk.xxh3_128, codec)
@@ -89,7 +96,7 @@ def encode_patch(part: PartId, chunk: Chunk, raw: Buffer, base: Chunk, base_raw:
     return Encoded(Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored), data)
 
 
-def _pack(raw: Buffer) -> tuple[str, Buffer]:
+def _pack(chunk: Chunk, raw: Buffer) -> tuple[str, Buffer]:
     # The result is never longer than `raw`. Of equally short results the older codec is taken, because it comes first.
     found_kind = kind(raw)
     if found_kind is ChunkKind.NOISE and len(raw) >= _SMALL and not _repeats(raw):
@@ -103,7 +110,22 @@ def _pack(raw: Buffer) -> tuple[str, Buffer]:
             packed = byte_planes.pack(raw)
         if packed is not None:
             found.append((PLANES, packed))
-    return min(found, key=lambda each: len(each[1]))
+    codec, data = min(found, key=lambda each: len(each[1]))
+    if codec == ZSTD and not _gives_back(chunk, lambda: _expand_zstd(chunk, data)):
+        return RAW, raw
+    return codec, data
+
+
+def _gives_back(chunk: Chunk, read: Callable[[], Buffer]) -> bool:
+    """Whether an object that was just made decodes to the chunk. `byte_planes` makes none that does not."""
+    try:
+        if digest(read()) == chunk.xxh3_128:
+            return True
+        why = "other bytes"
+    except (ValueError, zstandard.ZstdError) as error:
+        why = str(error)
+    log.error("chunk %s does not come back from what was made of it, which is not stored: %s", chunk.xxh3_128, why)
+    return False
 
 
 def _zstd(raw: Buffer) -> bytes:

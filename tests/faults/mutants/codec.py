@@ -26,4 +26,32 @@ MUTANTS = (
         "    return False\n",
         "pytest tests/codec/test_codec.py -k noise_everywhere",
     ),
+    Mutant(
+        "a code and its base run into the neighbouring number",
+        "tierd/codec/byte_planes.py",
+        "_HIGHEST = 255 - 15",
+        "_HIGHEST = 255 - 14",
+        "pytest tests/codec/test_byte_planes.py -k any_base",
+    ),
+    Mutant(
+        "a block is stored unread",
+        "tierd/codec/byte_planes.py",
+        "        if not _gives_back(out.view[at : out.at], block):\n            log",
+        "        if False:\n            log",
+        "pytest tests/codec/test_byte_planes.py -k does_not_come_back",
+    ),
+    Mutant(
+        "a frame is stored unread",
+        "tierd/codec/codec.py",
+        "    if codec == ZSTD and not _gives_back(",
+        "    if False and not _gives_back(",
+        "pytest tests/codec/test_codec.py -k frame_that_does_not",
+    ),
+    Mutant(
+        "a patch is stored unread",
+        "tierd/codec/codec.py",
+        "    if data is None or not _gives_back(",
+        "    if data is None or False and not _gives_back(",
+        "pytest tests/codec/test_codec.py -k patch_that_does_not",
+    ),
 )

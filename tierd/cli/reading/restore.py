@@ -109,7 +109,7 @@ def _show(found: Exported, moved: Progress) -> None:
     for directory in found.directories:
         console().print(f"  {directory}")
     if moved.kept:
-        console().print(f"  {size(moved.kept)} of it were there from a restore that was interrupted")
+        console().print(f"  {size(moved.kept)} of it had been fetched before")
 
 
 def _show_put(put: PutBack, into: Path) -> None:
