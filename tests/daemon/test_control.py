@@ -25,7 +25,7 @@ from tierd.core.errors import (
 )
 from tierd.daemon.transfer.flush_pacing import Cadence
 from tierd.ipc.client import Link
-from tierd.ipc.messages import MAX_REQUEST, Attach, Status, Wait
+from tierd.ipc.messages import MAX_REQUEST, Attach, Report, Status, Wait
 from tierd.spool.spool import Spool
 
 
@@ -227,6 +227,18 @@ def test_a_silent_daemon_costs_a_bounded_wait(spool, monkeypatch):
             with pytest.raises(DaemonUnavailable, match="silent"):
                 link.ask(Status())
             assert time.monotonic() - begun < 5
+
+
+def test_a_fault_of_the_daemon_is_an_answer(spool, monkeypatch, caplog):
+    def fail(*_):
+        raise OverflowError("65536 out of bounds")
+
+    monkeypatch.setattr("tierd.daemon.request_handler.report", fail)
+    with Daemon(spool.root, {"tier": down()}), Link(spool) as link:
+        with pytest.raises(DaemonUnavailable, match="the daemon failed: OverflowError: 65536 out of bounds"):
+            link.ask(Report(run="r"))
+        assert link.ask(Status())["status"]
+    assert "the request Report failed" in caplog.text and "Traceback" in caplog.text
 
 
 def test_a_daemon_that_goes_away_in_the_middle_is_unavailable(spool):

@@ -154,11 +154,12 @@ class Control:
                     return {"ok": True, **work.result()}
                 writer.write(messages.encode_line({"working": True, **self.handler.progress(request)}))
                 await writer.drain()
-        except (TierdError, TimeoutError) as error:
-            return replies.error_reply(error)
-        except OSError as error:
-            if isinstance(error, ConnectionError):
-                raise
+        except ConnectionError:
+            raise
+        except Exception as error:
+            # A fault of this daemon is an answer, too: a closed connection would not say what is wrong.
+            if not isinstance(error, TierdError | TimeoutError | OSError):
+                log.exception("control: the request %s failed", type(request).__name__)
             return replies.error_reply(error)
         finally:
             work.cancel()
