@@ -30,6 +30,7 @@ TIER_PINNED = "pinned on the tier"
 Thing = tuple[str, str]
 
 _STEP = re.compile(r"[^/]+/(\d{12})\.[^/]+/(\d{5})-of-(\d{5})")
+_PATCH_OF = re.compile(r"(?<=\.patch)[0-9a-f]{11}$")  # the flush that made a patch
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +146,10 @@ class Seen:
         return {checkpoint for (checkpoint, world), found in ranks.items() if found == set(range(world))}
 
     def state(self) -> dict[str, list]:
-        """What must be the same whichever way led here. Who of two put first what both hold, nobody says."""
-        return {"things": sorted(self.things), "chunks": sorted({key.rpartition("/")[2] for key in self.named})}
+        """What must be the same whichever way led here. Who of two put first what both hold, nobody says, nor which flush
+        a patch is of."""
+        names = {_PATCH_OF.sub("", key.rpartition("/")[2]) for key in self.named}
+        return {"things": sorted(self.things), "chunks": sorted(names)}
 
 
 def _owner(key: str) -> str:
