@@ -146,8 +146,8 @@ class Seen:
         return {checkpoint for (checkpoint, world), found in ranks.items() if found == set(range(world))}
 
     def state(self) -> dict[str, list]:
-        """What must be the same whichever way led here. Who of two put first what both hold, nobody says, nor which flush
-        a patch is of."""
+        """What must be the same whichever way led here. Nobody says who of two put first what both hold, nor which
+        flush a patch is of."""
         names = {_PATCH_OF.sub("", key.rpartition("/")[2]) for key in self.named}
         return {"things": sorted(self.things), "chunks": sorted(names)}
 
