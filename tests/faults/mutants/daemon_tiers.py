@@ -145,4 +145,18 @@ MUTANTS = (
         "            if False:\n",
         "pytest tests/test_writers_of_tiers.py -k no_key_foreign",
     ),
+    Mutant(
+        "a chunk that a listing does not show is taken for lost",
+        _HOLDERS,
+        " and await _are_there(store, manifest, missing):",
+        " and not missing:",
+        "pytest tests/daemon/tiers/test_late_listings.py -k not_list_yet",
+    ),
+    Mutant(
+        "a manifest that a listing does not show outlives its chunks",
+        "tierd/daemon/tiers/prune.py",
+        "        there = seen.checkpoints if seen else {}\n",
+        "        there = {}\n",
+        "pytest tests/daemon/tiers/test_late_listings.py -k was_not_listed",
+    ),
 )

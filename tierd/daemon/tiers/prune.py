@@ -8,6 +8,7 @@ still holds shared chunks, the mark that stands there shows that the prune was c
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
@@ -87,7 +88,11 @@ async def prune(
             return Pruned(set(), set(), going.held)
         marks.begun = True
         own = going.listed.own
-        manifests = [key for one in sorted(own) for key in own[one]]
+        # Those of the inventory as well, because some stores list what is there only after a while, and no manifest may
+        # outlive its chunks.
+        there = seen.checkpoints if seen else {}
+        parts = [part for one in going.to_delete & there.keys() for part in there[one].parts()]
+        manifests = sorted({*itertools.chain(*own.values()), *(part.manifest_key for part in parts)})
         try:
             await store.delete(manifests)
         except DeleteRefused:

@@ -1,0 +1,59 @@
+"""A store may list late: that proves nothing corrupt, and no manifest outlives its chunks."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support.doubles import Double, is_chunk
+from support.world import commit, converge, part, reconciler
+
+from tierd.daemon.tiers.holders import holds
+from tierd.daemon.tiers.prune import prune
+
+
+class Late(Double):
+    """Its listings do not show the `hidden` keys."""
+
+    hidden: frozenset[str] = frozenset()
+
+    async def scan(self, prefix, after=""):
+        async for info in super().scan(prefix, after):
+            if info.key not in self.hidden:
+                yield info
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["there", "gone"])
+def test_a_tier_holds_what_it_does_not_list_yet(spool, gone):
+    async def work():
+        store = Late()
+        commit(spool, part(1))
+        await converge(spool, {"tier": store})
+        store.hidden = frozenset(filter(is_chunk, store.inner.objects))
+        assert store.hidden
+        if gone:
+            await store.inner.delete([max(store.hidden)])
+        assert await holds(store, part(1), spool.manifest(part(1))) is not gone
+
+    asyncio.run(work())
+
+
+def test_a_prune_leaves_no_manifest_that_was_not_listed(spool):
+    both = [part(1, rank=rank, world=2) for rank in (0, 1)]
+
+    async def work():
+        store = Late()
+        for rank in (0, 1):
+            commit(spool, part(1, rank=rank, world=2))
+            commit(spool, part(2, rank=rank, world=2))
+        await converge(spool, {"tier": store})
+        daemon = reconciler(spool, {"tier": store})
+        daemon.requests.interest.add(both[0].checkpoint.run)
+        await daemon.observe("tier")
+        seen = daemon.inventory().tiers["tier"]
+        store.hidden = frozenset({both[1].manifest_key})
+        await prune(store, {both[0].checkpoint}, seen=seen)
+        assert not [key for key in store.inner.objects if both[0].checkpoint.name in key]
+        assert [key for key in store.inner.objects if part(2, world=2).checkpoint.name in key]
+
+    asyncio.run(work())
