@@ -29,6 +29,8 @@ from tierd.daemon.transfer.replicas import Replicas
 from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
+from tierd.stores.encrypted import EncryptedStore
+from tierd.stores.keys import Key
 from tierd.stores.memory import MemoryStore
 
 STRIDE = int(os.environ.get("TIERD_COPY_KILLS", "9"))
@@ -45,6 +47,23 @@ async def source(spool: Spool, steps=(1, 2), world: int = 1, frozen: bool = Fals
             commit(spool, which, files, metrics={"loss": 1.0 / step})
             await flush(spool, which, Route(store))
     return store
+
+
+@pytest.mark.parametrize("encrypted", [True, False], ids=["a key is left out", "a key is too much"])
+def test_a_tier_does_not_become_half_encrypted(spool, encrypted):
+    async def work():
+        store, inner, key = await source(spool), MemoryStore(), Key(b"k" * 32)
+        with_key = EncryptedStore(inner, key)
+        right, wrong = (with_key, inner) if encrypted else (inner, with_key)
+        await copy(store, right)
+        before = dict(inner.objects)
+        with pytest.raises(StoreRefused, match="a tier has one key or none, and run run there"):
+            await copy(store, wrong, NEW)
+        assert inner.objects == before
+        await copy(store, right, NEW)
+        await check(right, NEW)
+
+    asyncio.run(work())
 
 
 def copy(store: Store, target: Store, to_run: str = RUN, step: int | None = None, attempt: str | None = None):
@@ -126,7 +145,7 @@ def test_a_copy_that_is_killed_shows_no_half_and_continues(spool):
         await _given(store)
         await copy(store, whole, NEW)
         requests, wanted = len(whole.calls), await contents(whole.inner)
-        for at in range(1, requests + 1, STRIDE):
+        for at in range(1, requests, STRIDE):  # after the last one, nothing is left to be killed
             target = MemoryStore()
             with pytest.raises(Killed):
                 await copy(store, dying(target, at, after=bool(at % 2)), NEW)

@@ -281,4 +281,11 @@ MUTANTS = (
         "            old = path.read_bytes()[base.index * base.chunk.size :][: base.chunk.size]\n",
         f"{_TEST_PATCHES} -k left_the_spool",
     ),
+    Mutant(
+        "a copy makes a tier half encrypted",
+        "tierd/daemon/transfer/copy.py",
+        "        await check_key(target, to_run)\n",
+        "        pass\n",
+        "pytest tests/daemon/transfer/test_copy.py -k half_encrypted",
+    ),
 )

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime
 
-from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound
+from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, StoreRefused, WrongKey
 from tierd.core.ids import OWN_KEYS, CheckpointId, PartId, manifests_prefix
 from tierd.core.manifest import Manifest
 from tierd.core.planning.copies import complete_world_sizes
@@ -108,6 +108,27 @@ async def _seen(store: Store, run: str) -> Seen | None:
             if manifests:
                 return Seen((*there, *newest[number + 1 :]), (checkpoint, manifests), first)
     return Seen(tuple(there), None, first) if there else None
+
+
+async def check_key(store: Store, run: str) -> None:
+    """Check by one manifest of another run, if there is one, that a run that is new on a tier gets the tier's key.
+
+    Raises:
+        StoreRefused: the manifest is encrypted with another key than this process has, or only one of both has a key.
+        StoreUnavailable, StoreRefused: the tier failed to answer a request.
+    """
+    for other in sorted(await _names(store, "") - OWN_KEYS - {run}):
+        async with aclosing(store.scan(manifests_prefix(other))) as listing:
+            async for info in listing:
+                try:
+                    await read_manifest(store, None, info.key, info.size)
+                except WrongKey as error:
+                    raise StoreRefused(
+                        f"run {run}: a tier has one key or none, and run {other} there: {error}"
+                    ) from error
+                except (ObjectNotFound, ManifestError, FormatTooNew):
+                    continue
+                return
 
 
 async def _names(store: Store, prefix: str) -> set[str]:

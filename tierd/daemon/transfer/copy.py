@@ -36,6 +36,7 @@ from tierd.core.timeline.candidates import not_found, restore_candidates
 from tierd.daemon.tiers.heads import following, write
 from tierd.daemon.tiers.objects import is_there, read_manifest
 from tierd.daemon.tiers.observe import TierObserver, base_of
+from tierd.daemon.tiers.overview import check_key
 from tierd.daemon.transfer.concurrency import together
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.relay import relay
@@ -108,7 +109,8 @@ async def copy_run(
     Raises:
         CheckpointNotFound: the source has no such complete checkpoint.
         ConfigError: `to_run` is another run on the target.
-        StoreUnavailable, StoreRefused: a tier did not answer, or refused; the same call continues from there.
+        StoreUnavailable, StoreRefused: a tier did not answer, or refused; the same call continues from there. Or the
+            target has another key than `target`.
     """
     here = await TierObserver(source).observe({run}, few=_FEW, chunks=False)
     _check_readable(here, run, "the source")
@@ -117,6 +119,8 @@ async def copy_run(
     work = _Copy(source, target, run, to_run, here, there, progress, Route(target))
     _check_readable(there, to_run, "the target")
     await work.check_target()
+    if not there.checkpoints:
+        await check_key(target, to_run)
     pins = set(wanted) if step is not None else here.pins.intersection(wanted)
     policies = 0 if step is not None else await work.put_policies()
     progress.begin(sum(_size(here, part) for one in wanted for part in _parts(here, one)))
