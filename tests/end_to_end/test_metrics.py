@@ -44,8 +44,8 @@ def test_saves_and_restores_of_a_trainer_are_measured(tmp_path: Path) -> None:
                         break
                     await asyncio.sleep(0.2)
             assert sample(text, 'tierd_saves_total{run="run"}') == 2
-            # An observation of the spool may come before the report of the hand-off, which has the times: one was missing
-            # then.
+            # An observation of the spool may come before the report of the hand-off, which has the times: one is
+            # missing then.
             assert sample(text, 'tierd_save_blocked_seconds_count{run="run"}') in (1, 2)
             blocked = sample(text, 'tierd_save_blocked_seconds_sum{run="run"}')
             durable = sample(text, 'tierd_save_durable_seconds_sum{run="run",tier="local"}')
