@@ -101,6 +101,17 @@ def ready(checkpointer, state) -> None:
     pinned(checkpointer, size * len(made_of(checkpointer).pipeline.slots))
 
 
+def save_and_step_apart(checkpointer, fake: FakeCuda, jobs: list[Job], state) -> None:
+    """Save the steps 1 to 3, each followed by a step of every job on a stream of its own."""
+    ready(checkpointer, state)
+    checkpointer.attach(*(job.optimizer for job in jobs))
+    for number in range(1, 4):
+        checkpointer.save(number, state)
+        for place, job in enumerate(jobs):
+            with fake.on(fake.stream(place)):
+                job.optimizer.step()
+
+
 # -- in any order -----------------------------------------------------------------------------------------------------
 
 
@@ -182,13 +193,7 @@ def test_each_optimizers_stream_waits_for_the_copy(spool, seeded, seed):
     both = {key: jobs[0].state[key] for key in ("buffer", "average")}
     both["parameters"] = [*jobs[0].parameters, *jobs[1].parameters]
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
-        ready(checkpointer, both)
-        checkpointer.attach(*(job.optimizer for job in jobs))
-        for number in range(1, 4):
-            checkpointer.save(number, both)
-            for place, job in enumerate(jobs):
-                with fake.on(fake.stream(place)):
-                    job.optimizer.step()
+        save_and_step_apart(checkpointer, fake, jobs, both)
     assert not fake.faults and checkpointer.stats.failed == 0
     for number in range(1, 4):
         assert holds(loaded(spool, number)[:6], number - 1), number
@@ -209,13 +214,7 @@ def test_each_optimizers_stream_waits_for_the_reads_that_confirm(spool, seeded, 
     monkeypatch.setattr(TensorSample, "compare", compare)
     both = {"parameters": [*jobs[0].parameters, *jobs[1].parameters]}
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
-        ready(checkpointer, both)
-        checkpointer.attach(*(job.optimizer for job in jobs))
-        for number in range(1, 4):
-            checkpointer.save(number, both)
-            for place, job in enumerate(jobs):
-                with fake.on(fake.stream(place)):
-                    job.optimizer.step()
+        save_and_step_apart(checkpointer, fake, jobs, both)
     assert checkpointer.stats.failed == 0
     assert seen == [0, 1, 2]
 

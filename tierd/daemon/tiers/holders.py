@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 
-from tierd.codec.codec import check_stored
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest
-from tierd.daemon.tiers.objects import get_object, read_manifest
+from tierd.daemon.tiers.objects import get_stored, read_manifest, surely
 from tierd.daemon.tiers.observe import missing_chunks
 from tierd.stores.base import Store
 
@@ -90,12 +90,12 @@ async def holds(store: Store, part: PartId, local: Manifest | None) -> bool | No
 
 
 async def _are_there(store: Store, manifest: Manifest, keys: set[str]) -> bool:
-    """Whether chunks that a listing does not show can be read all the same, because some stores list late."""
-    for stored in manifest.objects():
-        key = f"{manifest.run}/{stored.key}"
-        if key in keys:
+    """Whether objects that a listing does not show can be read all the same, because some stores list late."""
+    links = (link for chunk in manifest.chunks() for link in chunk.chain())
+    for link in links:
+        if link.stored and f"{manifest.run}/{link.stored.key}" in keys:
             try:
-                check_stored(stored, await get_object(store, key, stored), manifest.run)
+                await surely(partial(get_stored, store, manifest.run, link))
             except CorruptChunk:
                 return False
     return True
