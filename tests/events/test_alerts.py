@@ -147,6 +147,36 @@ def test_a_part_is_news_once_and_not_at_the_first_look_nor_when_it_was_fetched()
     assert first_seen.came(place(own, given)) == [] and first_seen.came(place(old, own, given)) == [old]
 
 
+def test_a_part_that_is_observed_while_it_is_persisted_is_left_to_its_hand_off() -> None:
+    first_seen, given = FirstSeen(), part(checkpoint(1, 1), 0, 1)
+    assert first_seen.came(place()) == []
+    first_seen.persisting(given, True)
+    assert first_seen.came(place(given)) == [] and first_seen.take(given)
+    first_seen.persisting(given, False)
+    assert first_seen.came(place(given)) == [] and not first_seen.take(given)
+
+
+def test_a_part_whose_hand_off_failed_after_it_was_there_is_news_once() -> None:
+    first_seen, kept, withdrawn = FirstSeen(), *(part(checkpoint(1, step), 0, 1) for step in (1, 2))
+    assert first_seen.came(place()) == []
+    for one in (kept, kept, withdrawn):  # a trainer that connected again may hand a part over twice
+        first_seen.persisting(one, True)
+    assert first_seen.came(place(kept, withdrawn)) == []
+    first_seen.persisting(kept, False)
+    assert first_seen.came(place(kept, withdrawn)) == []
+    first_seen.persisting(kept, False)
+    first_seen.persisting(withdrawn, False)
+    assert first_seen.came(place(kept)) == [kept]  # the other one was taken back
+    assert first_seen.came(place(kept)) == [] and not first_seen.take(kept)
+    assert not (first_seen._persisting or first_seen._withheld)
+
+
+def test_a_part_that_is_persisted_during_the_first_look_is_news() -> None:
+    first_seen, given = FirstSeen(), part(checkpoint(1, 1), 0, 1)
+    first_seen.persisting(given, True)
+    assert first_seen.came(place(given)) == [] and first_seen.take(given)
+
+
 def test_a_checkpoint_is_whole_once_where_its_rank_0_is() -> None:
     one, two = checkpoint(1, 100), checkpoint(1, 200)
     here, there = place(part(one, 0, 2)), place(part(two, 1, 2))

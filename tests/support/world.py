@@ -236,6 +236,9 @@ class Daemon:
     def _taken(self, part, outcome) -> None:
         self.loop.call_soon_threadsafe(self.reconciler.taken, part, outcome)
 
+    def _persisting(self, part, under_way) -> None:
+        self.loop.call_soon_threadsafe(self.reconciler.save_events.persisting, part, under_way)
+
     def settle(self) -> None:
         self.call(settle(self.reconciler))
 
@@ -251,7 +254,7 @@ class Daemon:
         stores = self._stores() if callable(self._stores) else self._stores
         with self.spool.lock():
             self.reconciler = reconciler(self.spool, stores, **self._options)
-            self.handoff = HandoffServer(self.spool, self._taken, self.reconciler.timings)
+            self.handoff = HandoffServer(self.spool, self._taken, self.reconciler.timings, self._persisting)
             self.reconciler.requests.writers = self.handoff.writers
             self.control = Control(self.reconciler, self.handoff)
             with self.handoff.listening(20):

@@ -55,6 +55,8 @@ class HandoffServer:
         spool: the local tier.
         on_persisted: callback, run in a thread, for every part committed from a trainer's memory, or with the error.
         timings: the daemon's.
+        on_persisting: callback, run in a thread, before anything of a part is written, with True, and when its commit
+            has ended in any way, after `on_persisted`, with False.
 
     Attributes:
         timings: the daemon's.
@@ -67,9 +69,10 @@ class HandoffServer:
         spool: Spool,
         on_persisted: Callable[[PartId, CommittedPart | Exception], None],
         timings: DaemonTimings = USUAL,
+        on_persisting: Callable[[PartId, bool], None] = lambda part, under_way: None,
     ) -> None:
         self._spool, self.timings = spool, timings
-        self._on_persisted = on_persisted
+        self._on_persisted, self._on_persisting = on_persisted, on_persisting
         self._changed = threading.Condition()
         self.connections: list[TrainerConnection] = []
         self.orphans: dict[str, TrainerConnection] = {}
@@ -280,6 +283,13 @@ class HandoffServer:
         return True
 
     def _persist(self, line: TrainerConnection, message: handoff_messages.Persist, box: Arena) -> dict[str, object]:
+        self._on_persisting(message.part, True)
+        try:
+            return self._commit(line, message, box)
+        finally:
+            self._on_persisting(message.part, False)
+
+    def _commit(self, line: TrainerConnection, message: handoff_messages.Persist, box: Arena) -> dict[str, object]:
         began, part, arena = time.monotonic(), message.part, line.arenas.get(message.slot)
         if arena is None or message.tensors > arena.size or message.manifest + message.tree > box.size:
             raise ValueError(f"{part}: its snapshot lies outside what was lent")

@@ -123,7 +123,11 @@ async def serve(
         def taken(part: PartId, outcome: CommittedPart | Exception) -> None:
             loop.call_soon_threadsafe(reconciler.taken, part, outcome)
 
-        handoff = HandoffServer(spool, taken, reconciler.timings)
+        def persisting(part: PartId, under_way: bool) -> None:
+            # The loop runs this before it processes any observation that shows the part, because it keeps the order.
+            loop.call_soon_threadsafe(reconciler.save_events.persisting, part, under_way)
+
+        handoff = HandoffServer(spool, taken, reconciler.timings, persisting)
         reconciler.requests.writers = handoff.writers
         control = Control(reconciler, handoff, reload.notifier)
         stack.enter_context(watching(spool, reconciler.wake))

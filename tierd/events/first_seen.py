@@ -7,6 +7,7 @@ on a tier is reported only if its rank 0 is in the spool. So one node of a job r
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 from tierd.core.ids import CheckpointId, PartId
@@ -20,6 +21,8 @@ class FirstSeen:
     def __init__(self) -> None:
         self._spool: Place | None = None  # the last observation
         self._known: set[PartId] = set()  # parts that are not reported when the spool lists them
+        self._persisting: Counter[PartId] = Counter()  # hand-offs that are being committed, by part
+        self._withheld: set[PartId] = set()  # parts that an observation showed while they were being committed
         # Checkpoints whose rank 0 the spool has or had, and when it was first observed.
         self._since: dict[CheckpointId, float] = {}
         self._awaited: dict[str, set[CheckpointId]] = {}  # by tier, checkpoints that were not complete there
@@ -27,10 +30,21 @@ class FirstSeen:
         # By tier, the copies in all places at the last call of `whole`; a second call with the same finds nothing.
         self._shown: dict[str, list[Mapping[CheckpointId, CheckpointCopy]]] = {}
 
+    def persisting(self, part: PartId, under_way: bool) -> None:
+        """Record that a hand-off of the part begins or ends. In between, only `take` reports the part.
+
+        A part that was observed meanwhile, and that nobody took, is reported by the first observation after the end.
+        """
+        self._persisting[part] += 1 if under_way else -1
+        if not self._persisting[part]:
+            del self._persisting[part]
+
     def take(self, part: PartId) -> bool:
         """Return whether the part is new, and do not report it again."""
-        new = part not in self._known and not (self._spool and self._spool.lists(part))
+        listed = self._spool is not None and self._spool.lists(part)
+        new = part not in self._known and (part in self._persisting or not listed)
         self._known.add(part)
+        self._withheld.discard(part)
         return new
 
     def came(self, spool: Place) -> list[PartId]:
@@ -41,10 +55,12 @@ class FirstSeen:
             for one in differing(before.checkpoints, spool.checkpoints)
             if one in spool.checkpoints
         ]
-        came = sorted(part for seen in fresh for part in seen.parts() if not before.lists(part))
-        came = [part for part in came if part not in self._known]
+        came = {part for seen in fresh for part in seen.parts() if not before.lists(part)}
+        came |= {part for part in self._withheld if spool.lists(part)}
+        came -= self._known
+        self._withheld = {part for part in came if part in self._persisting}
         self._known = {part for part in self._known if not (spool.lists(part) or before.lists(part))}
-        return came
+        return sorted(came - self._withheld)
 
     def expect(self, tier: str, checkpoint: CheckpointId, now: float) -> None:
         """Record that a flush begins of a checkpoint that is incomplete on the tier and may not be in the spool."""

@@ -37,6 +37,14 @@ class SaveEvents:
         self._unvouched: Counter[tuple[str, str, str]] = Counter()
         self._beside: dict[str, frozenset[str]] = {}  # by run, the launches that were reported
 
+    def persisting(self, part: PartId, under_way: bool) -> None:
+        """Record that the commit of a trainer's snapshot begins or ends.
+
+        Call this before the part can be in the spool, because an observation in between would report it without the
+        times that only `taken` knows.
+        """
+        self._first_seen.persisting(part, under_way)
+
     def taken(self, part: PartId, outcome: CommittedPart | Exception) -> None:
         """Record that a part was committed from a trainer's handed-over snapshot, or that the commit failed."""
         if isinstance(outcome, Exception):

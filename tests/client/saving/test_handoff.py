@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -24,6 +25,7 @@ import tierd
 from tierd.client.checkpointer import made_of
 from tierd.client.saving import handoff as client
 from tierd.core.errors import DaemonUnavailable, SaveFailed, SpoolFull, SpoolUnusable
+from tierd.core.planning.place import SPOOL
 from tierd.daemon import handoff
 from tierd.ipc.client import connect
 from tierd.spool.arena import Arena
@@ -96,6 +98,34 @@ def test_a_trainer_killed_right_after_save_has_lost_nothing(spool, daemon, brake
     until(lambda: steps(spool) == [1])
     assert same(restored(spool)[1], 1)
     until(lambda: daemon.reconciler.journal.counters["persisted"] == 1)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["committed", "fails"])
+def test_a_part_that_is_observed_before_its_hand_off_is_reported_is_an_event_once(spool, daemon, monkeypatch, fails):
+    """The observation reported it first, without its times, in one of eight saves under load."""
+    real = handoff.write_part
+
+    def observe() -> None:
+        daemon.call(daemon.reconciler.observe(SPOOL))
+
+    def write_part(*arguments):
+        written = real(*arguments)
+        observe()
+        if fails:
+            raise OSError(errno.EIO, "the part is there, and may not be durable")
+        return written
+
+    observe()
+    monkeypatch.setattr(handoff, "write_part", write_part)
+    with tierd.Checkpointer(spool.root, "run") as ckpt:
+        save = ckpt.save(1, tensors(1))
+        with pytest.raises(SaveFailed) if fails else contextlib.nullcontext():
+            save.wait()
+    observe()
+    observe()
+    (event,) = [one for one in daemon.reconciler.journal.events if one.what == "persisted"]
+    assert ("by its trainer" in event.why) is fails
+    assert (event.blocked_s is None) is fails and (event.seconds is None) is fails
 
 
 def test_every_slot_is_handed_over(spool, daemon, brake):

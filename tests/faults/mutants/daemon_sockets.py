@@ -13,6 +13,20 @@ _TEST_MANY_CONNECTIONS = "pytest tests/client/saving/test_many_connections.py"
 
 MUTANTS = (
     Mutant(
+        "a hand-off that fails after its part is there is never an event",
+        _HANDOFF,
+        "            self._on_persisting(message.part, False)\n",
+        "            pass\n",
+        f"{_TEST_HANDOFF} -k before_its_hand_off_is_reported",
+    ),
+    Mutant(
+        "nobody learns that a hand-off is being committed",
+        "tierd/daemon/service.py",
+        "reconciler.timings, persisting)",
+        "reconciler.timings)",
+        "pytest tests/end_to_end/test_metrics.py",
+    ),
+    Mutant(
         "a daemon of a deleted spool takes away another daemon's sockets",
         "tierd/spool/permissions.py",
         "            os.unlink(path.name, dir_fd=directory)",

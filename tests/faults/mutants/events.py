@@ -8,6 +8,20 @@ _NOTICES = "tierd/events/save_events.py"
 
 MUTANTS = (
     Mutant(
+        "a part that is observed before its hand-off is reported has no times",
+        "tierd/events/first_seen.py",
+        "        self._withheld = {part for part in came if part in self._persisting}\n",
+        "        self._withheld = set()\n",
+        "pytest tests/events/test_alerts.py -k left_to_its_hand_off",
+    ),
+    Mutant(
+        "a part that the first observation shows while it is persisted is no event",
+        "tierd/events/first_seen.py",
+        "(part in self._persisting or not listed)",
+        "not listed",
+        "pytest tests/events/test_alerts.py -k during_the_first_look",
+    ),
+    Mutant(
         "receivers are told names as they are",
         "tierd/events/journal.py",
         "        why = printable(why)  # here,",
