@@ -1,4 +1,4 @@
-"""A store may list late: that proves nothing corrupt, and no manifest outlives its chunks."""
+"""A store may list late: that proves nothing corrupt, no manifest outlives its chunks, each deletion is reported."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from support.doubles import Double, is_chunk
 from support.world import commit, converge, part, reconciler
 
+from tierd.core.ids import CheckpointId
 from tierd.daemon.tiers.holders import holds
 from tierd.daemon.tiers.prune import prune
 
@@ -55,5 +56,29 @@ def test_a_prune_leaves_no_manifest_that_was_not_listed(spool):
         await prune(store, {both[0].checkpoint}, seen=seen)
         assert not [key for key in store.inner.objects if both[0].checkpoint.name in key]
         assert [key for key in store.inner.objects if part(2, world=2).checkpoint.name in key]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["deleted here", "deleted by another process"])
+def test_a_prune_reports_a_checkpoint_that_no_listing_shows_if_it_deleted_it(spool, gone):
+    reported: list[CheckpointId] = []
+
+    async def work():
+        store = Late()
+        for step in (1, 2, 3):
+            commit(spool, part(step))
+        await converge(spool, {"tier": store})
+        daemon = reconciler(spool, {"tier": store})
+        daemon.requests.interest.add(part(1).checkpoint.run)
+        await daemon.observe("tier")
+        seen = daemon.inventory().tiers["tier"]
+        store.hidden = frozenset(key for key in store.inner.objects if part(1).checkpoint.name in key)
+        if gone:
+            await store.inner.delete(sorted(store.hidden))
+        both = {part(1).checkpoint, part(2).checkpoint}
+        pruned = await prune(store, both, seen=seen, deleted=reported.extend)
+        assert part(1).manifest_key not in store.inner.objects
+        assert sorted(reported) == sorted(pruned.gone) == sorted(both)[gone:]
 
     asyncio.run(work())

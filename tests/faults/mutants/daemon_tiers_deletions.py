@@ -10,10 +10,25 @@ _REACH = "tierd/daemon/tiers/reach.py"
 _RUN_POLICIES = "tierd/daemon/tiers/run_policies.py"
 _TEST_DISOWN = "pytest tests/cli/test_disown.py"
 _TEST_INTENTS = "pytest tests/daemon/tiers/test_intents.py"
+_TEST_LATE_LISTINGS = "pytest tests/daemon/tiers/test_late_listings.py"
 _TEST_REACH = "pytest tests/daemon/tiers/test_reach.py"
 _TEST_RUN_POLICIES = "pytest tests/daemon/tiers/test_run_policies.py"
 
 MUTANTS = (
+    Mutant(
+        "a prune reports nothing of a checkpoint that no listing shows yet",
+        "tierd/daemon/tiers/prune.py",
+        "        await _add_unlisted(store, own, parts)\n",
+        "",
+        f"{_TEST_LATE_LISTINGS} -k no_listing_shows",
+    ),
+    Mutant(
+        "a prune reports a checkpoint that another process deleted",
+        "tierd/daemon/tiers/prune.py",
+        "            return\n        except (CorruptChunk,",
+        "            pass\n        except (CorruptChunk,",
+        f"{_TEST_LATE_LISTINGS} -k no_listing_shows",
+    ),
     Mutant(
         "a prune that fails half-way reports nothing",
         "tierd/daemon/tiers/prune.py",

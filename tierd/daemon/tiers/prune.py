@@ -19,10 +19,11 @@ from tierd.core.ids import CheckpointId, PartId, chunks_prefix, quarantine_prefi
 from tierd.core.planning.place import Place
 from tierd.daemon.tiers.deletions import Confirm, Deletions, Pass
 from tierd.daemon.tiers.intents import deleting
-from tierd.daemon.tiers.manifests import Manifests
+from tierd.daemon.tiers.manifests import READERS, Manifests
 from tierd.daemon.tiers.objects import put_manifest, read_manifest
 from tierd.daemon.tiers.shared_chunks import mark_of
 from tierd.daemon.timings import USUAL, DaemonTimings
+from tierd.daemon.transfer.concurrency import each
 from tierd.stores.base import Store
 
 _FEW = 16  # manifests that may be read while the marks block flushes
@@ -86,12 +87,13 @@ async def prune(
         going = await decided.settle(listed=seen is None)
         if not going.to_delete:
             return Pruned(set(), set(), going.held)
-        marks.begun = True
         own = going.listed.own
         # Those of the inventory as well, because some stores list what is there only after a while, and no manifest may
         # outlive its chunks.
         there = seen.checkpoints if seen else {}
         parts = [part for one in going.to_delete & there.keys() for part in there[one].parts()]
+        await _add_unlisted(store, own, parts)
+        marks.begun = True
         manifests = sorted({*itertools.chain(*own.values()), *(part.manifest_key for part in parts)})
         try:
             await store.delete(manifests)
@@ -106,6 +108,24 @@ async def prune(
     known.cut[run] -= going.to_delete
     bare = {owner for owner in going.orphans if not going.listed.named.under(owner)}
     return Pruned(going.to_delete & {*own, *(_of(run, key) for key in gone + moved)}, bare, going.held)
+
+
+async def _add_unlisted(store: Store, own: dict[CheckpointId, list[str]], parts: Collection[PartId]) -> None:
+    """Add the checkpoints of `parts` that the listing does not show although they have a manifest.
+
+    They are read, because a checkpoint that another process deleted meanwhile is no deletion of this prune.
+    """
+
+    async def add(part: PartId) -> None:
+        try:
+            await store.get(part.manifest_key)
+        except ObjectNotFound:
+            return
+        except (CorruptChunk, ManifestError):  # too large, or encrypted with another key; it is deleted all the same
+            pass
+        own.setdefault(part.checkpoint, []).append(part.manifest_key)
+
+    await each(READERS, add, [part for part in parts if part.checkpoint not in own])
 
 
 async def _lying(store: Store, run: str, going: Deletions) -> AsyncGenerator[str]:
