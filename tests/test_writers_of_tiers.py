@@ -206,7 +206,7 @@ def test_no_key_foreign(tier, bucket, spool, by):
 def test_no_key_head(tier, bucket, spool, caplog):
     asyncio.run(bucket.put(head_key(RUN, "deadbeef"), head(attempt(5))))
     assert restored(tier) == (3, 3.0, [])
-    assert "not a head of this run, and passed over" in caplog.text
+    assert "cannot be read here, and passed over" in caplog.text
     daemon_until(tier, spool, lambda daemon: daemon.tiers.observed.places["tier"])
     (kept,) = (spool.control / "timeline").glob("*.json")
     assert attempt(5) not in kept.read_text()

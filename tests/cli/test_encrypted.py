@@ -18,6 +18,7 @@ from support.world import RUN, commit, content, part
 from tierd.cli import run
 from tierd.core.config import from_urls
 from tierd.core.errors import ConfigError
+from tierd.core.ids import head_key
 from tierd.core.manifest import MANIFEST_NAME
 from tierd.core.urls import parse_url
 from tierd.daemon.service import open_tiers
@@ -111,6 +112,19 @@ def test_without_the_key_one_line_names_it_and_nothing_is_called_corrupt(tier, t
     assert [copy["state"] for one in found for copy in one["copies"]] == ["unreadable"] * 2
     assert run(["prune", tier, "--keep-last", "1", "--json", *options]) == 0
     assert [one["pruned"] for one in json.loads(capsys.readouterr().out)["verdicts"]] == [False, False]
+
+
+@pytest.mark.parametrize("wrong", [False, True], ids=["none", "another"])
+def test_without_the_key_a_head_is_said_to_be_encrypted_not_newer(tier, key, tmp_path, caplog, wrong) -> None:
+    async def put() -> None:
+        async with AsyncExitStack() as stack:
+            (store,) = (await open_tiers(from_urls("/", [tier], key_file=key), stack)).values()
+            await store.put(head_key(RUN, "deadbeef"), b"{}")
+
+    asyncio.run(put())
+    assert run(["ls", tier, *(["--key-file", write_key(tmp_path / "wrong", bytes(32))] if wrong else [])]) == 0
+    assert f"encrypted with key {ID}" in caplog.text and "--key-file" in caplog.text
+    assert "newer" not in caplog.text
 
 
 def test_a_configuration_is_checked_with_its_keys(tmp_path, key, capsys) -> None:

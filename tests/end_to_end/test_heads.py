@@ -25,7 +25,9 @@ from tierd.daemon.tiers.heads import rolled_back
 from tierd.events.journal import Journal
 from tierd.events.save_events import SaveEvents
 from tierd.spool.spool import Spool
+from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.file import FileStore
+from tierd.stores.keys import Key
 
 A, B, C = (f"019f0000000{number}-00000001" for number in range(3))
 
@@ -266,7 +268,7 @@ def test_a_head_that_went_is_told_of(home, harm) -> None:
     else:
         path.write_bytes(b"")
     ((place, why),) = reported(home, "spool")
-    assert place == "tier" and "is gone, or cannot be read, and was number" in why
+    assert place == "tier" and ("is gone" if harm == "deleted" else "cannot be read") + " and was number" in why
     assert reported(home, "spool") == []
 
 
@@ -295,6 +297,21 @@ def test_a_head_that_is_replaced_while_its_tier_is_looked_at_is_no_rollback(home
     assert asyncio.run(rolled_back(store, "r", seen, ())) is None  # the look saw none, and there is one
     path.unlink()
     assert "is gone" in (asyncio.run(rolled_back(store, "r", seen, ())) or "")
+
+
+@pytest.mark.parametrize("added", [True, False], ids=["a key is added", "a key is left out"])
+def test_a_head_of_another_key_is_not_said_to_be_older(home, added) -> None:
+    plain = FileStore(home / "tier")
+    keyed = EncryptedStore(plain, Key(bytes(32)))
+    (path,) = (home / "tier/r/timeline").iterdir()
+    data = path.read_bytes()
+    head = decode(data, "r", path.stem)
+    if not added:
+        asyncio.run(keyed.put(f"r/timeline/{path.name}", data))
+    why = asyncio.run(rolled_back(keyed if added else plain, "r", Last(head.counter, head.digest), ())) or ""
+    assert f"cannot be read and was number {head.counter} before, so nothing shows whether" in why
+    assert ("it is not encrypted" if added else "name its file by the tier's key_file, or --key-file") in why
+    assert "somebody deleted" not in why
 
 
 def test_a_spool_remembers_the_last_head_of_each_tier() -> None:

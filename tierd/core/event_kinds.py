@@ -72,7 +72,7 @@ KINDS: dict[str, EventKind] = {
     ),
     "rolled back": EventKind(
         "a run's history on a tier is older than this node saw it there, because somebody deleted objects or put an "
-        "older copy of the tier in its place",
+        "older copy of the tier in its place; or its head there cannot be read, for example with another key_file",
         "alert",
         urgent=True,
         stays=True,

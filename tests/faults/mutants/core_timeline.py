@@ -14,6 +14,13 @@ _TEST_LAUNCHES = "pytest tests/core/timeline/test_launches.py"
 
 MUTANTS = (
     Mutant(
+        "an encrypted head is of a newer tierd",
+        _HEAD,
+        "            if key_id := encrypted_with(data):\n",
+        "            if key_id := None:\n",
+        "pytest tests/cli/test_encrypted.py -k encrypted_not_newer",
+    ),
+    Mutant(
         "who hears no other rank is taken for rank 0",
         _CANDIDATES,
         "ranks = numbers if isolated is None else (isolated,)",

@@ -20,8 +20,8 @@ MUTANTS = (
     Mutant(
         "a head that is just being replaced is a rollback",
         _HEADS,
-        "    return rollback(last_of(now), seen)\n",
-        "    return rollback(last_of(heads), seen)\n",
+        "    return rollback(last_of(now), seen, ",
+        "    return rollback(last_of(heads), seen, ",
         "pytest tests/end_to_end/test_heads.py -k replaced_while",
     ),
     Mutant(
@@ -144,6 +144,13 @@ MUTANTS = (
         "            if alien or (isinstance(why, FormatTooNew) and other == part):\n",
         "            if False:\n",
         "pytest tests/test_writers_of_tiers.py -k no_key_foreign",
+    ),
+    Mutant(
+        "a head that another key encrypted was rolled back",
+        _HEADS,
+        "            self.unreadable = str(error)\n",
+        "            pass\n",
+        "pytest tests/end_to_end/test_heads.py -k another_key",
     ),
     Mutant(
         "a chunk that a listing does not show is taken for lost",

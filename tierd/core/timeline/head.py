@@ -13,9 +13,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tierd.core.errors import FormatTooNew, ManifestError
+from tierd.core.errors import FormatTooNew, ManifestError, WrongKey
 from tierd.core.ids import LATEST_MS, CheckpointId
 from tierd.core.manifest import Attempt, Digest, Origin, Step
+from tierd.core.manifest_codec import encrypted_with
 from tierd.core.seal import digest_of, seal, unsealed, version_of
 from tierd.core.timeline.chain import way
 
@@ -81,12 +82,17 @@ def decode(data: bytes, run: str, by: str) -> Head:
 
     Raises:
         ManifestError: the object is damaged, or belongs under another key.
+        WrongKey: the object is encrypted.
         FormatTooNew: a newer tierd wrote the object.
     """
     where = f"head of {run} by {by or 'this node'}"
     body = unsealed(data, where, MAX_SIZE)
     try:
         if (version := version_of(body)) != VERSION:
+            if key_id := encrypted_with(data):
+                raise WrongKey(
+                    f"{where}: encrypted with key {key_id}: name its file by the tier's key_file, or --key-file"
+                )
             raise FormatTooNew(f"{where}: version {version}; this tierd reads {VERSION}: use a newer one")
         head = _decoder.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -171,14 +177,24 @@ def seeing(seen: Mapping[str, Last], there: Mapping[str, Last | None]) -> dict[s
     return dict(list(found.items())[-_MAX_TIERS:])
 
 
-def rollback(there: Last | None, seen: Last | None) -> str | None:
-    """Why a tier's head is older than one observed there before; None if it is not older.
+def rollback(there: Last | None, seen: Last | None, unreadable: str = "") -> str | None:
+    """Why a tier's head is older than one observed there before, or can be older; None if it is not older.
 
     This cannot happen in normal operation, because every head has a larger counter than the one before.
+
+    Args:
+        there: the latest head that can be read there.
+        seen: the head that was observed there before.
+        unreadable: why a head there cannot be read; empty if all can be.
     """
     if seen is None or (there and there.counter >= seen.counter):
         return None
-    what = f"number {there.counter}" if there else "gone, or cannot be read,"
+    if there is None and unreadable:  # anybody who can put objects there can do this to hide that it is older
+        return (
+            f"the run's head there cannot be read and was number {seen.counter} before, so nothing shows whether the "
+            f"run's history there is older now: {unreadable}"
+        )
+    what = f"number {there.counter}" if there else "gone"
     return (
         f"the run's head there is {what} and was number {seen.counter} before: somebody deleted there, or put an older "
         "copy in its place"

@@ -37,10 +37,15 @@ log = logging.getLogger("tierd.daemon")
 
 
 class Heads:
-    """Read one tier's heads; each again only when its listing shows that it was replaced."""
+    """Read one tier's heads; each again only when its listing shows that it was replaced.
+
+    Attributes:
+        unreadable: why a head could not be read, the last one of them; empty if all could be.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.unreadable = ""
         self._read: dict[str, tuple[str, Head | None]] = {}  # key -> its token and content
 
     async def read(self, run: str, info: ObjectInfo) -> Head | None:
@@ -67,7 +72,9 @@ class Heads:
             return None
         except (CorruptChunk, ManifestError, FormatTooNew) as error:
             if self._read.get(info.key, ("", None))[0] != info.token:
-                log.warning("%s: not a head of this run, and passed over: %s", info.key, error)
+                what = "cannot be read here" if isinstance(error, FormatTooNew) else "not a head of this run"
+                log.warning("%s: %s, and passed over: %s", info.key, what, error)
+            self.unreadable = str(error)
             return None
 
 
@@ -120,7 +127,7 @@ def following(inventory: Inventory, place: Place, run: str, by: str, heads: tupl
 
 
 async def rolled_back(store: Store, run: str, seen: Last | None, heads: tuple[Head, ...]) -> str | None:
-    """Explain why a run's history on a tier is older than this node saw there; None if it is not.
+    """Explain why a run's history on a tier is, or can be, older than this node saw there; None if it is not.
 
     Args:
         store: the tier's store.
@@ -136,7 +143,7 @@ async def rolled_back(store: Store, run: str, seen: Last | None, heads: tuple[He
     # List again, because a head that another node replaced during the observation is missing from it.
     again = Heads(store)
     now = [head async for info in store.scan(heads_prefix(run)) if (head := await again.read(run, info))]
-    return rollback(last_of(now), seen)
+    return rollback(last_of(now), seen, again.unreadable)
 
 
 async def write(store: Store, head: Head, others: tuple[Head, ...]) -> None:
