@@ -102,7 +102,8 @@ def test_without_the_key_one_line_names_it_and_nothing_is_called_corrupt(tier, t
         text = capsys.readouterr().err
         (line,) = [line for line in text.splitlines() if line.startswith("tierd: ")]
         assert f"encrypted with key {ID}" in line
-        assert (OTHER if wrong else "--key-file") in line
+        assert "--key-file" in line and "be asked" not in line
+        assert not wrong or f"the key in {tmp_path / 'wrong'} ({OTHER}) does not decrypt" in line
     assert not out.exists()
     assert run(["verify", tier, "--json", *options]) == 6
     checks = json.loads(capsys.readouterr().out)["checks"]

@@ -252,7 +252,8 @@ class EncryptedStore:
                 )
             if wrapped.key_id != self._key.id:
                 raise WrongKey(
-                    f"{key}: encrypted with key {wrapped.key_id}, and this tier's key_file has {self._key.id}"
+                    f"{key}: encrypted with key {wrapped.key_id}, which the key in {self._key.file or 'memory'} "
+                    f"({self._key.id}) does not decrypt: name that key's file by the tier's key_file, or --key-file"
                 )
             padding = "=" * (-len(wrapped.encrypted) % 4)
             return self._decrypt(key, memoryview(base64.b64decode(wrapped.encrypted + padding, validate=True)))

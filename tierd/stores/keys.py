@@ -21,16 +21,21 @@ _MAKE = "openssl rand -hex 32 > FILE makes one"
 class Key:
     """A tier's key. Each directory of a tier has its own derived keys.
 
+    Args:
+        secret: the 32 bytes.
+        file: the file that holds them, for messages; empty if there is none.
+
     Attributes:
         id: 16 hex digits.
+        file: the given one.
     """
 
-    __slots__ = ("_secret", "id")
+    __slots__ = ("_secret", "file", "id")
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, file: str = "") -> None:
         if len(secret) != 32:
             raise ConfigError("a key is 32 bytes")
-        self._secret = secret
+        self._secret, self.file = secret, file
         self.id = hmac.digest(secret, b"tierd id", "sha256")[:8].hex()
 
     def __repr__(self) -> str:
@@ -51,7 +56,7 @@ def read_key(path: Path) -> Key:
     data = read_private(path, 66, f"; {_MAKE}")
     if not _HEX.fullmatch(data):
         raise ConfigError(f"{path}: a key is exactly 64 hex digits and a newline; {_MAKE}")
-    return Key(bytes.fromhex(data.decode()))
+    return Key(bytes.fromhex(data.decode()), str(path))
 
 
 def read_private(path: Path, size: int, hint: str = "") -> bytes:

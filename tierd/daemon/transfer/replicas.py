@@ -274,6 +274,8 @@ class Replicas:
         """Return the error for a chunk that no tier has right: `CorruptChunk` only if every tier answered."""
         if unavailable:
             reasons = "; ".join(unavailable.values())
-            return StoreUnavailable(f"{self.part}: {what} is not right here, and a tier could not be asked: {reasons}")
+            return StoreUnavailable(
+                f"{self.part}: {what} is not right here, and a tier's copy could not be read: {reasons}"
+            )
         reasons = "; ".join(self.defects.values()) or "no tier has a copy"
         return CorruptChunk(f"{what}: {reasons}")
