@@ -7,14 +7,16 @@ import os
 import resource
 
 import pytest
+from support.doubles import Double
 from support.s3stub import Bucket, serving
 from support.world import commit, converge, part, read, reconciler
 
-from tierd.core.errors import CorruptChunk, ManifestError
+from tierd.core.errors import CorruptChunk, ManifestError, StoreRefused
+from tierd.core.manifest import Stored
 from tierd.core.manifest_codec import decode
 from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.core.urls import parse_url
-from tierd.daemon.tiers.objects import read_manifest
+from tierd.daemon.tiers.objects import get_object, read_manifest
 from tierd.spool.spool import Spool
 from tierd.stores.base import LARGEST
 from tierd.stores.file import FileStore
@@ -61,6 +63,31 @@ def test_what_is_wrong_with_a_manifest_is_kept_without_what_was_read(spool):
         assert type(why) is ManifestError and why.__traceback__ is why.__context__ is why.__cause__ is None
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize("repaired", [True, False])
+def test_an_object_that_is_repaired_between_its_read_and_the_listing_is_read_again(repaired):
+    data = b"right"
+    stored = Stored(key="chunks/x", size=len(data), codec="raw", xxh3_128="")
+    double = Double()
+
+    def before(operation: str, _: str) -> None:
+        if operation == "scan" and repaired:
+            double.inner.objects["run/x"] = data, 2
+        elif operation == "get" and not repaired:
+            raise StoreRefused("AccessDenied")
+
+    async def work() -> bytes:
+        await double.inner.put("run/x", data + b", and more" if repaired else data)
+        double.before = before
+        return bytes(await get_object(double, "run/x", stored))
+
+    if repaired:
+        assert asyncio.run(work()) == data
+    else:
+        with pytest.raises(StoreRefused, match="AccessDenied"):
+            asyncio.run(work())
+    assert [operation for operation, _ in double.calls] == ["get", "scan", "get"]
 
 
 def test_an_object_larger_than_any_of_tierds_is_not_read(tmp_path, monkeypatch):

@@ -153,6 +153,13 @@ MUTANTS = (
         "pytest tests/end_to_end/test_heads.py -k another_key",
     ),
     Mutant(
+        "an object that was repaired since its read is a refusal of its tier",
+        "tierd/daemon/tiers/objects.py",
+        "            if info.key == key:\n                return",
+        "            if False:\n                return",
+        "pytest tests/daemon/tiers/test_oversized.py -k read_again",
+    ),
+    Mutant(
         "a chunk that a listing does not show is taken for lost",
         _HOLDERS,
         " and await _are_there(store, manifest, missing):",

@@ -102,8 +102,9 @@ async def get_object(store: Store, key: str, stored: Stored, where: str = "", in
         CorruptChunk: the object is missing, or longer than `stored` says.
         StoreUnavailable, StoreRefused: the object could not be read; this says nothing about the bytes.
     """
+    memory = memory_for(max(stored.size, 1))[: stored.size] if into is None else into
     try:
-        return await store.get(key, memory_for(max(stored.size, 1))[: stored.size] if into is None else into)
+        return await store.get(key, memory)
     except ObjectNotFound:
         raise CorruptChunk(f"{where}{key} is missing") from None
     except StoreRefused:
@@ -111,6 +112,8 @@ async def get_object(store: Store, key: str, stored: Stored, where: str = "", in
         async for info in store.scan(key):
             if info.key == key and info.size > stored.size:
                 raise CorruptChunk(f"{where}{key}: {info.size} bytes, not the {stored.size} of its manifest") from None
+            if info.key == key:
+                return await store.get(key, memory)  # because it may have been too long, and repaired since
             break
         raise
 
