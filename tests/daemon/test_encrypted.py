@@ -12,6 +12,7 @@ from support.world import commit, content, converge, corrupt, part, read, reconc
 from tierd.core.errors import FormatTooNew, ManifestError, StoreRefused, StoreUnavailable, WrongKey
 from tierd.core.manifest_codec import decode
 from tierd.core.seal import seal
+from tierd.daemon.tiers.overview import check_key
 from tierd.daemon.tiers.prune import prune, quarantine
 from tierd.daemon.tiers.verify import verify
 from tierd.daemon.transfer.download import Progress
@@ -241,6 +242,63 @@ def test_without_the_key_nothing_is_restored_passed_over_quarantined_or_deleted(
             assert isinstance(daemon.workers["tier"].last_error, StoreRefused)
             assert daemon.journal.counters["quarantined"] == daemon.journal.counters["corruptions"] == 0
         assert await contents(inner) == before
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["shown", "other runs are not shown"])
+def test_a_daemon_without_the_key_begins_no_run_in_plain_text_beside_an_encrypted_one(spool, tmp_path, hidden):
+    commit(spool, PART)
+    other = Spool(tmp_path / "other")
+    new = part(7, run="new")
+    commit(other, new)
+
+    async def work():
+        inner = MemoryStore()
+        await flush(spool, PART, Route(tier(inner)))
+        before = await contents(inner)
+        store = Double(inner)
+
+        def refuse(operation, key):
+            if hidden and operation == "scan" and not key:
+                raise StoreRefused("AccessDenied")
+
+        store.before = refuse
+        async with running(reconciler(other, {"tier": store})) as daemon:
+            await until(lambda: daemon.journal.counters["flushed" if hidden else "errors"])
+            error = daemon.workers["tier"].last_error
+        if not hidden:
+            assert isinstance(error, StoreRefused) and "not put there in plain text" in str(error)
+            assert f"run run there: manifest: encrypted with key {KEY.id}: name its file by" in str(error)
+            assert await contents(inner) == before
+            await converge(other, {"tier": tier(inner)})
+            assert await restored(other, new, tier=tier(inner)) == content(7)
+
+    asyncio.run(work())
+
+
+def test_a_run_that_is_plain_text_there_already_goes_on(spool):
+    """Its tier may have become half encrypted before a daemon checked that."""
+    commit(spool, PART)
+
+    async def work():
+        double = Double()
+        await flush(spool, PART, Route(double))
+        await tier(double.inner).put(part(1, run="a").manifest_key, b"{}")
+        commit(spool, part(8))
+        await converge(spool, {"tier": double})
+        assert part(8).manifest_key in double.puts(is_manifest)
+
+    asyncio.run(work())
+
+
+def test_the_check_for_a_key_ends_at_manifests_that_nobody_can_read():
+    async def work():
+        store = Double()
+        for step in range(100):
+            await store.inner.put(part(step).manifest_key, b"")
+        await check_key(store, "new")
+        assert sum(operation == "get" for operation, _ in store.calls) <= 2 * 16
 
     asyncio.run(work())
 

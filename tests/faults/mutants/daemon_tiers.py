@@ -146,6 +146,20 @@ MUTANTS = (
         "pytest tests/test_writers_of_tiers.py -k no_key_foreign",
     ),
     Mutant(
+        "a daemon without a key_file begins a run in plain text on an encrypted tier",
+        "tierd/daemon/tiers/flushes.py",
+        "                if isinstance(error.__cause__, WrongKey):\n",
+        "                if False:\n",
+        "pytest tests/daemon/test_encrypted.py -k begins_no_run",
+    ),
+    Mutant(
+        "the check for a key reads every manifest that nobody can read",
+        "tierd/daemon/tiers/overview.py",
+        "                if (tried := tried + 1) > _MOST_TRIED:\n",
+        "                if False:\n",
+        "pytest tests/daemon/test_encrypted.py -k check_for_a_key_ends",
+    ),
+    Mutant(
         "a head that another key encrypted was rolled back",
         _HEADS,
         "            self.unreadable = str(error)\n",

@@ -20,6 +20,7 @@ from tierd.daemon.tiers.announcements import announced, announcing
 from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.tiers.observations import Observations
 from tierd.daemon.tiers.observe import base_of
+from tierd.daemon.tiers.overview import check_key
 from tierd.daemon.timings import DaemonTimings
 from tierd.daemon.transfer.chunk_source import Twin
 from tierd.daemon.transfer.flush import Flushed, flush
@@ -30,7 +31,7 @@ from tierd.daemon.transfer.route import Moved, Route
 from tierd.daemon.transfer.shared_encoding import Encoding
 from tierd.daemon.transfer.throughput import Throughput
 from tierd.spool.spool import Spool
-from tierd.stores.base import Store
+from tierd.stores.base import Store, is_authentic
 
 
 class TierFlushes:
@@ -60,6 +61,7 @@ class TierFlushes:
         timings: DaemonTimings,
     ) -> None:
         self._spool, self._stores, self._observed, self._who, self._timings = spool, stores, observed, who, timings
+        self._begun: set[tuple[str, str]] = set()  # tiers and runs that are plain text there, or new on a plain tier
         self.throughput = Throughput()
         encoding = Encoding(self.throughput)
         self._routes = {
@@ -84,7 +86,7 @@ class TierFlushes:
             StoreRefused: the part does not fit to the objects on the tier: this node cannot read those, or their
                 readers could not read the part.
         """
-        self._check_readable(part, tier)
+        await self._check_readable(part, tier)
         twin, (whose, worn_out) = await self._twin(part, tier), await self._base(part, tier)
         return await flush(
             self._spool, part, self._routes[tier], twin=twin, base=whose, worn_out=worn_out, spread=spread
@@ -112,14 +114,14 @@ class TierFlushes:
         Raises:
             StoreRefused: as for `flush`.
         """
-        self._check_readable(part, tier)
+        await self._check_readable(part, tier)
         others = {
             name: store for name, store in self._stores.items() if name != tier and self._observed.has(part, name)
         }
         whose, worn_out = await self._base(part, tier)
         return await relay(others, part, self._routes[tier], base=whose, worn_out=worn_out)
 
-    def _check_readable(self, part: PartId, tier: str) -> None:
+    async def _check_readable(self, part: PartId, tier: str) -> None:
         place = self._observed.places[tier]
         for other, why in place.defects() if place else ():
             alien = isinstance(why, WrongKey) and other.checkpoint.run == part.checkpoint.run
@@ -128,6 +130,20 @@ class TierFlushes:
                     f"{tier}: {part} is not put beside what cannot be read here: {why}; "
                     f"{disowning(other.checkpoint.run, other.checkpoint.attempt)}"
                 )
+
+        if not is_authentic(self._stores[tier]):
+            await self._check_plain(part, tier)
+
+    async def _check_plain(self, part: PartId, tier: str) -> None:
+        """Raise `StoreRefused` if a run would begin in plain text beside encrypted runs: a `key_file` is missing."""
+        place, run = self._observed.places[tier], part.checkpoint.run
+        if (tier, run) not in self._begun and not (place and any(one.run == run for one in place.checkpoints)):
+            try:
+                await check_key(self._stores[tier], run)
+            except StoreRefused as error:  # also if the tier does not show this node other runs, which proves nothing
+                if isinstance(error.__cause__, WrongKey):
+                    raise StoreRefused(f"{tier}: {part} is not put there in plain text: {error}") from error
+        self._begun.add((tier, run))
 
     async def _base(self, part: PartId, tier: str) -> tuple[Manifest | None, frozenset[CheckpointId]]:
         place = self._observed.places[tier]

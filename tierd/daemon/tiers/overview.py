@@ -17,9 +17,10 @@ from tierd.core.manifest import Manifest
 from tierd.core.planning.copies import complete_world_sizes
 from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.transfer.concurrency import each, together
-from tierd.stores.base import Store, directories, listed_names
+from tierd.stores.base import Store, children, directories, listed_names
 
 _AT_ONCE = 8  # runs, and of each run manifests
+_MOST_TRIED = 16
 _MOST_RANKS = 64  # whose manifests are read for the size; of a larger checkpoint only rank 0's
 
 
@@ -113,13 +114,20 @@ async def _seen(store: Store, run: str) -> Seen | None:
 async def check_key(store: Store, run: str) -> None:
     """Check by one manifest of another run, if there is one, that a run that is new on a tier gets the tier's key.
 
+    Nothing is checked if the first `_MOST_TRIED` runs or manifests found are empty or unusable.
+
     Raises:
         StoreRefused: the manifest is encrypted with another key than this process has, or only one of both has a key.
         StoreUnavailable, StoreRefused: the tier failed to answer a request.
     """
-    for other in sorted(await _names(store, "") - OWN_KEYS - {run}):
+    tried = 0
+    async for other in children(store, ""):
+        if other in OWN_KEYS or other == run:
+            continue
         async with aclosing(store.scan(manifests_prefix(other))) as listing:
             async for info in listing:
+                if (tried := tried + 1) > _MOST_TRIED:
+                    return
                 try:
                     await read_manifest(store, None, info.key, info.size)
                 except WrongKey as error:
@@ -129,6 +137,8 @@ async def check_key(store: Store, run: str) -> None:
                 except (ObjectNotFound, ManifestError, FormatTooNew):
                     continue
                 return
+        if (tried := tried + 1) > _MOST_TRIED:
+            return
 
 
 async def _names(store: Store, prefix: str) -> set[str]:
