@@ -348,7 +348,7 @@ def test_any_base_is_read_as_the_description_says(base, form, join_planes):
 @pytest.mark.parametrize("lowest", range(225, 245))
 def test_numbers_of_one_high_byte_and_few_others_come_back(width, lowest, monkeypatch):
     """Negative integers, labels that are padded with -100, gradients: the codec must not need its second look."""
-    monkeypatch.setattr(byte_planes, "_gives_back", lambda written, block: True)
+    monkeypatch.setattr(byte_planes, "_block_reads_back", lambda written, block: True)
     rng = np.random.default_rng(lowest)
     for count in (40_000, 40_001):
         raw = rng.integers(0, 256, (count, width), np.uint8)
@@ -388,7 +388,7 @@ def test_a_reader_that_fails_counts_as_a_block_that_does_not_come_back(monkeypat
 
 
 def test_numbers_that_never_come_back_are_stored_another_way(monkeypatch):
-    monkeypatch.setattr(byte_planes, "_gives_back", lambda written, block: False)
+    monkeypatch.setattr(byte_planes, "_block_reads_back", lambda written, block: False)
     raw = numbers("fp32", 1_000_000)
     found = codec.encode(PART, described(raw), raw)
     assert found.stored.codec == "raw" and codec.decode(found.chunk, found.data, "t") == raw

@@ -98,17 +98,17 @@ def pack(raw: Buffer) -> memoryview | None:
             if other != layout:
                 layout, out.at = other, at
                 top = _write_block(out, block, layout)
-        if not _gives_back(out.view[at : out.at], block):
+        if not _block_reads_back(out.view[at : out.at], block):
             log.error("a block of %d bytes does not come back from %s, and is not split", len(block), layout)
             out.at = at
             _write_block(out, block, NumberLayout())
-            if not _gives_back(out.view[at : out.at], block):
+            if not _block_reads_back(out.view[at : out.at], block):
                 return None
         age, expected = (1, top) if fresh else (age + 1, expected)
     return out.view[: out.at] if out.at < len(data) - len(data) // 64 else None
 
 
-def _gives_back(written: memoryview, block: Bytes) -> bool:
+def _block_reads_back(written: memoryview, block: Bytes) -> bool:
     """Whether reading a block that was just written gives its bytes."""
     found, reader = _tools.read_back[: len(block)], _Reader(written)
     try:

@@ -88,7 +88,7 @@ def encode_patch(part: PartId, chunk: Chunk, raw: Buffer, base: Chunk, base_raw:
             another base, and must not overwrite the patch.
     """
     data = patch.make(raw, base_raw)
-    if data is None or not _gives_back(chunk, lambda: patch.apply(data, base_raw)):
+    if data is None or not _decodes_to(chunk, lambda: patch.apply(data, base_raw)):
         return None
     codec = PATCH + token
     key = chunk_key(part, chunk.xxh3_128, codec)
@@ -111,12 +111,12 @@ def _pack(chunk: Chunk, raw: Buffer) -> tuple[str, Buffer]:
         if packed is not None:
             found.append((PLANES, packed))
     codec, data = min(found, key=lambda each: len(each[1]))
-    if codec == ZSTD and not _gives_back(chunk, lambda: _expand_zstd(chunk, data)):
+    if codec == ZSTD and not _decodes_to(chunk, lambda: _expand_zstd(chunk, data)):
         return RAW, raw
     return codec, data
 
 
-def _gives_back(chunk: Chunk, read: Callable[[], Buffer]) -> bool:
+def _decodes_to(chunk: Chunk, read: Callable[[], Buffer]) -> bool:
     """Whether an object that was just made decodes to the chunk. `byte_planes` makes none that does not."""
     try:
         if digest(read()) == chunk.xxh3_128:

@@ -36,22 +36,22 @@ MUTANTS = (
     Mutant(
         "a block is stored unread",
         "tierd/codec/byte_planes.py",
-        "        if not _gives_back(out.view[at : out.at], block):\n            log",
+        "        if not _block_reads_back(out.view[at : out.at], block):\n            log",
         "        if False:\n            log",
         "pytest tests/codec/test_byte_planes.py -k does_not_come_back",
     ),
     Mutant(
         "a frame is stored unread",
         "tierd/codec/codec.py",
-        "    if codec == ZSTD and not _gives_back(",
-        "    if False and not _gives_back(",
+        "    if codec == ZSTD and not _decodes_to(",
+        "    if False and not _decodes_to(",
         "pytest tests/codec/test_codec.py -k frame_that_does_not",
     ),
     Mutant(
         "a patch is stored unread",
         "tierd/codec/codec.py",
-        "    if data is None or not _gives_back(",
-        "    if data is None or False and not _gives_back(",
+        "    if data is None or not _decodes_to(",
+        "    if data is None or False and not _decodes_to(",
         "pytest tests/codec/test_codec.py -k patch_that_does_not",
     ),
 )
