@@ -284,6 +284,20 @@ def test_a_lying_object_is_corruption_and_costs_nothing(name):
     assert peak < 8 * MB  # a thread's scratch memory, at most
 
 
+@pytest.mark.parametrize("behind", [b"!", frame(b""), frame(b"1234")], ids=["a byte", "an empty frame", "a frame"])
+def test_nothing_may_follow_the_frame_of_an_empty_plane(behind):
+    def planes(low: bytes, high: bytes) -> bytes:  # a block of one byte, and no element
+        return head(1) + bytes([2, 0]) + b"1" + low + high
+
+    empty, no_pairs = plane(1, frame(b"")), struct.pack("<BI", 0, 0) + frame(b"")
+    for high in (empty, plane(2, no_pairs)):
+        assert byte_planes.unpack(planes(empty, high), 1) == b"1"
+    lies = planes(plane(1, frame(b"") + behind), empty), planes(empty, plane(2, no_pairs + behind))
+    for data in (*lies, planes(empty, plane(1, frame(b"") + behind))):
+        with pytest.raises(CorruptChunk, match="codec 'planes'"):
+            codec.decode(crafted(1, data), data, "t")
+
+
 def test_fifteen_always_means_another_byte():
     data = NUMBERS + plane(2, struct.pack("<BI", 250, 0) + frame(b"\xff\0"))
     with pytest.raises(ValueError, match="2 other bytes are needed, not 0"):

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import zstandard
 
 from tierd.codec.detect import WIDTHS, Bytes, NumberLayout, detect, neighbours
+from tierd.codec.frames import expand
 from tierd.spool.direct_io import memory_for
 
 log = logging.getLogger("tierd.daemon")
@@ -304,16 +305,10 @@ class _Reader:
 
 
 def _expand(body: memoryview, size: int) -> Bytes:
-    # Expects exactly one frame of `size` bytes. The size in its header is compared before any byte is expanded.
     try:
-        if zstandard.get_frame_parameters(bytes(body[:32])).content_size != size:
-            raise ValueError(f"a frame does not promise {size} bytes")
-        raw = _tools.expander.decompress(body, max_output_size=size, allow_extra_data=False)
+        return np.frombuffer(expand(body, size, _tools.expander), np.uint8)
     except zstandard.ZstdError as error:
         raise ValueError(f"a plane is no zstd frame: {error}") from error
-    if len(raw) != size:
-        raise ValueError(f"a plane has {len(raw)} bytes, not {size}")
-    return np.frombuffer(raw, np.uint8)
 
 
 class _Pairs:

@@ -20,6 +20,7 @@ import zstandard
 from tierd.codec import byte_planes, patch
 from tierd.codec.byte_planes import Buffer
 from tierd.codec.detect import ChunkKind, kind
+from tierd.codec.frames import expand
 from tierd.core.errors import CorruptChunk, FormatTooNew
 from tierd.core.ids import PartId, chunk_key
 from tierd.core.manifest import PATCH, Chunk, Stored, is_patch
@@ -230,8 +231,4 @@ def _expand(
 
 
 def _expand_zstd(chunk: Chunk, data: Buffer) -> bytes:
-    # Compared first, because decompress() would trust the size that the frame itself names.
-    if zstandard.get_frame_parameters(bytes(data[:32])).content_size != chunk.size:
-        raise ValueError(f"the frame does not promise {chunk.size} bytes")
-    expander = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
-    return expander.decompress(data, max_output_size=chunk.size, allow_extra_data=False)
+    return expand(data, chunk.size, zstandard.ZstdDecompressor(max_window_size=_WINDOW))

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import zstandard
 
 from tierd.codec.byte_planes import Buffer
+from tierd.codec.frames import expand, promised_size
 from tierd.spool.direct_io import memory_for
 
 Blocks = npt.NDArray[np.bool_]
@@ -96,11 +97,10 @@ def _differing(new: npt.NDArray[np.uint8], old: npt.NDArray[np.uint8]) -> Blocks
 def _body(frame: memoryview, size: int, blocks: int, count: int) -> tuple[Blocks, npt.NDArray[np.uint8]]:
     """Return which blocks differ, and their new bytes, one after the other."""
     flags_size = -(-blocks // 8)
-    promised = zstandard.get_frame_parameters(bytes(frame[:32])).content_size
+    promised = promised_size(frame)
     if not flags_size + max(count - 1, 0) * BLOCK <= promised <= flags_size + min(count * BLOCK, size):
         raise ValueError(f"its frame promises {promised} bytes for {count} blocks")
-    expander = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
-    body = np.frombuffer(expander.decompress(frame, max_output_size=promised, allow_extra_data=False), np.uint8)
+    body = np.frombuffer(expand(frame, promised, zstandard.ZstdDecompressor(max_window_size=_WINDOW)), np.uint8)
     bits = np.unpackbits(body[:flags_size], bitorder="little")
     flags = bits[:blocks].astype(np.bool_)
     last = size - (blocks - 1) * BLOCK if blocks else 0

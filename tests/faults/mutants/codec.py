@@ -54,4 +54,12 @@ MUTANTS = (
         "    if data is None or False and not _decodes_to(",
         "pytest tests/codec/test_codec.py -k patch_that_does_not",
     ),
+    Mutant(
+        "only the header of an empty frame is read",
+        "tierd/codec/frames.py",
+        "    if not size:\n        _check_empty(memoryview(frame), expander)\n",
+        "    if not size:\n",
+        "pytest tests/codec/test_frames.py",
+        "DID NOT RAISE",
+    ),
 )
