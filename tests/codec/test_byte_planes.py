@@ -304,6 +304,20 @@ def test_fifteen_always_means_another_byte():
         byte_planes.unpack(data, 8)
 
 
+@pytest.mark.parametrize(
+    ("codes", "others"), [(b"\xff\x00", b"1"), (b"\x00\x00", b"1"), (b"\x0f\x00", b""), (b"\xf0", b"12")]
+)
+def test_a_wrong_number_of_others_is_refused_by_the_description_too(codes, others):
+    """NumPy would assign one value to any number of elements."""
+    body = struct.pack("<BI", 0, len(others)) + (plane(0, others) if others else b"") + frame(codes)
+    data = head(4 * len(codes)) + bytes([2, 0]) + plane(0, bytes(2 * len(codes))) + plane(2, body)
+    with pytest.raises(ValueError, match="other bytes are needed"):
+        byte_planes.unpack(data, 4 * len(codes))
+    program = by_hand.program()
+    with pytest.raises(program.Damaged, match="another number of others"):
+        program.join_planes(data, 4 * len(codes))
+
+
 @pytest.mark.parametrize("codes", [b"\x21\xe3", b"\xf1\x0f", b"\x10"])
 @pytest.mark.parametrize("form", [2, 130])
 def test_a_code_beyond_the_largest_byte_begins_anew_as_in_the_description(codes, form, join_planes):
