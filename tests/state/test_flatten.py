@@ -87,6 +87,29 @@ def test_every_dtype_and_shape(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+def test_a_negated_tensor_is_stored_unless_torch_cannot_negate_its_dtype(dtype):
+    state = {"a": {"w": random(dtype, 4, 6)._neg_view()}}
+    try:
+        state["a"]["w"].resolve_neg()
+    except NotImplementedError:
+        with pytest.raises(StateRefused, match=f"lazily negated tensor of {dtype}"):
+            flatten(state)
+    else:
+        assert exactly(through(state), state)
+
+
+@pytest.mark.parametrize("sizes", [(2**40, 0, 2**40), (2**31, 0, 2**30), (2**31, 0, 2**30 - 1), (0, 2**59), (0, 2**60)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.uint8, torch.float8_e8m0fnu], ids=str)
+def test_an_empty_tensor_is_read_again_or_refused(sizes, dtype):
+    state = {"a": {"w": torch.empty(sizes, dtype=dtype)}}
+    if math.prod(size or 1 for size in sizes) * dtype.itemsize < 2**63:
+        assert exactly(through(state), state)
+    else:
+        with pytest.raises(StateRefused, match=r'^state\["a"\]\["w"\]: an empty tensor of shape'):
+            flatten(state)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 def test_views_strides_and_expansion(dtype):
     base = random(dtype, 6, 8)
     state = {
@@ -565,6 +588,15 @@ REFUSED = {
     "dimensions": (
         {"a": torch.ones([1] * 65)},
         'state["a"]: a torch.float32 tensor of 65 dimensions, too many to be read again; pass .flatten()',
+    ),
+    "no elements, and giant dimensions": (
+        {"a": {"w": torch.empty(2**40, 0, 2**40)}},
+        f'state["a"]["w"]: an empty tensor of shape ({2**40}, 0, {2**40}), too large to be read again; pass .flatten()',
+    ),
+    "negated": (
+        {"a": {"w": torch.ones(2).to(torch.float8_e4m3fn)._neg_view()}},
+        'state["a"]["w"]: a lazily negated tensor of torch.float8_e4m3fn, which torch cannot negate; negate it in '
+        "another dtype",
     ),
     "a NumPy subclass": (
         {"a": Double(1)},

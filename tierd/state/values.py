@@ -32,6 +32,8 @@ TensorForm = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...], bool,
 MOST_REPEATED = 256 * 1024 * 1024  # bytes by which a tensor's size in the file may exceed its size in memory
 _WINDOW = 1 << 11  # values encoded in one call, which takes about a millisecond
 _STORABLE = frozenset((*DTYPE_NAMES, *STORED_AS))
+# torch negates these integers, complex numbers, and floating-point numbers of more than 8 bits.
+_NEGATED_INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 _TEXTS = frozenset((str, bytes))
 dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")).encode
 
@@ -82,13 +84,22 @@ def is_storable(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.is_meta
         and tensor.dim() + tensor.dtype.is_complex <= MAX_DIMS
+        and not (tensor.is_neg() and _is_unreadable(tensor))
         and _misheld(tensor) is None
     )
+
+
+def _is_unreadable(negated: torch.Tensor) -> bool:
+    """Return whether torch itself cannot read the values of a lazily negated tensor."""
+    dtype = negated.dtype
+    return dtype not in _NEGATED_INTEGERS and not (dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1))
 
 
 def _misheld(tensor: torch.Tensor) -> str | None:
     """Return the reason why a strided tensor's memory cannot be stored, or None."""
     nbytes, span = tensor.nbytes, span_of(tensor)
+    if not nbytes and math.prod(n or 1 for n in tensor.shape) * tensor.itemsize >= 2**63:
+        return f"an empty tensor of shape {tuple(tensor.shape)}, too large to be read again; pass .flatten()"
     there = tensor.untyped_storage().nbytes()
     if nbytes and tensor.storage_offset() * tensor.element_size() + span > there:
         return (
@@ -137,6 +148,8 @@ def why_refused(tensor: torch.Tensor) -> str | None:
         return f"a tensor of {tensor.dtype}, which no stored dtype holds"
     if tensor.dim() + tensor.dtype.is_complex > MAX_DIMS:
         return f"a {tensor.dtype} tensor of {tensor.dim()} dimensions, too many to be read again; pass .flatten()"
+    if tensor.is_neg() and _is_unreadable(tensor):
+        return f"a lazily negated tensor of {tensor.dtype}, which torch cannot negate; negate it in another dtype"
     return _misheld(tensor)
 
 

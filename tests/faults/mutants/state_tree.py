@@ -266,4 +266,20 @@ MUTANTS = (
         "        found = list(value)\n",
         f"{_TEST_TREE_BUDGET} -k one_hash",
     ),
+    Mutant(
+        "an empty tensor of any shape is stored",
+        _VALUES,
+        "    if not nbytes and math.prod(",
+        "    if False and math.prod(",
+        f"{_TEST_FLATTEN} -k empty_tensor_is_read_again",
+        "DID NOT RAISE",
+    ),
+    Mutant(
+        "a tensor is stored that torch cannot negate",
+        _VALUES,
+        "        and not (tensor.is_neg() and _is_unreadable(tensor))\n",
+        "",
+        f"{_TEST_FLATTEN} -k negated_tensor",
+        "NotImplementedError",
+    ),
 )
