@@ -18,7 +18,7 @@ import tierd
 from tierd.cli import run
 from tierd.core.config import from_urls
 from tierd.core.ids import PartId
-from tierd.core.manifest import VERSION
+from tierd.core.manifest import PATCHED
 from tierd.core.manifest_codec import decode
 from tierd.core.planning.inventory import Inventory
 from tierd.core.seal import seal
@@ -361,10 +361,10 @@ def test_without_the_daemons_packages_the_command_line_says_what_to_install(tmp_
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
-    assert capsys.readouterr().out == f"tierd {tierd.__version__}, protocol {PROTOCOL}, format {VERSION}\n"
+    assert capsys.readouterr().out == f"tierd {tierd.__version__}, protocol {PROTOCOL}, format {PATCHED}\n"
     assert run(["--version", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found == {"version": tierd.__version__, "protocol": str(PROTOCOL), "format": VERSION}
+    assert found == {"version": tierd.__version__, "protocol": str(PROTOCOL), "format": PATCHED}
 
 
 @pytest.mark.parametrize("line", [[], ["--json"], ["--json", "advise"]])

@@ -112,7 +112,11 @@ def test_without_the_key_one_line_names_it_and_nothing_is_called_corrupt(tier, t
     found = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [copy["state"] for one in found for copy in one["copies"]] == ["unreadable"] * 2
     assert run(["prune", tier, "--keep-last", "1", "--json", *options]) == 0
-    assert [one["pruned"] for one in json.loads(capsys.readouterr().out)["verdicts"]] == [False, False]
+    verdicts = json.loads(capsys.readouterr().out)["verdicts"]
+    assert [one["pruned"] for one in verdicts] == [False, False]
+    for one in verdicts:
+        assert one["reasons"][0] == "incomplete: 1 of its 1 manifests cannot be used"
+        assert "encrypted with key" in one["reasons"][1]
 
 
 @pytest.mark.parametrize("wrong", [False, True], ids=["none", "another"])

@@ -22,6 +22,7 @@ from stores.conformance import Conformance, keys
 
 from tierd.core.errors import DeleteRefused, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.spool.direct_io import LARGE, PAGE, PIECE, memory_for
+from tierd.spool.spool import Spool
 from tierd.stores import file_reads
 from tierd.stores.base import ObjectInfo, Store
 from tierd.stores.file import FileStore
@@ -696,3 +697,19 @@ def test_an_object_that_becomes_shorter_while_it_is_digested_says_nothing_about_
         await store.aclose()
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize("where", ["spool", "spool/run/chunks", "link"])
+def test_a_spool_is_no_tier_nor_holds_one(tmp_path, where):
+    Spool(tmp_path / "spool")
+    (tmp_path / "spool/run/chunks").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("spool/run")
+    key = "run/manifests/000000000001.001800000001-00000001/00000-of-00001.json"
+    before = sorted(tmp_path.rglob("*"))
+    for attempt in (put, lambda root, key: asyncio.run(FileStore(root).delete([key]))):
+        with pytest.raises(StoreRefused, match=r"must not be the spool .*/spool or lie in it.* by --spool"):
+            attempt(tmp_path / where, key)
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "tier").mkdir()
+    put(tmp_path / "tier", key)
+    assert get(tmp_path / "tier", key) == b"data"

@@ -185,12 +185,12 @@ def _copy(name: str, seen: CheckpointCopy | None, quarantined: list[PartId], ver
         size=sum(found.size for found in facts),
         stored_size=sum(found.stored_size for found in facts),
         keep=verdict.keep if verdict else True,
-        reasons=_reasons(seen, verdict) if verdict else (),
+        reasons=reasons_of(seen, verdict) if verdict else (),
         defects=tuple(str(seen.defects[part]) for part in sorted(seen.defects)) if seen else (),
     )
 
 
-def _reasons(seen: CheckpointCopy | None, verdict: Verdict) -> tuple[str, ...]:
+def reasons_of(seen: CheckpointCopy | None, verdict: Verdict) -> tuple[str, ...]:
     """The verdict's reasons, one of which says so if unusable manifests, and no missing part, make it incomplete."""
     if seen is None or not seen.defects or not is_complete(seen.ranks):
         return verdict.reasons

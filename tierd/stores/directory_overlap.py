@@ -73,6 +73,12 @@ async def check_apart(config: Config) -> None:
                 )
 
 
+def spool_around(directory: Path) -> Path | None:
+    """Return the spool that `directory` is, or lies in, through any links; None if there is none."""
+    real = Path(os.path.realpath(directory))
+    return next((one for one in (real, *real.parents) if os.path.lexists(one / ".tierd" / "stage")), None)
+
+
 def _places(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yield for the spool and each file tier: its configuration key, its name in messages, and its path."""
     yield "spool", "the spool", config.spool

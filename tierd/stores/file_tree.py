@@ -20,6 +20,7 @@ from tierd.core.errors import DeleteRefused, StoreRefused, StoreUnavailable
 from tierd.spool.direct_io import PIECE, write_pages
 from tierd.stores.base import ObjectInfo, check_size
 from tierd.stores.descriptors import DIRECTORY, closing, descend, lock, sweep, sync_directory, unlink
+from tierd.stores.directory_overlap import spool_around
 from tierd.stores.file_listing import list_directory, parent, stat_objects
 from tierd.stores.file_reads import DIRECT_PIECE, digest_file
 
@@ -67,6 +68,11 @@ class FileTree:
         except NotADirectoryError:  # not an absent object, of which it would be the sign further down
             raise StoreRefused(f"{self._path} is not a directory, or lies below a file; remove that file") from None
         with closing(root):
+            if not self._seen and (spool := spool_around(self._path)):
+                raise StoreRefused(
+                    f"{self._path}: a tier must not be the spool {spool} or lie in it, because each would delete what "
+                    "is the other's: name a tier's directory, or the spool by --spool"
+                )
             # Before the check, because another thread's put may make the mark after it.
             self._seen, marked = True, self._marked
             if _exists(_TMP, root):

@@ -20,6 +20,20 @@ MUTANTS = (
         _TEST_ENCRYPTED,
     ),
     Mutant(
+        "a command takes the spool for a tier",
+        "tierd/stores/directory_overlap.py",
+        "for one in (real, *real.parents) if os",
+        "for one in real.parents if os",
+        f"{_TEST_FILE} -k a_spool_is_no_tier",
+    ),
+    Mutant(
+        "a tier may lie in a spool",
+        "tierd/stores/directory_overlap.py",
+        "for one in (real, *real.parents) if os",
+        "for one in (real,) if os",
+        f"{_TEST_FILE} -k a_spool_is_no_tier",
+    ),
+    Mutant(
         "a flush whose intent cannot be deleted has failed",
         "tierd/stores/base.py",
         "    except DeleteRefused:\n        pass",

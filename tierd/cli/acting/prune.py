@@ -26,6 +26,7 @@ from tierd.core.planning.demand import Demand
 from tierd.core.planning.inventory import Inventory, runs
 from tierd.core.planning.pruning import MOST_CHECKPOINTS
 from tierd.core.planning.verdicts import judge
+from tierd.core.report import reasons_of
 from tierd.core.retention.policies import known_policy, unknown
 from tierd.daemon.opening import open_tiers
 from tierd.daemon.tiers.manifests import Manifests
@@ -130,10 +131,19 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
                     held |= dict.fromkeys(set(some) - done.gone, "nothing of it is left but what others name")
                     held |= done.held
                 for verdict in verdicts:
-                    found, went = verdict.id, verdict.id in gone
-                    why = held.get(found, "")
+                    found, seen = verdict.id, place.checkpoints.get(verdict.id)
+                    defects = [str(seen.defects[part]) for part in sorted(seen.defects)[:1]] if seen else []
                     judged.append(
-                        Judged(name, found.run, found.step, found.attempt, verdict.keep, verdict.reasons, went, why)
+                        Judged(
+                            name,
+                            found.run,
+                            found.step,
+                            found.attempt,
+                            verdict.keep,
+                            (*reasons_of(seen, verdict), *defects),
+                            found in gone,
+                            held.get(found, ""),
+                        )
                     )
     return judged
 
