@@ -223,7 +223,7 @@ class HandoffServer:
             while True:
                 packet, fds = _received(line.socket)
                 line.working = True
-                if not packet or not self._answer(line, packet, fds):
+                if not self._answer(line, packet, fds):
                     break
                 line.heard, line.working = time.monotonic(), False
         except ConnectionError:
@@ -249,9 +249,17 @@ class HandoffServer:
         self._tidy()
 
     def _answer(self, line: TrainerConnection, packet: bytes, fds: list[int]) -> bool:
-        """Process one packet; return whether the connection stays open."""
+        """Process one packet; return whether the connection stays open.
+
+        Args:
+            line: the connection.
+            packet: empty at the connection's end, or if the peer sent an empty one, which ends the connection, too.
+            fds: the descriptors that came with the packet. Each becomes an arena or is closed, whatever the packet is.
+        """
         arenas: list[Arena] = []
         try:
+            if not packet:
+                return False
             message = decoding.decode_handed(packet)
             while fds:
                 arenas.append(Arena.received(fds.pop(0)))

@@ -24,7 +24,9 @@ from support.world import Daemon
 import tierd
 from tierd.client.checkpointer import made_of
 from tierd.client.saving import handoff as client
+from tierd.client.saving.packets import close_fds, receive
 from tierd.core.errors import DaemonUnavailable, SaveFailed, SpoolFull, SpoolUnusable
+from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.place import SPOOL
 from tierd.daemon import handoff
 from tierd.ipc.client import connect
@@ -444,6 +446,10 @@ def packets():
     return {
         "nothing like it": (b"hello", []),
         "no descriptor": (lend, []),
+        "nothing": (b"", []),
+        "nothing but memory": (b"", ["arena", "arena"]),
+        "more descriptors than a packet may have": (lend, ["arena"] * 12),
+        "more bytes than a packet may have": (lend[:-1] + b" " * (1 << 15) + b"}", ["arena"]),
         "an open file": (lend, ["file"]),
         "a memfd that can be cut short": (lend, ["unsealed"]),
         "too many descriptors": (lend, ["arena", "arena"]),
@@ -485,3 +491,28 @@ def test_a_bad_message_ends_its_connection_and_nothing_else(spool, daemon, tmp_p
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         checkpointer.save(1, tensors(1)).wait(timeout=20)
         assert checkpointer.stats.handed_over == 1
+
+
+@pytest.mark.parametrize("packet", [b"", b"x", b'{"working":true}', b'{"ok":false}', b'{"ok":true}'])
+def test_a_client_keeps_no_descriptor_that_it_did_not_ask_for(packet):
+    ours, daemons = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, daemons:
+        before = len(os.listdir("/proc/self/fd"))
+        for most in (0, 2):
+            socket.send_fds(daemons, [packet], [daemons.fileno()] * 2)
+            with contextlib.suppress(DaemonUnavailable):
+                _, fds = receive(ours, 0.2, most)
+                assert len(fds) == most and packet == b'{"ok":true}'
+                close_fds(fds)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_recall_that_brings_the_wrong_memory_leaves_no_descriptor(spool, monkeypatch):
+    ours, daemons = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line, before = client.HandoffClient(spool), len(os.listdir("/proc/self/fd"))
+    line.line = client.Connection(ours, {}, 5.0)
+    socket.send_fds(daemons, [b'{"ok":true,"tensors":1,"manifest":1,"tree":1}'], [daemons.fileno()] * 2)
+    assert line.recall(PartId(CheckpointId("run", "000000000001-00000001", 1), 0, 1)) is None
+    assert len(os.listdir("/proc/self/fd")) == before
+    ours.close()
+    daemons.close()

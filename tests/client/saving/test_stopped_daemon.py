@@ -51,9 +51,9 @@ def waits(monkeypatch) -> list[float]:
     """How long the client was ready to wait for a packet, each time in seconds."""
     found, real = [], packets.receive
 
-    def receive(connection, silence_s):
+    def receive(connection, silence_s, most_fds=0):
         found.append(silence_s)
-        return real(connection, silence_s)
+        return real(connection, silence_s, most_fds)
 
     monkeypatch.setattr(client, "receive", receive)
     return found

@@ -14,6 +14,20 @@ _TEST_DEVICE_COPIES = "pytest tests/client/saving/test_device_copies.py"
 
 MUTANTS = (
     Mutant(
+        "descriptors that a client did not ask for stay open",
+        "tierd/client/saving/packets.py",
+        "            finally:\n                close_fds(fds)",
+        "            finally:\n                pass",
+        "pytest tests/client/saving/test_handoff.py -k keeps_no_descriptor",
+    ),
+    Mutant(
+        "memory that a recall cannot use stays open",
+        _HANDOFF,
+        "                close_fds(fds)",
+        "                pass",
+        "pytest tests/client/saving/test_handoff.py -k wrong_memory",
+    ),
+    Mutant(
         "an arena is used again while DCP writes from it",
         "tierd/client/saving/arena_staging.py",
         "room = self._idle.pop() if self._idle else _Room()",

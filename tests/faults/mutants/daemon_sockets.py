@@ -111,6 +111,13 @@ MUTANTS = (
         "pytest tests/spool/test_permissions.py -k turns",
     ),
     Mutant(
+        "descriptors of an empty packet stay open",
+        _HANDOFF,
+        "                if not self._answer(line, packet, fds):",
+        "                if not packet or not self._answer(line, packet, fds):",
+        f"{_TEST_HANDOFF} -k bad_message",
+    ),
+    Mutant(
         "what the dead sent behind an unread answer is dropped",
         _HANDOFF,
         "for _ in range(2):",

@@ -13,7 +13,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from tierd.client.saving.packets import Ended, Silent, opened, receive, send
+from tierd.client.saving.packets import Ended, Silent, close_fds, opened, receive, send
 from tierd.client.saving.save import Save
 from tierd.client.timings import USUAL, ClientTimings
 from tierd.core.errors import DaemonUnavailable, ObjectNotFound, TierdError, VersionMismatch
@@ -235,10 +235,15 @@ class HandoffClient:
             return None
         try:
             send(line.connection, Recall(part=part))
-            reply, fds = receive(
-                line.connection, self.timings.silence_s
-            )  # the daemon only searches its memory, whatever its version
-            arena, box = (Arena.received(fd) for fd in fds)
+            # The daemon only searches its memory, whatever its version.
+            reply, fds = receive(line.connection, self.timings.silence_s, most_fds=2)
+            try:
+                arenas = []
+                while fds:
+                    arenas.append(Arena.received(fds.pop(0)))
+                arena, box = arenas
+            finally:
+                close_fds(fds)
         except ObjectNotFound:
             return None
         except (OSError, ValueError, MemoryError, DaemonUnavailable):  # the part's files are in the spool in any case

@@ -58,11 +58,15 @@ def send(connection: socket.socket, message: AnyHanded, *fds: int) -> None:
     socket.send_fds(connection, [msgspec.json.encode(message)], fds, socket.MSG_NOSIGNAL)
 
 
-def receive(connection: socket.socket, silence_s: float) -> tuple[dict[str, Any], list[int]]:
+def receive(connection: socket.socket, silence_s: float, most_fds: int = 0) -> tuple[dict[str, Any], list[int]]:
     """Wait for the next answer and its descriptors as long as the daemon shows that it works.
 
     Args:
         silence_s: seconds without a packet that end the wait; 0 checks without waiting.
+        most_fds: how many descriptors the answer may bring. The kernel closes further ones.
+
+    Returns:
+        The answer, and its descriptors, which the caller then owns. Those of any other packet are closed.
 
     Raises:
         TierdError: the condition that the daemon answered with.
@@ -80,16 +84,33 @@ def receive(connection: socket.socket, silence_s: float) -> tuple[dict[str, Any]
             # daemon that was paused as well and continues is heard in the next.
             if not any(ready.poll(silence_s * 1000 / _INTERVALS) for _ in range(_INTERVALS)):
                 raise Silent(f"the daemon was silent for {silence_s:g} s")
-            packet, fds, _, _ = socket.recv_fds(connection, MAX_PACKET, 2, socket.MSG_CMSG_CLOEXEC)
-            if not packet:
-                raise Ended("the daemon closed the connection")
-            reply = msgspec.json.decode(packet)
-            if reply.get("working"):
-                continue
-            if not reply.get("ok"):
-                raise_error(reply)
-            return reply, fds
+            packet, fds, _, _ = socket.recv_fds(connection, MAX_PACKET, most_fds, socket.MSG_CMSG_CLOEXEC)
+            try:
+                reply = _answer(packet)
+                if reply is not None:
+                    answered, fds = fds, []
+                    return reply, answered
+            finally:
+                close_fds(fds)
     except ConnectionError as error:  # the daemon died with unread packets, or before it accepted the connection
         raise Ended(f"the daemon is gone: {error}") from error
     except (OSError, ValueError, msgspec.DecodeError) as error:
         raise DaemonUnavailable(f"the daemon's connection broke: {error}") from error
+
+
+def _answer(packet: bytes) -> dict[str, Any] | None:
+    """Return the answer in a packet; None for a sign of life. Raises as `receive` does."""
+    if not packet:
+        raise Ended("the daemon closed the connection")
+    reply = msgspec.json.decode(packet, type=dict[str, Any])
+    if reply.get("working"):
+        return None
+    if not reply.get("ok"):
+        raise_error(reply)
+    return reply
+
+
+def close_fds(fds: list[int]) -> None:
+    """Close descriptors that nobody took."""
+    for fd in fds:
+        os.close(fd)
