@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 from support.doubles import Double, contents, is_chunk, is_manifest
@@ -23,9 +25,10 @@ from tierd.core.errors import (
     StoreRefused,
     StoreUnavailable,
 )
+from tierd.daemon import control_lines
 from tierd.daemon.transfer.flush_pacing import Cadence
 from tierd.ipc.client import Link
-from tierd.ipc.messages import MAX_REQUEST, Attach, Report, Status, Wait
+from tierd.ipc.messages import MAX_REQUEST, Attach, Fetch, Report, Status, Wait, encode_line
 from tierd.spool.spool import Spool
 
 
@@ -96,6 +99,77 @@ def test_many_silent_peers_do_not_disturb_it(spool):
         finally:
             for peer in peers:
                 peer.close()
+
+
+@pytest.fixture
+def opened(spool) -> Iterator[Callable[[], socket.socket]]:
+    """Opens a connection that says nothing."""
+    with contextlib.ExitStack() as stack:
+
+        def opened() -> socket.socket:
+            peer = stack.enter_context(socket.socket(socket.AF_UNIX))
+            peer.settimeout(10)
+            peer.connect(str(spool.socket))
+            return peer
+
+        yield opened
+
+
+def test_a_crowd_is_refused_by_name_and_costs_no_descriptors(spool, opened, monkeypatch, caplog):
+    """1,100 silent connections left a daemon under `ulimit -n 1024` no descriptor."""
+    monkeypatch.setattr(control_lines, "MOST", 20)
+    with Daemon(spool.root, {"tier": Double()}) as daemon:
+        crowd = [opened() for _ in range(60)]
+        refusals = [json.loads(peer.recv(1 << 16)) for peer in crowd[20:]]
+        assert {(one["ok"], one["error"], "20 connections" in one["message"]) for one in refusals} == {
+            (False, "DaemonUnavailable", True)
+        }
+        assert [peer.recv(1 << 16) for peer in crowd[20:]] == [b""] * 40
+        assert len(daemon.control._connections) == 20
+        for greet in (True, False):
+            with Link(spool, greet=greet) as link, pytest.raises(DaemonUnavailable, match="20 connections"):
+                link.ask(Status())
+        said = [record.getMessage() for record in caplog.records if "control: refused" in record.getMessage()]
+        assert len(said) == 1  # a flood of them fills no log
+        for peer in crowd:
+            peer.close()
+        wait_until(lambda: not daemon.control._connections)
+        with Link(spool) as link:
+            assert link.ask(Status())["status"]
+
+
+def test_a_client_reads_why_its_connection_was_closed_before_its_first_request(spool, monkeypatch):
+    monkeypatch.setattr(control_lines, "MOST", 0)
+    with Daemon(spool.root, {"tier": Double()}):
+        for greet in (True, False):
+            with Link(spool, greet=greet) as link, pytest.raises(DaemonUnavailable, match="0 connections"):
+                wait_until(link.heard)
+                time.sleep(0.1)  # the end follows the reason
+                link.ask(Status())
+
+
+def test_who_is_idle_gives_way_and_who_trains_or_waits_does_not(spool, opened, monkeypatch):
+    monkeypatch.setattr(control_lines, "MOST", 4)
+    monkeypatch.setattr(control_lines, "QUIET", 0.0)
+    commit(spool, part(1))
+    with Daemon(spool.root, {"tier": down()}) as daemon, Link(spool) as trainer, Link(spool) as restore:
+        trainer.ask(Attach())
+        restore.ask(Fetch(part=part(1)))
+        waiting = opened()
+        waiting.sendall(encode_line(Wait(part=part(1), tier="tier")))
+        wait_until(lambda: any(line.working for line in daemon.control._connections))
+        first = opened()
+        wait_until(lambda: len(daemon.control._connections) == 4)
+        second = opened()
+        assert first.recv(1 << 16) == b""  # idle, so closed for the one that came
+        wait_until(lambda: len(daemon.control._connections) == 4)
+        with Link(spool) as link:
+            assert link.ask(Status())["status"]["trainers"] == 1
+        assert second.recv(1 << 16) == b""
+        assert trainer.alive() and restore.alive() and daemon.reconciler.requests.held
+        waiting.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            waiting.recv(1 << 16)
 
 
 def test_a_daemon_ends_at_once_and_not_when_the_hand_off_looks_again(spool, monkeypatch):

@@ -5,6 +5,7 @@
 Invariants:
 
 - The daemon continues after any bytes from a peer and after any disconnection.
+- It has at most `control_lines.MOST` connections, so that no number of them takes the descriptors that its work needs.
 - The socket is for its owner alone (mode 0600); only its owner and root get answers.
 """
 
@@ -16,19 +17,19 @@ import functools
 import logging
 import math
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 
-from tierd.core.errors import (
-    RequestUnknown,
-    TierdError,
-)
+from tierd.core.errors import DaemonUnavailable, RequestUnknown, TierdError
 from tierd.core.ids import PartId
+from tierd.daemon import control_lines
+from tierd.daemon.control_lines import ControlConnection
 from tierd.daemon.handoff import HandoffServer
-from tierd.daemon.peers import Peers, unknown
+from tierd.daemon.peers import THIS, Peers, unknown
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.request_handler import RequestHandler
 from tierd.daemon.status import Status, status
@@ -38,6 +39,7 @@ from tierd.spool.permissions import listen, peer_pid, stranger
 
 log = logging.getLogger("tierd.daemon")
 
+_SAID = 60.0  # seconds between two log lines about refused connections
 _ROOM = 15.0  # seconds that a thread waits for disk space to be freed, which takes less
 
 
@@ -57,8 +59,10 @@ class Control:
         self.notifier = notifier or Notifier()
         self.working: set[asyncio.Future[dict[str, Any]]] = set()
         self._handoff = handoff
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: set[ControlConnection] = set()
         self._peers = Peers("control")
+        # Refused connections since the last log line; its time, monotonic seconds.
+        self._refused, self._said = 0, -_SAID
         self.handler = RequestHandler(reconciler, handoff, self.status)
         self.trainers = 0
         self.seen = False
@@ -77,9 +81,10 @@ class Control:
         finally:
             self._handoff.room = None  # the loop ends, so a thread that asks would wait in vain
             server.close()
-            for task in self._connections:
+            tasks = [line.task for line in self._connections]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._connections, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             remove()
 
     def status(self) -> Status:
@@ -90,52 +95,72 @@ class Control:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._connections.add(task)
-        held: set[PartId] = set()
-        attached: messages.Attach | None = None
-        greeted = False
+        line = ControlConnection(task, writer)
         try:
             if (uid := stranger(writer.get_extra_info("socket"))) is not None:
                 log.warning("control: turned away a peer of uid %d", uid)
-                return
-            pid = peer_pid(writer.get_extra_info("socket"))
-            while line := await reader.readline():
-                try:
-                    request: messages.Hello | messages.AnyRequest | RequestUnknown = decoding.decode_request(line)
-                except decoding.UnknownKind as error:
-                    request = unknown(error)
-                if isinstance(request, messages.Attach) and attached is None:
-                    attached, self.seen = request, True
-                    self.trainers += 1
-                    self._reconciler.requests.presence.came(request.run)
-                match request:
-                    case RequestUnknown():
-                        reply = replies.error_reply(request)
-                    case messages.Hello():
-                        reply, greeted = self._peers.answer(pid, request), True
-                    case _:
-                        # Allowed to every version without a greeting.
-                        if not greeted and not isinstance(request, messages.Status):
-                            self._peers.unnamed(pid)
-                        reply = await self._answer(request, writer, held)
-                writer.write(messages.encode_line(reply))
-                await writer.drain()
-                if isinstance(request, messages.Hello) and not reply["ok"]:
-                    break
+            elif control_lines.has_room(self._connections):
+                self._connections.add(line)
+                await self._converse(line, reader)
+            else:
+                self._refuse(line)
         except (msgspec.DecodeError, ValueError) as error:  # ValueError: a line beyond the limit
             log.warning("control: dropped a connection that sent no request: %s", error)
         except (ConnectionError, asyncio.CancelledError):
             pass
         finally:
-            self._connections.discard(task)
-            if attached is not None:
-                self.trainers -= 1
-                self._reconciler.requests.presence.left(attached.run)
-            for part in held:
-                self._reconciler.repairs.release(part)
-            if attached or held:
-                self._reconciler.wake()
-            writer.close()
+            self._ended(line)
+
+    async def _converse(self, line: ControlConnection, reader: asyncio.StreamReader) -> None:
+        pid = peer_pid(line.writer.get_extra_info("socket"))
+        while text := await reader.readline():
+            line.working = True
+            try:
+                request: messages.Hello | messages.AnyRequest | RequestUnknown = decoding.decode_request(text)
+            except decoding.UnknownKind as error:
+                request = unknown(error)
+            if isinstance(request, messages.Attach) and line.attached is None:
+                line.attached, self.seen = request, True
+                self.trainers += 1
+                self._reconciler.requests.presence.came(request.run)
+            match request:
+                case RequestUnknown():
+                    reply = replies.error_reply(request)
+                case messages.Hello():
+                    reply, line.greeted = self._peers.answer(pid, request), True
+                case _:
+                    # Allowed to every version without a greeting.
+                    if not line.greeted and not isinstance(request, messages.Status):
+                        self._peers.unnamed(pid)
+                    reply = await self._answer(request, line.writer, line.held)
+            line.writer.write(messages.encode_line(reply))
+            await line.writer.drain()
+            if isinstance(request, messages.Hello) and not reply["ok"]:
+                break
+            line.heard, line.working = time.monotonic(), False
+
+    def _refuse(self, line: ControlConnection) -> None:
+        """Send the reason in place of the answer to the first request. The caller closes the connection."""
+        many = f"it has {control_lines.MOST} connections, as many as it takes, and none of them is idle"
+        why = f"{many}; end processes that hold some and ask nothing"
+        error = DaemonUnavailable(f"the daemon of spool {self._reconciler.spool.root} refuses this connection: {why}")
+        # With the greeting's members, because a client's first request is a greeting.
+        line.writer.write(messages.encode_line(replies.greeting(THIS.version) | replies.error_reply(error)))
+        self._refused += 1
+        if time.monotonic() - self._said >= _SAID:
+            log.warning("control: refused %d connections, because %s", self._refused, why)
+            self._refused, self._said = 0, time.monotonic()
+
+    def _ended(self, line: ControlConnection) -> None:
+        self._connections.discard(line)
+        if line.attached is not None:
+            self.trainers -= 1
+            self._reconciler.requests.presence.left(line.attached.run)
+        for part in line.held:
+            self._reconciler.repairs.release(part)
+        if line.attached or line.held:
+            self._reconciler.wake()
+        line.writer.close()
 
     async def _answer(
         self, request: messages.AnyRequest, writer: asyncio.StreamWriter, held: set[PartId]

@@ -169,6 +169,8 @@ class Link:
             self._socket.sendall(line)
         except TimeoutError:
             raise self._hung("took no request", self._silence_s) from None
+        except ConnectionError:
+            pass  # the daemon closed the connection; `_line` reads the reason, if it sent one, or the end
 
     def _line(self, end: float | None, silence_s: float) -> bytes:
         while b"\n" not in self._rest:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from faults.rounds import Mutant
 
 _CONTROL = "tierd/daemon/control.py"
+_CONTROL_LINES = "tierd/daemon/control_lines.py"
 _HANDOFF = "tierd/daemon/handoff.py"
 _HANDOFF_LINES = "tierd/daemon/handoff_lines.py"
+_TEST_CONTROL = "pytest tests/daemon/test_control.py"
 _TEST_STOPPED_DAEMON = "pytest tests/client/saving/test_stopped_daemon.py"
 _TEST_HANDOFF = "pytest tests/client/saving/test_handoff.py"
 _TEST_MANY_CONNECTIONS = "pytest tests/client/saving/test_many_connections.py"
@@ -92,8 +94,8 @@ MUTANTS = (
     Mutant(
         "a request of a later client ends its connection",
         _CONTROL,
-        "                    request = unknown(error)",
-        "                    raise",
+        "                request = unknown(error)",
+        "                raise",
         "pytest tests/wire/test_apart.py -k one_minor_version_later_is_answered",
     ),
     Mutant(
@@ -158,6 +160,41 @@ MUTANTS = (
         "os.eventfd_write(wake, 1)",
         "pass",
         "pytest tests/daemon/test_control.py -k ends_at_once",
+    ),
+    Mutant(
+        "as many control connections as anybody opens",
+        _CONTROL_LINES,
+        "    if len(counted) < MOST:",
+        "    if True:",
+        f"{_TEST_CONTROL} -k crowd",
+    ),
+    Mutant(
+        "idle control connections keep their places",
+        _CONTROL_LINES,
+        "    if longest is None:",
+        "    if True:",
+        f"{_TEST_CONTROL} -k gives_way",
+    ),
+    Mutant(
+        "a trainer's control connection gives way",
+        _CONTROL_LINES,
+        "self.working or self.held or self.attached)",
+        "self.working or self.held)",
+        f"{_TEST_CONTROL} -k gives_way",
+    ),
+    Mutant(
+        "a control connection that works gives way",
+        _CONTROL_LINES,
+        "self.working or self.held or self.attached)",
+        "self.held or self.attached)",
+        f"{_TEST_CONTROL} -k gives_way",
+    ),
+    Mutant(
+        "a client whose connection was refused does not read why",
+        "tierd/ipc/client.py",
+        "        except ConnectionError:\n            pass  # the daemon closed",
+        "        except FileNotFoundError:\n            pass  # the daemon closed",
+        f"{_TEST_CONTROL} -k closed_before",
     ),
     Mutant(
         "as many threads as anybody connects",
