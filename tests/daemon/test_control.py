@@ -28,7 +28,7 @@ from tierd.core.errors import (
 from tierd.daemon import control_lines
 from tierd.daemon.transfer.flush_pacing import Cadence
 from tierd.ipc.client import Link
-from tierd.ipc.messages import MAX_REQUEST, Attach, Fetch, Report, Status, Wait, encode_line
+from tierd.ipc.messages import MAX_REQUEST, Attach, Fetch, Remove, Report, Status, Wait, encode_line
 from tierd.spool.spool import Spool
 
 
@@ -99,6 +99,24 @@ def test_many_silent_peers_do_not_disturb_it(spool):
         finally:
             for peer in peers:
                 peer.close()
+
+
+@pytest.mark.parametrize("for_s", ["1e400", "-1e400", "-1", "0", "1e300", "NaN", "Infinity", '"inf"'])
+def test_a_pause_of_no_length_is_refused_and_says_why(spool, for_s):
+    with Daemon(spool.root, {"tier": Double()}) as daemon:
+        said = json.loads(raw(spool, b'{"op":"pause","for_s":%s}\n' % for_s.encode()))
+        assert said["ok"] is False and said["error"] == "DaemonUnavailable" and "not valid" in said["message"]
+        assert ("for_s" in said["message"]) == (for_s not in ("NaN", "Infinity"))  # those are no JSON
+        assert not daemon.reconciler.pause.paused
+
+
+def test_a_removal_is_logged_if_anything_was_removed(spool, caplog):
+    commit(spool, part(1))
+    with Daemon(spool.root, {"tier": Double()}), Link(spool) as link:
+        for run in ("nope", part(1).checkpoint.run):
+            assert link.ask(Remove(run=run), 20)["ok"]
+            said = [record.getMessage() for record in caplog.records if "was deleted, as asked" in record.getMessage()]
+            assert len(said) == (run != "nope")
 
 
 @pytest.fixture

@@ -105,6 +105,8 @@ class Control:
             else:
                 self._refuse(line)
         except (msgspec.DecodeError, ValueError) as error:  # ValueError: a line beyond the limit
+            if isinstance(error, msgspec.DecodeError):
+                self._turn_down(line, f"refuses this request, because it is not valid: {error}")
             log.warning("control: dropped a connection that sent no request: %s", error)
         except (ConnectionError, asyncio.CancelledError):
             pass
@@ -143,13 +145,16 @@ class Control:
         """Send the reason in place of the answer to the first request. The caller closes the connection."""
         many = f"it has {control_lines.MOST} connections, as many as it takes, and none of them is idle"
         why = f"{many}; end processes that hold some and ask nothing"
-        error = DaemonUnavailable(f"the daemon of spool {self._reconciler.spool.root} refuses this connection: {why}")
-        # With the greeting's members, because a client's first request is a greeting.
-        line.writer.write(messages.encode_line(replies.greeting(THIS.version) | replies.error_reply(error)))
+        self._turn_down(line, f"refuses this connection: {why}")
         self._refused += 1
         if time.monotonic() - self._said >= _SAID:
             log.warning("control: refused %d connections, because %s", self._refused, why)
             self._refused, self._said = 0, time.monotonic()
+
+    def _turn_down(self, line: ControlConnection, why: str) -> None:
+        """Send the last answer on a connection. It has the greeting's members, because it may answer a greeting."""
+        error = DaemonUnavailable(f"the daemon of spool {self._reconciler.spool.root} {why}")
+        line.writer.write(messages.encode_line(replies.greeting(THIS.version) | replies.error_reply(error)))
 
     def _ended(self, line: ControlConnection) -> None:
         self._connections.discard(line)

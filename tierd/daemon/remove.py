@@ -111,27 +111,37 @@ async def _batches(store: Store, prefix: str) -> AsyncIterator[list[str]]:
         after = keys[-1]
 
 
-def remove_from_spool(spool: Spool, run: str) -> None:
+def remove_from_spool(spool: Spool, run: str) -> bool:
     """Delete a run's parts, quarantined parts, pins, records and unfinished stages from the spool.
 
     The caller holds the spool's lock, or is its daemon.
 
+    Returns:
+        Whether the spool had anything of the run.
+
     Raises:
         OSError: the disk fails or refuses.
     """
-    spool.remove(part for part in spool.parts() if part.checkpoint.run == run)
-    for part in spool.quarantined():
-        if part.checkpoint.run == run:
-            spool.discard(f"quarantine/{part.path}")
-    for pin in spool.pins():
-        if pin.run == run:
-            spool.pin(pin, pinned=False)
-    for name in spool.leftovers():
-        room, _, rest = name.partition("/")
-        if (room in ("stage", "fetch") and _is_of(rest, run)) or (room == "empty" and rest.split("/")[0] == run):
-            spool.discard(name)
+    found = bool(recorded(spool.control, run))
+    parts = [part for part in spool.parts() if part.checkpoint.run == run]
+    spool.remove(parts)
+    quarantined = [part for part in spool.quarantined() if part.checkpoint.run == run]
+    for part in quarantined:
+        spool.discard(f"quarantine/{part.path}")
+    pins = [pin for pin in spool.pins() if pin.run == run]
+    for pin in pins:
+        spool.pin(pin, pinned=False)
+    leftovers = [name for name in spool.leftovers() if _is_leftover(name, run)]
+    for name in leftovers:
+        spool.discard(name)
     forget(spool.control, run, time.time_ns())
     leases.forget(spool.control, run)
+    return bool(found or parts or quarantined or pins or leftovers)
+
+
+def _is_leftover(name: str, run: str) -> bool:
+    room, _, rest = name.partition("/")
+    return (room in ("stage", "fetch") and _is_of(rest, run)) or (room == "empty" and rest.split("/")[0] == run)
 
 
 def _is_of(stage: str, run: str) -> bool:

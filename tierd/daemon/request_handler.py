@@ -244,10 +244,11 @@ class RequestHandler:
             raise ConfigError(f"run {run!r}: a trainer that saves it, or may, is attached to the daemon; end it first")
         if any(one.run == run for one in reconciler.requests.held):
             raise ConfigError(f"run {run!r}: somebody is restoring it; try again when that has ended")
-        await asyncio.to_thread(remove_from_spool, reconciler.spool, run)
+        found = await asyncio.to_thread(remove_from_spool, reconciler.spool, run)
         reconciler.requests.interest.discard(run)
         await reconciler.observe(SPOOL)
-        log.warning("spool %s: run %s was deleted, as asked", reconciler.spool.root, run)
+        if found:
+            log.warning("spool %s: run %s was deleted, as asked", reconciler.spool.root, run)
         async with asyncio.timeout(_FLUSHES):  # because one may still put a manifest
             await reconciler.until(lambda: all(one.checkpoint.run != run for one in reconciler.inventory().busy))
         return {}

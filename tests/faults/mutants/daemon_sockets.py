@@ -162,6 +162,27 @@ MUTANTS = (
         "pytest tests/daemon/test_control.py -k ends_at_once",
     ),
     Mutant(
+        "a request that is not valid ends its connection without a word",
+        _CONTROL,
+        "            if isinstance(error, msgspec.DecodeError):",
+        "            if False:",
+        f"{_TEST_CONTROL} -k of_no_length",
+    ),
+    Mutant(
+        "a pause has any length",
+        "tierd/ipc/messages.py",
+        "Meta(gt=0, le=MAX_PAUSE)",
+        "Meta(le=MAX_PAUSE)",
+        f"{_TEST_CONTROL} -k of_no_length",
+    ),
+    Mutant(
+        "the removal of a run that is not there is logged",
+        "tierd/daemon/remove.py",
+        "    return bool(found or parts or quarantined or pins or leftovers)",
+        "    return True",
+        f"{_TEST_CONTROL} -k removal_is_logged",
+    ),
+    Mutant(
         "as many control connections as anybody opens",
         _CONTROL_LINES,
         "    if len(counted) < MOST:",
