@@ -305,12 +305,13 @@ def test_errors_of_the_place_itself_are_no_findings(spool):
 
         def fail(operation, key):
             asked.append(key)
-            if is_chunk(key) and len(asked) == 4:
+            if operation == "get" and is_chunk(key) and len(asked) >= 4:
                 raise StoreRefused("EACCES")
 
         store.before = fail
         with pytest.raises(StoreRefused):
             await daemon.scrubber.scrub(ScrubbedCopy("tier", part(1)))
+        store.before = None
         await daemon.scrubber.scrub(ScrubbedCopy("tier", part(1)))
         assert counted(daemon, "scrubbed", "scrub_findings", "corruptions") == [1, 0, 0] and not daemon.journal.events
 
