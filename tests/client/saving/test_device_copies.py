@@ -572,7 +572,8 @@ def test_tensors_are_copied_many_at_a_call(fake, local, monkeypatch):
     calls, real = [], fake.copy
     fake.copy = lambda into, sources: (calls.append(len(into)), real(into, sources))
     local.save(1, state).wait(timeout=20)
-    assert sum(calls) == 500 and len(calls) <= 2, "2 MB are one batch"
+    assert len(calls) <= 2, "2 MB are one batch"
+    assert sum(calls) in (500, 501), "a tensor that crosses a multiple of the grain is two copies"
     asked, foreach = [], torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *given, **how: (asked.append(how), foreach(*given, **how)))
     into = [torch.zeros(3) for _ in range(9)]
