@@ -196,9 +196,15 @@ class _Call:
                 raise Lost(f"{fault}: {row.seen} requests, {done} of them spoilt, and yet a result")
 
     def _is_busy(self, error: Exception, row: _Row) -> bool:
-        """Whether time ran out over a request that nobody had harmed: that is this machine's fault."""
+        """Whether time ran out over a request that nobody had harmed: that is this machine's fault.
+
+        The proxy may not even have seen it in time. Then the error says that it was the last of all attempts, of which
+        fewer were harmed.
+        """
         late = "stalled: no" in str(error) or "no answer within" in str(error)
-        self.slot.notes["time ran out on a busy machine"] += (busy := late and row.seen > self.slot.count)
+        last = f"attempt {ATTEMPTS} of {ATTEMPTS}, the last" in str(getattr(error, "__notes__", ""))
+        busy = late and (row.seen > self.slot.count or (last and self.slot.count < ATTEMPTS))
+        self.slot.notes["time ran out on a busy machine"] += busy
         return busy
 
     def _check_class(self, error: Exception | None, classes: tuple[type[Exception], ...]) -> None:
