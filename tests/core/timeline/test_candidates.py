@@ -411,7 +411,7 @@ def test_a_thousand_ranks_and_checkpoints_are_agreed_on_at_once():
     heard = [msgspec.json.decode(one, type=RunView) for one in said]
     begun = time.process_time()
     found = restore_order(heard, "r", world=1024)
-    assert time.process_time() - begun < 2
+    assert time.process_time() - begun < 10, "seconds; a comparison of every rank with every other takes minutes"
     assert [(c.checkpoint.step, c.lacking) for c in found.candidates[:2]] == [(500_500, ()), (500_000, ())]
     assert len(found.candidates) == 1002
 

@@ -17,6 +17,13 @@ _TEST_BACKFILL = "pytest tests/daemon/transfer/test_backfill.py"
 
 MUTANTS = (
     Mutant(
+        "each incomplete checkpoint is looked for among all others",
+        "tierd/core/planning/demand.py",
+        "        hopes = frozenset(hoped)\n",
+        "        hopes = list(hoped)\n",
+        "pytest tests/core/planning/test_plan.py -k grow_no_faster",
+    ),
+    Mutant(
         "what only this node has complete counts where others have ranks",
         "tierd/core/planning/copies.py",
         "        return self.complete and not self.defects and all(",

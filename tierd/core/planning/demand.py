@@ -170,7 +170,8 @@ class Demand:
         An incomplete checkpoint that is not in `hoped` counts as incomplete.
         """
         infos, pinned = self._infos, pins & self._infos.keys()
-        if halves := [one for one in self.halves if one in hoped]:
+        hopes = frozenset(hoped)
+        if halves := [one for one in self.halves if one in hopes]:
             infos = infos | {one: replace(infos[one], complete=True) for one in halves}
             ranking = Ranking(list(infos.values()), self._wants(place), self.origins, self.live(place))
         else:
