@@ -72,6 +72,18 @@ def test_a_ceiling_of_a_ratio_is_a_ratio_too():
     assert [(one.measured, one.ceiling, one.met) for one in found] == [(0.75, 1.5, False)]
 
 
+def test_a_ceiling_may_be_another_figure():
+    rows = {
+        "0.25 GB": {
+            "tierd": arm("quiet_durable_s", 2.0),
+            "torch.save+fsync": arm("quiet_durable_s", 3.0),
+            "ceiling": arm("raw_overwrite_s", 1.5),
+        }
+    }
+    found = [one for one in verdicts(result(training=rows)) if one.goal == "torch.save+fsync / durable"]
+    assert [(one.measured, one.ceiling, one.met) for one in found] == [(1.5, 2.0, False)]
+
+
 def test_the_share_of_a_ceiling_below_a_limit_is_what_the_least_takes_of_it():
     rows = {"200 x 50 x 8": {"tierd": arm("wall_s", 8.0), "least": arm("wall_s", 2.0)}}
     assert "| 8 | 2 (25% of it) | **not met** |" in page.page(result(ls=rows))

@@ -79,7 +79,8 @@ def _judged(goal: Goal, rows: dict[str, Samples]) -> list[GrowthVerdict]:
         ours = middle(rows.get(name, {}), goal.arm, goal.figure)
         theirs = middle(base, goal.than, goal.than_figure or goal.figure) if goal.than else 1.0
         measured = _ratio(goal, ours, theirs)
-        best = _ratio(goal, middle(rows.get(name, {}), goal.ceiling, goal.figure), theirs) if goal.ceiling else None
+        least = middle(rows.get(name, {}), goal.ceiling, goal.ceiling_figure or goal.figure) if goal.ceiling else None
+        best = _ratio(goal, least, theirs)
         met = None
         if measured is not None:
             met = measured <= goal.limit if goal.relation == "<=" else measured >= goal.limit
