@@ -90,6 +90,23 @@ def test_an_object_that_is_repaired_between_its_read_and_the_listing_is_read_aga
     assert [operation for operation, _ in double.calls] == ["get", "scan", "get"]
 
 
+def test_an_object_that_is_deleted_before_it_is_read_again_leaves_the_refusal():
+    stored, double = Stored(key="chunks/x", size=5, codec="raw", xxh3_128=""), Double()
+
+    def before(operation: str, _: str) -> None:
+        if operation == "get" and len(double.calls) > 2:
+            del double.inner.objects["run/x"]
+
+    async def work() -> None:
+        await double.inner.put("run/x", b"wrong")
+        double.before = before
+        await get_object(double, "run/x", stored, into=memoryview(bytearray(4)))
+
+    with pytest.raises(StoreRefused):
+        asyncio.run(work())
+    assert [operation for operation, _ in double.calls] == ["get", "scan", "get"]
+
+
 def test_an_object_larger_than_any_of_tierds_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")

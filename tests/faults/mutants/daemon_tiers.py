@@ -169,8 +169,8 @@ MUTANTS = (
     Mutant(
         "an object that was repaired since its read is a refusal of its tier",
         "tierd/daemon/tiers/objects.py",
-        "            if info.key == key:\n                return",
-        "            if False:\n                return",
+        "            if info.key == key:\n                try",
+        "            if False:\n                try",
         "pytest tests/daemon/tiers/test_oversized.py -k read_again",
     ),
     Mutant(

@@ -107,13 +107,16 @@ async def get_object(store: Store, key: str, stored: Stored, where: str = "", in
         return await store.get(key, memory)
     except ObjectNotFound:
         raise CorruptChunk(f"{where}{key} is missing") from None
-    except StoreRefused:
+    except StoreRefused as refusal:
         # An object that is too long is proven bad; any other refusal of a store proves nothing.
         async for info in store.scan(key):
             if info.key == key and info.size > stored.size:
                 raise CorruptChunk(f"{where}{key}: {info.size} bytes, not the {stored.size} of its manifest") from None
             if info.key == key:
-                return await store.get(key, memory)  # because it may have been too long, and repaired since
+                try:
+                    return await store.get(key, memory)  # because it may have been too long, and repaired since
+                except ObjectNotFound:  # deleted since; the next read tells
+                    raise refusal from None
             break
         raise
 
