@@ -84,7 +84,7 @@ def decode(data: bytes, expected: PartId | None = None) -> Manifest:
     try:
         version = version_of(body)
         if version == ENCRYPTED and (key_id := _key_id(body)):
-            raise WrongKey(f"{where}: encrypted with key {key_id}: name its file by the tier's key_file, or --key-file")
+            raise key_missing(where, key_id)
         if version not in (VERSION, PATCHED):
             raise FormatTooNew(f"{where}: format version {version}; this tierd reads up to {PATCHED}: use a newer one")
         manifest = _decoder.decode(body)
@@ -106,6 +106,11 @@ def decode(data: bytes, expected: PartId | None = None) -> Manifest:
         raise ManifestError(f"{where}: it says that it is {manifest.part}")
     _check_files(manifest, where)
     return manifest
+
+
+def key_missing(where: str, key_id: str) -> WrongKey:
+    """Return the error for an encrypted object that is read without a key."""
+    return WrongKey(f"{where}: encrypted with key {key_id}: name its file by the tier's key_file, or --key-file")
 
 
 def encrypted_with(data: bytes) -> str:

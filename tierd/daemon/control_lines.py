@@ -47,7 +47,7 @@ class ControlConnection:
 
     @property
     def idle(self) -> bool:
-        """Whether its end would cost nobody anything. A trainer's connection shows that the trainer lives."""
+        """Whether it may be closed for a new one. A trainer's may not, because it shows that the trainer lives."""
         return not (self.working or self.held or self.attached) and self.heard <= time.monotonic() - QUIET
 
     def give_way(self) -> None:

@@ -33,7 +33,8 @@ class FirstSeen:
     def persisting(self, part: PartId, under_way: bool) -> None:
         """Record that a hand-off of the part begins or ends. In between, only `take` reports the part.
 
-        A part that was observed meanwhile, and that nobody took, is reported by the first observation after the end.
+        A part that was observed in between, and that `take` did not report, is reported by the first observation after
+        the end.
         """
         self._persisting[part] += 1 if under_way else -1
         if not self._persisting[part]:

@@ -111,6 +111,6 @@ def _answer(packet: bytes) -> dict[str, Any] | None:
 
 
 def close_fds(fds: list[int]) -> None:
-    """Close descriptors that nobody took."""
+    """Close descriptors that no caller owns."""
     for fd in fds:
         os.close(fd)

@@ -13,10 +13,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from tierd.core.errors import FormatTooNew, ManifestError, WrongKey
+from tierd.core.errors import FormatTooNew, ManifestError
 from tierd.core.ids import LATEST_MS, CheckpointId
 from tierd.core.manifest import Attempt, Digest, Origin, Step
-from tierd.core.manifest_codec import encrypted_with
+from tierd.core.manifest_codec import encrypted_with, key_missing
 from tierd.core.seal import digest_of, seal, unsealed, version_of
 from tierd.core.timeline.chain import way
 
@@ -90,9 +90,7 @@ def decode(data: bytes, run: str, by: str) -> Head:
     try:
         if (version := version_of(body)) != VERSION:
             if key_id := encrypted_with(data):
-                raise WrongKey(
-                    f"{where}: encrypted with key {key_id}: name its file by the tier's key_file, or --key-file"
-                )
+                raise key_missing(where, key_id)
             raise FormatTooNew(f"{where}: version {version}; this tierd reads {VERSION}: use a newer one")
         head = _decoder.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
