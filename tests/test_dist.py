@@ -31,7 +31,7 @@ WHEEL = f"{STEM}-py3-none-any.whl"
 
 
 def run(*command: str | Path, cwd: Path, **how: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, **how)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=250, **how)
 
 
 def git(tree: Path, *words: str) -> None:
@@ -145,7 +145,7 @@ def test_make_hands_the_key_on(tmp_path: Path) -> None:
 
 def test_the_wheel_alone_installs_and_runs(files: Path, tmp_path: Path) -> None:
     venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=100)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=250)
     (command,) = [it for it in documented() if it.endswith(".whl")]
     assert command == f"pip install --no-deps {WHEEL}"
     pip = (sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "--quiet")

@@ -77,7 +77,7 @@ def node(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-d
     with Daemon(home / "spool", lambda: {"file": FileStore(home / "tier")}) as daemon:
         with tierd.Checkpointer(home / "spool", run="r") as ckpt:
             for step in (10, 20):
-                ckpt.save(step, {"weights": torch.full((1000,), float(step))}).wait("file", timeout=60)
+                ckpt.save(step, {"weights": torch.full((1000,), float(step))}).wait("file", timeout=150)
             attempt = ckpt.restore().attempt  # type: ignore[union-attr]
         daemon.settle()
         yield home, attempt
@@ -211,7 +211,7 @@ def test_the_key_that_the_how_to_makes_is_taken(tmp_path: Path, capsys: pytest.C
     lines = (HOWTO / "encryption.md").read_text().splitlines()
     (make,) = [line.strip() for line in lines if "> /etc/tierd/key)" in line]
     key = tmp_path / "key"
-    subprocess.run(["bash", "-c", make.replace("/etc/tierd/key", str(key))], check=True, timeout=60)
+    subprocess.run(["bash", "-c", make.replace("/etc/tierd/key", str(key))], check=True, timeout=150)
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     (tmp_path / "tier").mkdir()
     tier = f'name = "disk"\nurl = "file://{tmp_path}/tier"\nkey_file = "{key}"\n'
@@ -228,7 +228,7 @@ def test_the_key_is_changed_as_the_how_to_says(tmp_path: Path, capsys: pytest.Ca
     (make,) = [line for line in lines if "openssl rand" in line and "new-key" in line]
     for path in ("/etc/tierd/new-key", "/etc/tierd/key"):
         made = make.replace("/etc/tierd/new-key", f"{tmp_path}/{Path(path).name}")
-        subprocess.run(["bash", "-c", made], check=True, timeout=60)
+        subprocess.run(["bash", "-c", made], check=True, timeout=150)
     spool = Spool(tmp_path / "spool")
     for step in (1, 2):
         commit(spool, part(step))

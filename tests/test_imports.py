@@ -435,7 +435,7 @@ def test_what_is_allowed_is_not_reported(path, source):
 def loaded(code: str) -> set[str]:
     """The top-level modules in a fresh process after `code`."""
     script = f"import sys\n{code}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=True)
     return set(done.stdout.split())
 
 
@@ -458,7 +458,7 @@ def trainers() -> list[set[str]]:
     print_all = "print(*sys.modules)"
     steps = ["import sys", "import torch", print_all, "from tierd import Checkpointer, RngState", print_all]
     script = "\n".join([*steps, "from tierd import *", print_all])
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=True)
     return [set(line.split()) for line in done.stdout.splitlines()]
 
 
@@ -488,7 +488,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=True)
     assert done.stdout.strip() == f"tierd.{name} needs the package {package}: pip install 'tierd[{extras}]'"
 
 

@@ -33,7 +33,7 @@ def test_text_is_no_command_of_groff() -> None:
 @pytest.mark.skipif(not shutil.which("groff"), reason="groff is not installed")
 def test_groff_reads_it_without_a_warning() -> None:
     command = ["groff", "-man", "-ww", "-Tutf8", str(manpage.PAGE)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
     assert done.stderr == ""
     shown = re.sub(".\b", "", done.stdout)  # bold is struck twice
     assert "tierd drain [OPTIONS]" in shown and "EXIT STATUS" in shown

@@ -150,7 +150,7 @@ def test_each_rank_its_own_state(tmp_path: Path):
         for rank in (0, 1)
     ]
     for rank, one in enumerate(running):
-        out, _ = one.communicate(timeout=100)
+        out, _ = one.communicate(timeout=250)
         mine = [str(number) for number in range(rank, 20, 2)]
         assert one.returncode == 0 and json.loads(out.splitlines()[-1]) == [[mine[:5], mine[3:8]]] * 2
 
@@ -222,7 +222,7 @@ def test_use_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     stores = lambda: {"tier": FileStore(tier)}  # noqa: E731
     state = {"body": body, "head": torch.nn.Linear(8, 5), "model": model, "optimizer": optimizer}
     with Daemon(tmp_path / "first", stores), tierd.Checkpointer(tmp_path / "first", "pretrained") as ckpt:
-        ckpt.save(1, state).wait("tier", timeout=60)
+        ckpt.save(1, state).wait("tier", timeout=150)
     (tmp_path / "before").mkdir()
     (tmp_path / "after").mkdir()
     torch.save({name: one.state_dict() for name, one in state.items()}, tmp_path / "before" / "last.pt")

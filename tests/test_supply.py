@@ -143,7 +143,7 @@ def test_make_installs_the_locks_without_dependencies() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=True,
     )
     installs = [

@@ -350,7 +350,7 @@ def test_without_the_daemons_packages_the_command_line_says_what_to_install(tmp_
         env={"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert done.returncode == 3
     assert "pip install 'tierd[daemon]'" in done.stderr

@@ -41,7 +41,7 @@ def control(tmp_path: Path) -> Path:
 def child(code: str, argument: Path, log: Path, **files: object) -> int:
     with log.open("ab") as output:
         command = [sys.executable, "-c", code, str(argument)]
-        return subprocess.run(command, **{"stdout": output, "stderr": output, **files}, timeout=100).returncode
+        return subprocess.run(command, **{"stdout": output, "stderr": output, **files}, timeout=250).returncode
 
 
 def test_no_line_is_lost_at_the_bound_but_old_ones(control: Path) -> None:

@@ -263,7 +263,7 @@ def test_what_would_hang_or_kill_the_trainer_is_refused_at_once():
         [str(pathlib.Path(__file__).parents[1]), str(pathlib.Path(dcp_metadata.__file__).parents[2])]
     )
     command = [sys.executable, "-c", script]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | {"PYTHONPATH": path})
+    child = subprocess.run(command, capture_output=True, text=True, timeout=250, env=os.environ | {"PYTHONPATH": path})
     assert child.returncode == 0, (child.returncode, child.stderr[-2000:])
     found = json.loads(child.stdout)
     for name, (_, why) in HOSTILE.items():

@@ -72,7 +72,7 @@ print(json.dumps(codes))
 def commands(env: dict[str, str], *lines: tuple[str | Path, ...]) -> list[int]:
     """Run commands at DEBUG; their exit codes. Nothing that they say holds a secret."""
     reported = [json.dumps(list(map(str, line))) for line in lines]
-    done = subprocess.run([sys.executable, "-c", COMMANDS, *reported], env=env, capture_output=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", COMMANDS, *reported], env=env, capture_output=True, timeout=250)
     search(f"what {reported} say", done.stdout + done.stderr)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -98,7 +98,7 @@ def test_nothing_that_a_daemon_says_or_leaves_holds_a_secret(tmp_path: Path, env
                 except DaemonUnavailable:
                     return False
 
-            wait_until(answers, 60)
+            wait_until(answers, 150)
             search("argv", Path(f"/proc/{daemon.pid}/cmdline").read_bytes())
             commit(spool, part(1))
             with Link(spool) as link:
@@ -116,7 +116,7 @@ def test_nothing_that_a_daemon_says_or_leaves_holds_a_secret(tmp_path: Path, env
                 assert commands(env, *asked) == [0] * len(asked)
                 bucket.refuse = lambda headers: "no, " + headers.get("Authorization", "")  # a signature is no secret
                 commit(spool, part(2))
-                wait_until(lambda: link.ask(Status())["status"]["tiers"][0]["last_error"], 60)
+                wait_until(lambda: link.ask(Status())["status"]["tiers"][0]["last_error"], 150)
                 with serving(Bucket()) as gone:
                     pass  # nobody listens there any more
                 failing = [("ls", url, "--json"), ("status", "--json", "--spool", spool.root), ("ls", gone.url())]

@@ -116,7 +116,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_bash_reads_it(name: str) -> None:
-    done = subprocess.run(["bash", "-n", str(SLURM / name)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", "-n", str(SLURM / name)], capture_output=True, text=True, timeout=150, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert bool((SLURM / name).stat().st_mode & stat.S_IXUSR) == name.endswith(".sh"), "Slurm executes a prolog"
 

@@ -62,7 +62,9 @@ def spread(
                     silent = time.monotonic() - hand.heard
                     work.lost(hand.todo.pop(0), f"no word for {silent:.0f} s: it hangs where no alarm ends it")
                     hand.restart()
-                if not hand.todo:
+            for hand in hands:
+                # What the others still do counts one each at least, and a trial that nobody needs may take minutes.
+                if not hand.todo and work.done + sum(len(one.todo) for one in hands) < work.trials:
                     hand.give(list(itertools.islice(seeds, batch)))
     finally:
         for hand in hands:

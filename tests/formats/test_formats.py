@@ -319,7 +319,7 @@ os._exit(0)
 
 def h5(path: Path, version: str = "earliest", block: int = 0, end: str = "closed") -> bytes:
     pytest.importorskip("h5py")
-    subprocess.run([sys.executable, "-c", WRITER, str(path), version, str(block), end], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", WRITER, str(path), version, str(block), end], check=True, timeout=250)
     return path.read_bytes()
 
 

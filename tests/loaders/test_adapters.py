@@ -120,5 +120,5 @@ else:
     raise AssertionError("it was taken")
 """
     environment = os.environ | {"KERAS_BACKEND": "jax"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]

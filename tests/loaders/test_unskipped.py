@@ -40,7 +40,7 @@ def outcomes(directory: Path, loaders: str) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "support.unskipped", "-p", "no:cacheprovider"]
     environment = os.environ | {"TIERD_LOADERS": loaders, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run([*command, "--continue-on-collection-errors"], cwd=directory, env=environment,
-        capture_output=True, text=True, timeout=100)  # fmt: skip
+        capture_output=True, text=True, timeout=250)  # fmt: skip
     return done.stdout
 
 

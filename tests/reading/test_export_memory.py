@@ -53,7 +53,7 @@ def tiers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 def peak(tier: Path, out: Path, format: str) -> int:
     """The peak of an export's resident memory, in MiB."""
     options = ["export", f"file://{tier}", "--run", "run", "--to", str(out), "--format", format]
-    done = subprocess.run([sys.executable, "-c", EXPORT, *options], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", EXPORT, *options], capture_output=True, text=True, timeout=250)
     code, mib = done.stdout.splitlines()[-1].split()
     assert code == "0", done.stderr[-3000:]
     return int(mib)

@@ -133,7 +133,7 @@ with fsspec.open(sys.argv[1], url=sys.argv[2]) as file:
 assert "tierd.filesystem" in sys.modules
 """
     command = [sys.executable, "-c", script, "tierd://run/2/00001-of-00002/deep/model.pt", f"file://{tier}"]
-    done = subprocess.run(command, cwd=tier, capture_output=True, timeout=100)
+    done = subprocess.run(command, cwd=tier, capture_output=True, timeout=250)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     assert done.stdout == pickled(2)
 
@@ -147,5 +147,5 @@ try:
 except ImportError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=True)
     assert done.stdout.strip().endswith("pip install 'tierd[torch,daemon,fsspec]'")

@@ -255,7 +255,7 @@ def test_killed_over_recycled_blocks_nothing_is_left_but_a_stage(tmp_path, call,
     spool = Spool(tmp_path)
     recycle(spool, size=4 * MIB)
     code = _WRITER.format(path=[str(Path(__file__).parents[1])])
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), call, str(number)], timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), call, str(number)], timeout=150)
     assert done.returncode == -signal.SIGKILL
     assert spool.parts() == []
     for name in spool.leftovers():

@@ -287,7 +287,7 @@ asyncio.run(work())
 """
     environment = {**os.environ, "GOOGLE_SERVICE_ACCOUNT_KEY": account}
     ends = [
-        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=60).returncode
+        subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=150).returncode
         for _ in range(14)
     ]
     assert ends == [0] * 14
@@ -307,7 +307,7 @@ import sys, torch, tierd
 state = {"weights": torch.arange(100_000, dtype=torch.float32)}
 with tierd.Checkpointer(sys.argv[1], "run", to=[sys.argv[2]]) as ckpt:
     for step in (1, 2):
-        ckpt.save(step, state).wait("gs", timeout=60)
+        ckpt.save(step, state).wait("gs", timeout=150)
 back = {"weights": torch.zeros(100_000)}
 with tierd.Checkpointer(sys.argv[1] + "-fresh", "run", to=[sys.argv[2]]) as ckpt:
     found = ckpt.restore(back)
@@ -317,7 +317,7 @@ assert (found.step, found.tier) == (2, "gs") and torch.equal(back["weights"], st
         [sys.executable, "-c", code, str(tmp_path / "spool"), place(google)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     with tierd.open(place(google), run="run") as reader:

@@ -74,7 +74,7 @@ class Browser:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._driver + path, data, {"Content-Type": "application/json"}, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=150) as answer:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{method} {path}: {error.read().decode()[:1000]}") from error
@@ -96,7 +96,7 @@ def driver() -> Iterator[str]:
                 words = said.read().split("started successfully on port ")
                 return words[1].split(".")[0] if len(words) > 1 else ""
 
-            wait_until(port, 60)
+            wait_until(port, 150)
             yield f"http://127.0.0.1:{port()}"
         finally:
             process.terminate()

@@ -57,7 +57,7 @@ class Azurite:
         signature = hmac.digest(base64.b64decode(KEY), "\n".join(lines).encode(), hashlib.sha256)
         headers["Authorization"] = f"SharedKey {ACCOUNT}:{base64.b64encode(signature).decode()}"
         url = f"http://127.0.0.1:{self.port}/{ACCOUNT}/{name}?restype=container"
-        with urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=headers), timeout=60) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=headers), timeout=150) as answer:
             assert answer.status == 201
         return name
 
@@ -167,7 +167,7 @@ import sys, torch, tierd
 back = {"weights": torch.zeros(100_000)}
 with tierd.Checkpointer(sys.argv[1], "run", to=[sys.argv[2]]) as ckpt:
     for step in range(1, 5):
-        ckpt.save(step, {"weights": torch.full((100_000,), float(step))}).wait("az", timeout=100)
+        ckpt.save(step, {"weights": torch.full((100_000,), float(step))}).wait("az", timeout=250)
 with tierd.Checkpointer(sys.argv[1] + "-fresh", "run", to=[sys.argv[2]]) as ckpt:
     found = ckpt.restore(back)
 assert (found.step, found.tier, back["weights"][0]) == (4, "az", 4.0), found

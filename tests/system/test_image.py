@@ -35,7 +35,7 @@ TRAINER = """
 import sys, torch, tierd
 with tierd.Checkpointer(sys.argv[1], "run") as ckpt:
     for step in (1, 2):
-        ckpt.save(step, {"weights": torch.full((1000,), float(step))}).wait(timeout=60)
+        ckpt.save(step, {"weights": torch.full((1000,), float(step))}).wait(timeout=150)
 assert ckpt.stats.handed_over == 2, ckpt.stats
 """
 
@@ -61,7 +61,7 @@ def image(room: Path) -> Image:
 
 
 def test_the_image_holds_the_daemon_and_nothing_to_build_it_with(image: Image) -> None:
-    done = subprocess.run(image.container(["--version"], {}), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(image.container(["--version"], {}), capture_output=True, text=True, timeout=250)
     assert done.returncode == 0 and tierd.__version__ in done.stdout, done.stderr
     found = {path.name for path in (image.root / "opt/tierd/lib").glob("python*/site-packages/*")}
     assert {"aiobotocore", "cryptography", "prometheus_client", "obstore"} <= found
@@ -95,7 +95,7 @@ class Running:
         if token:
             request.add_header("Authorization", f"Bearer {token}")
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=150) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code
@@ -154,7 +154,7 @@ def test_a_pod_of_the_manifests_works_and_ends_with_all_flushed(image: Image, ro
     running = Running(found, image, volumes(found, room / name, port), port)
 
     copy = image.process(found.containers["token"]["command"], running.mounts("token"), {})
-    subprocess.run(copy, check=True, timeout=100)
+    subprocess.run(copy, check=True, timeout=250)
     token = running.volumes["run"] / "token"
     assert (token.stat().st_mode & 0o777, token.stat().st_uid) == (0o600, 1000)
 

@@ -38,7 +38,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path, unit: Path, name: str) -> None
     tierd = Path(sys.executable).with_name("tierd")
     copy = tmp_path / name
     copy.write_text(unit.read_text().replace("/opt/tierd/bin/tierd", str(tierd)))
-    done = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, timeout=150)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -54,7 +54,7 @@ def test_the_unit_is_hardened() -> None:
         ["systemd-analyze", "security", "--offline=true", "--threshold=15", str(UNIT)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert done.returncode == 0, done.stdout  # exposure at most 1.5 of 10
 
@@ -138,7 +138,7 @@ BITES = {
 def test_the_confinement_bites(home: Path, what: str) -> None:
     code, expected = BITES[what]
     child = confined(UNIT, home, "-c", code.format(home=home))
-    said, _ = child.communicate(timeout=100)
+    said, _ = child.communicate(timeout=250)
     if isinstance(expected, int):
         assert child.returncode == expected, said
     else:
@@ -162,7 +162,7 @@ with tierd.Checkpointer(spool.root, "run") as ckpt:
     for step in range(5):
         save = ckpt.save(step, state(step))
         for tier in ("local", "disk", "s3"):
-            save.wait(tier, timeout=100)
+            save.wait(tier, timeout=250)
     assert ckpt.stats.handed_over == ckpt.stats.direct == 5, ckpt.stats
     assert ckpt.stats.recycled, ckpt.stats
 with Link(spool) as link:
@@ -223,7 +223,7 @@ def test_the_daemon_works_under_all_that_the_unit_takes_from_it(home: Path) -> N
             assert int(status["VmHWM"].split()[0]) << 10 < size(unit["MemoryHigh"][0]) < size(unit["MemoryMax"][0])
         finally:
             daemon.terminate()
-            log, _ = daemon.communicate(timeout=100)
+            log, _ = daemon.communicate(timeout=250)
     assert daemon.returncode == 0, log  # by SIGSYS, where it asked for what the unit refuses
     assert "ended" in log and "WARNING" not in log and "ERROR" not in log, log
     reported = [json.loads(line)["what"] for line in (home / "told").read_text().replace("}{", "}\n{").splitlines()]

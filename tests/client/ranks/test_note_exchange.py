@@ -259,7 +259,7 @@ def test_one_that_died_while_all_begin_is_named(tmp_path):
         "exchange.begin(30)",
         "exchange._board.put('hello/1', __import__('msgspec').json.encode(exchange._me)); sys.exit()",
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path), "1", "5"], env=environment(), check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script, str(tmp_path), "1", "5"], env=environment(), check=True, timeout=150)
     with pytest.raises(StoreUnavailable, match=r"rank 1 \(process \d+ on .*\) has ended"):
         NoteExchange(_quick(DirectoryBoard(tmp_path, "launch")), 0, 2, QUICK).begin(1.0)
 
@@ -341,7 +341,7 @@ other.wait()
 print(*found, siblings.ended())
 """
     with _start([sys.executable, "-c", script], 0, "2") as process:
-        assert process.communicate(timeout=60)[0] == "set() set() {1}\n"
+        assert process.communicate(timeout=150)[0] == "set() set() {1}\n"
 
 
 def test_ranks_on_other_nodes_learn_that_a_rank_has_ended(monkeypatch):

@@ -239,7 +239,7 @@ def test_ranks_of_torchrun_agree_with_and_without_a_group(tmp_path, way, options
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = ((tmp_path / f"log.{number}").read_text().splitlines() for number in (0, 1))

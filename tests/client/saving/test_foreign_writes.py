@@ -269,7 +269,7 @@ checkpointer = tierd.Checkpointer({str(tmp_path / "spool")!r}, "run", to=[])
 checkpointer.attach(optimizer)
 checkpointer.save(1, {{"model": model}})
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=250)
     assert committed(Spool(tmp_path / "spool")) == [1]
 
 

@@ -75,7 +75,9 @@ def trainer(spool, script: str) -> int:
     """
     code = textwrap.dedent(head) + textwrap.dedent(script)
     path = os.pathsep.join([str(ROOT), str(Path(__file__).parents[2])])
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, timeout=150, check=False
+    )
     return done.returncode
 
 
@@ -315,7 +317,7 @@ def test_a_hung_daemon_holds_up_nothing_for_long(spool, tmp_path, monkeypatch):
     command = [sys.executable, "-m", "tierd", "run", "--spool", str(spool.root), "--to", f"file://{tmp_path}/tier"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
-        until(lambda: spool.handoff_socket.exists(), 60)
+        until(lambda: spool.handoff_socket.exists(), 150)
         with tierd.Checkpointer(spool.root, "run") as checkpointer:
             checkpointer.save(1, tensors(1)).wait(timeout=20)
             assert checkpointer.stats.handed_over == 1

@@ -81,7 +81,7 @@ atexit.register(lambda: ckpt.save(3, {{"x": torch.ones(3)}}))
 for step in (1, 2):
     ckpt.save(step, {{"x": torch.ones(3)}})
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(list(tmp_path.glob("run/*/*/manifest.json"))) == 3
 

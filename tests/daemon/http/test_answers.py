@@ -127,7 +127,7 @@ try:
 except ConfigError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=True)
     line = "the HTTP server needs the package aiohttp: pip install 'tierd[metrics]'"
     assert done.stdout.splitlines() == [line, f"http: {line}"]
 

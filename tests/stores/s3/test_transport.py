@@ -349,7 +349,7 @@ def certificate(tmp_path: Path) -> Path:
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names]
     subprocess.run(
-        [*command, "-keyout", tmp_path / "key", "-out", tmp_path / "cert"], check=True, capture_output=True, timeout=60
+        [*command, "-keyout", tmp_path / "key", "-out", tmp_path / "cert"], check=True, capture_output=True, timeout=150
     )
     whole = tmp_path / "both.pem"
     whole.write_bytes((tmp_path / "cert").read_bytes() + (tmp_path / "key").read_bytes())
