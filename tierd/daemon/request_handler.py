@@ -37,6 +37,7 @@ from tierd.daemon.remove import remove_from_spool
 from tierd.daemon.reports.runs import runs
 from tierd.daemon.status import Status
 from tierd.daemon.tier_worker import TierWorker
+from tierd.daemon.tiers.awake import awake_timeout
 from tierd.ipc import messages
 from tierd.priority import hasten
 from tierd.spool.records import policies
@@ -188,7 +189,12 @@ class RequestHandler:
             try:
                 await asyncio.wait([observations[SPOOL]])
                 local = run is not None and _is_whole_here(reconciler.inventory(), run)
-                await asyncio.wait(observations.values(), timeout=None if patient or not local else patience_s)
+                if patient or not local:
+                    await asyncio.wait(observations.values())
+                else:
+                    with suppress(TimeoutError):
+                        async with awake_timeout(patience_s):
+                            await asyncio.wait(observations.values())
             finally:
                 # Only this wait ends: other callers share the observation.
                 slow = [name for name, observation in observations.items() if observation.cancel()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 
 import pytest
@@ -11,6 +12,8 @@ from support.timed import timed
 from support.world import Daemon, hurry
 
 import tierd
+from tierd.core.errors import StoreUnavailable
+from tierd.daemon.tiers import observations
 from tierd.daemon.timings import USUAL
 
 
@@ -47,6 +50,29 @@ def test_what_is_whole_in_the_spool_waits_for_a_slow_tier_no_longer_than_is_docu
     step, took = restored(tmp_path / "spool", store, 30.0)
     assert step == 2 and took < 25.0
     assert "tier: slow, not down: no answer within 0 s; a restore of r" in caplog.text
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_node_that_was_stopped_while_its_tier_answered_restores_the_newest(tmp_path, store, monkeypatch, known):
+    """A scheduler may stop all processes of a job for hours. When they go on, every deadline is past."""
+    monkeypatch.setattr(observations, "_ANSWERS", 3.0)
+    timed(monkeypatch, restore_s=3.0)
+    spool = tmp_path / "spool"
+    shutil.rmtree(next(spool.glob("r/000000000002.*")))
+    (spool / ".tierd/timeline/r.json").unlink(missing_ok=True)
+    stopped = []
+
+    def stop_once(operation: str, key: str) -> None:
+        if not stopped and operation == "scan":
+            stopped.append(key)
+            time.sleep(5.0)
+
+    store.error = None if known else StoreUnavailable("down")
+    with Daemon(spool, {"tier": store}), tierd.Checkpointer(spool, "r") as ckpt:
+        store.error, store.delay, store.before = None, 0.02, stop_once
+        found = ckpt.restore(state := {"w": torch.zeros(10)})
+        store.delay = 0.0
+    assert stopped and found and found.step == 2 and found.unreached == () and bool((state["w"] == 2).all())
 
 
 @pytest.mark.parametrize("lost", ["run", "newest"])

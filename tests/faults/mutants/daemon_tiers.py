@@ -4,12 +4,42 @@ from __future__ import annotations
 
 from faults.rounds import Mutant
 
+_AWAKE = "tierd/daemon/tiers/awake.py"
 _HEADS = "tierd/daemon/tiers/heads.py"
 _HOLDERS = "tierd/daemon/tiers/holders.py"
 _TIERS = "tierd/daemon/tiers/tiers.py"
+_TEST_AWAKE = "pytest tests/daemon/tiers/test_awake.py"
 _TEST_APPEND_ONLY = "pytest tests/daemon/tiers/test_append_only.py"
 
 MUTANTS = (
+    Mutant(
+        "an answer that came while the daemon was stopped is dropped",
+        _AWAKE,
+        "_PARTS = 8 ",
+        "_PARTS = 1 ",
+        f"{_TEST_AWAKE} -k stopped",
+    ),
+    Mutant(
+        "an observation whose answers keep coming ends by the time of the first",
+        _AWAKE,
+        "        nonlocal left\n        left = _PARTS\n",
+        "        pass\n",
+        f"{_TEST_AWAKE} -k anew",
+    ),
+    Mutant(
+        "a timeout goes on after its block",
+        _AWAKE,
+        "            timer.cancel()\n",
+        "            pass\n",
+        f"{_TEST_AWAKE} -k has_ended",
+    ),
+    Mutant(
+        "a restore leaves out a tier that answered while the node was stopped",
+        "tierd/daemon/request_handler.py",
+        "awake_timeout(patience_s)",
+        "asyncio.timeout(patience_s)",
+        "pytest tests/client/restoring/test_patience.py -k stopped",
+    ),
     Mutant(
         "heads of nodes that write no more stay on a tier",
         _HEADS,

@@ -17,6 +17,7 @@ from tierd.core.errors import StoreUnavailable, TierdError
 from tierd.core.ids import PartId
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.place import Place
+from tierd.daemon.tiers.awake import awake_timeout
 from tierd.daemon.tiers.observe import TierObserver
 
 Change: TypeAlias = Callable[[Place], Place]
@@ -93,12 +94,9 @@ class Observations:
         runs, mine = self._asked.pop(tier)
         begun, at = next(self._clock), time.monotonic()
         self._observing[tier] += 1
-        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(_ANSWERS) as limit:
-                place = await self._observers[tier].observe(
-                    runs, mine, on_answer=lambda: limit.reschedule(loop.time() + _ANSWERS)
-                )
+            async with awake_timeout(_ANSWERS) as begin_anew:
+                place = await self._observers[tier].observe(runs, mine, on_answer=begin_anew)
             if self._saw(tier, begun, place):
                 self._shown[tier] = frozenset(runs)
                 self._took[tier], self._since[tier] = time.monotonic() - at, at

@@ -1,0 +1,58 @@
+"""A timeout that does not count the time in which its loop was stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from tierd.daemon.tiers.awake import awake_timeout
+
+
+def test_it_ends_what_does_not_answer():
+    async def work() -> float:
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError):
+            async with awake_timeout(0.2):
+                await asyncio.sleep(60)
+        return time.monotonic() - begun
+
+    assert 0.2 <= asyncio.run(work()) < 30.0
+
+
+def test_an_answer_that_came_while_the_loop_was_stopped_counts():
+    async def work() -> str:
+        async with awake_timeout(0.4):
+            loop = asyncio.get_running_loop()
+            answer = loop.create_future()
+            loop.call_soon(time.sleep, 1.0)
+            loop.call_later(0.1, answer.set_result, "there")
+            said: str = await answer
+            await asyncio.sleep(0.01)  # another request
+            return said
+
+    assert asyncio.run(work()) == "there"
+
+
+def test_each_answer_begins_the_time_anew():
+    async def work() -> None:
+        async with awake_timeout(2.0) as begin_anew:
+            for _ in range(8):
+                await asyncio.sleep(0.5)
+                begin_anew()
+
+    asyncio.run(work())
+
+
+def test_nothing_ends_a_block_that_has_ended():
+    failed = []
+
+    async def work() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+        async with awake_timeout(0.05):
+            pass
+        await asyncio.sleep(0.5)
+
+    asyncio.run(work())
+    assert failed == []
