@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from faults.rounds import Lost
 from faults.simulation.keeper import Keeper
 from faults.simulation.rules import Rules, Saved, is_on
 from faults.simulation.store import Bucket
@@ -104,3 +105,27 @@ def test_a_launch_that_only_a_head_tells_of_decides_what_a_restore_gives(tmp_pat
     reach = region.keeper.reach("A")
     assert region.keeper.offered("A", "run", reach, 0.0) == ("run", 1, 2 if reported else 5)
     assert is_on(region.keeper.passed("A", "run"), ("run", 1, 5)) is not reported
+
+
+@pytest.mark.parametrize("later_s", [10.0, 1000.0])
+def test_a_deletion_may_have_been_decided_before_another_copy_went_for_want_of_room(
+    tmp_path: Path, later_s: float
+) -> None:
+    """Seed 1000039: the spool keeps two. Of three, the oldest was to go, and the second went first, for a full disk."""
+    region = Region(tmp_path, configured=True)
+    region.keeper.spool = Rules(2)
+    homes = [tmp_path / "run" / f"{step:012}.{1:012x}-{1:08x}" / "00000-of-00001" for step in (1, 2, 3)]
+    for step, home in enumerate(homes, 1):
+        region.save(step, region.near)
+        home.mkdir(parents=True)
+    region.now = 2000.0
+    region.keeper.pressed["A"] += 1
+    region.keeper.leaves_spool("A", ("run", 1, 2))
+    homes[1].rmdir()
+    region.keeper.pressed["A"] -= 1
+    region.now += later_s
+    if later_s < 100:
+        region.keeper.leaves_spool("A", ("run", 1, 1))
+    else:
+        with pytest.raises(Lost, match="its own rules want"):
+            region.keeper.leaves_spool("A", ("run", 1, 1))

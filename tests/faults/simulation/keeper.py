@@ -31,6 +31,9 @@ from support import by_hand
 
 HOLD_FOR = 7 * 86400.0  # seconds
 FINISHED = 86400.0  # seconds
+_ASKED = (
+    150.0  # seconds that may pass between the decision to delete a copy, whose tiers are asked then, and the deletion
+)
 _STALE = 900.0  # seconds: what was saved later than this before a deletion may not have been known to who decided it
 
 _KEY = re.compile(r"([a-z0-9]+)/(manifests|quarantine)/([0-9]{12})\.[0-9a-f]{12}-([0-9a-f]{8})/00000-of-00001\.json")
@@ -118,6 +121,7 @@ class Keeper:
         self.savers: defaultdict[str, set[str]] = defaultdict(set)
         self.ended: dict[tuple[str, str], float | None] = {}
         self.pressed: Counter[str] = Counter()
+        self._evicted: dict[tuple[str, Which], float] = {}  # node and what it deleted while pressed -> when, by `awake`
         self.down_since: dict[str, float] = {}
         self.up_since: dict[str, float] = {}
         self.awake: Callable[[], float] = now
@@ -359,11 +363,16 @@ class Keeper:
             self._gives_up(node, which, known)
         if not any(one[0] == run and one != which for one in committed(self.spools()[node])):
             self._leave_behind(node, (run,))
+        if self.pressed[node]:
+            self._evicted[node, which] = self.awake()
         if self.pressed[node] or self.may_be_finished(node, run):
             return
         local = [known[one] for one in committed(self.spools()[node]) if one in known]
         safe = [saved for saved in local if saved.which == which or self._is_safe(saved.which)]
-        if all(self._wants(self.local(node), which, here, known) for here in (local, safe)):
+        # What went for want of room may have been there when this deletion was decided: its tiers were asked since.
+        lately = [one for (who, one), when in self._evicted.items() if who == node and self.awake() - when < _ASKED]
+        before = [*local, *(self.saved[one] for one in lately if one[0] == run)]
+        if all(self._wants(self.local(node), which, here, known) for here in (local, safe, before)):
             raise Lost(f"{what}, which its own rules want: {self.local(node)}; {self.lie(run)}")
 
     def _at_home(self, node: str, tier: str) -> set[Which]:
