@@ -238,6 +238,9 @@ def test_prune_says_what_holds_it_back_and_until_when(
     intent = tier / f"r/flushing/{manifest.parent.name}/{manifest.stem}.{now:012x}-01234567"
     intent.parent.mkdir(parents=True)
     intent.write_bytes(manifest.read_bytes())
+    assert run(["prune", str(tier), "--keep-last", "1", "--dry-run", "--json"]) == 0
+    dry = json.loads(capsys.readouterr().out)["verdicts"]
+    assert [one["step"] for one in dry if one["held"]] == [10] and not any(one["pruned"] for one in dry)
     assert run(["prune", str(tier), "--keep-last", "1"]) == 0
     text = "".join(capsys.readouterr().out.split())
     assert "heldback" in text and "wouldprune" not in text
@@ -246,7 +249,11 @@ def test_prune_says_what_holds_it_back_and_until_when(
     assert (one["keep"], one["pruned"]) == (False, False)
     assert str(intent.relative_to(tier)) in one["held"]
     assert f"{datetime.fromtimestamp(now // 1000 + 86400, UTC):%Y-%m-%d %H:%M:%S} UTC" in one["held"]
+    assert one == next(each for each in dry if each["step"] == 10)
     assert manifest.exists()
+    intent.rename(intent.with_name(f"{manifest.stem}.{now - 90_000_000:012x}-01234567"))  # a day old, and more
+    assert run(["prune", str(tier), "--keep-last", "1", "--dry-run", "--json"]) == 0
+    assert not any(one["held"] for one in json.loads(capsys.readouterr().out)["verdicts"])
 
 
 def test_a_pin_that_reaches_the_spool_alone_is_refused(

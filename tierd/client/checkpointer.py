@@ -43,7 +43,7 @@ class Checkpointer:
 
     Args:
         spool: a directory on a local disk. It is created if it is missing.
-        run: the training job's name, the same in every launch.
+        run: the training job's name, the same in every launch: 1 to 128 of `A-Za-z0-9._-`, a letter or digit first.
         rank, world_size: this process's rank and the number of ranks. If not given, they are read from an initialised
             `torch.distributed`, else from the launcher's environment (torchrun, mpirun, srun, …: see the how-to for
             several ranks), else they are rank 0 of 1.
@@ -152,7 +152,7 @@ class Checkpointer:
         log says so, and nothing is due by that notice.
 
         Args:
-            step: the training step, at least 0.
+            step: the training step, from 0 to 999,999,999,999.
             epoch: the epoch that has just ended, counted from 0; None within an epoch.
             metrics: the metrics measured at this step. Give them at the same steps on every rank; only rank 0's values
                 count. NaN is not better than any value. After a restore, the best value so far comes from rank 0's
@@ -160,7 +160,7 @@ class Checkpointer:
                 best checkpoint. A `save` that follows `due` at the same step stores the value in its metrics.
 
         Raises:
-            StepRefused: `step` is no int, or is negative.
+            StepRefused: `step` is no int, or out of range.
             ConfigError: the `Checkpointer` has no `when`; `epoch` is no number; or `metrics` on rank 0 lacks the metric
                 of `when`, which is then raised on every rank.
             StoreUnavailable: another rank cannot be reached.
@@ -195,7 +195,7 @@ class Checkpointer:
         copied, and the values that are no tensors are encoded (behind the next step if that takes long).
 
         Args:
-            step: the training step, at least 0. An attempt commits each step once.
+            step: the training step, from 0 to 999,999,999,999. An attempt commits each step once.
             state: a mapping of names to objects with `state_dict`, tensors or plain values.
             metrics: a mapping of names to numbers, stored with the checkpoint.
 
@@ -203,7 +203,7 @@ class Checkpointer:
             A `Save`, which reports when the checkpoint is durable or why it failed.
 
         Raises:
-            StepRefused: `step` is no int, is negative, or was already committed by this attempt.
+            StepRefused: `step` is no int, is out of range, or was already committed by this attempt.
             StateRefused: a value cannot be stored; the message names its path.
             SaveSkipped: an earlier save is still being persisted, and `when_busy` is `"fail"`.
             ConfigError: a metric is not a number; the checkpointer is closed; or another process, which the message

@@ -10,6 +10,20 @@ _TEST_DISOWN = "pytest tests/cli/test_disown.py"
 
 MUTANTS = (
     Mutant(
+        "a dry run says that what a flush protects would go",
+        "tierd/cli/acting/prune.py",
+        "await being_flushed(stores[name], one) if dry_run else {}",
+        "{}",
+        "pytest tests/cli/test_cli.py -k holds_it_back",
+    ),
+    Mutant(
+        "a dry run takes an intent that is over for a flush",
+        "tierd/daemon/tiers/intents.py",
+        'if not (one and is_over(one[2], one[3], "", timings))]',
+        "]",
+        "pytest tests/cli/test_cli.py -k holds_it_back",
+    ),
+    Mutant(
         "a drain that left something counts as done",
         _ACT,
         "        raise typer.Exit(EXIT_UNFINISHED)  # the log says what is left",

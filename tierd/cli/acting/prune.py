@@ -29,6 +29,7 @@ from tierd.core.planning.verdicts import judge
 from tierd.core.report import reasons_of
 from tierd.core.retention.policies import known_policy, unknown
 from tierd.daemon.opening import open_tiers
+from tierd.daemon.tiers.intents import being_flushed
 from tierd.daemon.tiers.manifests import Manifests
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.tiers.prune import prune as prune_tier
@@ -48,7 +49,7 @@ class Judged:
         keep: whether a rule keeps it.
         reasons: the rules that keep it, or why nothing does.
         pruned: whether it was deleted.
-        held: why it was not deleted although no rule keeps it, and until when; empty: nothing holds it.
+        held: why it is not deleted although no rule keeps it, and until when; empty: nothing holds it.
     """
 
     tier: str
@@ -121,7 +122,8 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
             for one in asked:
                 verdicts = judge(Demand(inventory, where.config, one), name)
                 going = [verdict.id for verdict in verdicts if not verdict.keep and not dry_run]
-                gone, held = set[CheckpointId](), dict[CheckpointId, str]()
+                gone = set[CheckpointId]()
+                held = await being_flushed(stores[name], one) if dry_run else {}
                 if going:  # a mark that cannot be deleted would delay flushes
                     await guard.check(f"{pruning_prefix(one)}none")
                 while going:
@@ -142,7 +144,7 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
                             verdict.keep,
                             (*reasons_of(seen, verdict), *defects),
                             found in gone,
-                            held.get(found, ""),
+                            "" if verdict.keep else held.get(found, ""),
                         )
                     )
     return judged

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from tierd.core.errors import ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.place import Place
-from tierd.daemon.tiers.intents import Marks, ends, sweep
+from tierd.daemon.tiers.intents import Marks, sweep, why_kept
 from tierd.daemon.tiers.manifests import READERS, Manifests
 from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.tiers.shared_chunks import NamedChunks, SharedChunks, named_by
@@ -24,8 +24,6 @@ from tierd.stores.base import ObjectInfo, Store
 
 # Given the surviving checkpoints that have a manifest, returns the checkpoints that are still to be deleted.
 Confirm: TypeAlias = Callable[[Collection[CheckpointId]], Awaitable[frozenset[CheckpointId]]]
-
-_WHEN = "%Y-%m-%d %H:%M:%S %Z"
 
 
 @dataclass(slots=True)
@@ -172,13 +170,11 @@ class Pass:
                 found.named.add(named_by(await read_manifest(self.store, None, intent[0]), own=True))
 
         await each(READERS, read, intents)
-        for key, part in sorted(intents, key=lambda one: ends(one[0])):
-            if part.checkpoint in self.to_delete:
-                found.grown[part.checkpoint] = (
-                    f"{key} says that it is being flushed; that is over by {ends(key):{_WHEN}}"
-                )
+        for checkpoint, why in why_kept(intents).items():
+            if checkpoint in self.to_delete:
+                found.grown[checkpoint] = why
             else:
-                found.alive.add(part.checkpoint)
+                found.alive.add(checkpoint)
 
     async def _list(self, found: ListedManifests, asked: Collection[CheckpointId], *, listed: bool) -> None:
         async def unknown() -> AsyncGenerator[tuple[ObjectInfo, CheckpointId]]:

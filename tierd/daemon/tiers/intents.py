@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -37,6 +37,7 @@ from tierd.daemon.transfer.concurrency import together
 from tierd.stores.base import Store, clear
 
 _DEADLINE = 600.0  # seconds that a flush's put or a prune may take
+_WHEN = "%Y-%m-%d %H:%M:%S %Z"
 _AT_ONCE = 8  # marks that are put at once
 _LEFT_OVER_S = 15.0  # a mark this old may remain for long, so chunks under it are sent again instead of shared
 
@@ -199,7 +200,24 @@ async def sweep(store: Store, run: str, who: str, timings: DaemonTimings = USUAL
     return Swept(tidy, intents, cut)
 
 
-def ends(intent: str) -> datetime:
+async def being_flushed(store: Store, run: str, timings: DaemonTimings = USUAL) -> dict[CheckpointId, str]:
+    """Return the checkpoints that intents protect from a prune by any node, and why; nothing is changed."""
+    shown = [info.key async for info in store.scan(flushing_prefix(run))]
+    matches = {key: STAMP.fullmatch(key) for key in shown if not is_standing(key)}
+    fresh = [key for key, one in matches.items() if not (one and is_over(one[2], one[3], "", timings))]
+    return why_kept((key, part) for key in fresh if (part := _intended(run, key)))
+
+
+def why_kept(intents: Iterable[tuple[str, PartId]]) -> dict[CheckpointId, str]:
+    """Say of each checkpoint with an intent until when the intent protects it; of several, the one that ends last."""
+    latest = sorted(intents, key=lambda one: _ends(one[0]))
+    return {
+        part.checkpoint: f"{key} says that it is being flushed; that is over by {_ends(key):{_WHEN}}"
+        for key, part in latest
+    }
+
+
+def _ends(intent: str) -> datetime:
     """Return when an intent, given by its key, expires for any node that prunes."""
     match = STAMP.fullmatch(intent)
     return datetime.fromtimestamp((int(match[2], 16) + STALE_MS) / 1000 if match else 0, UTC)
