@@ -137,4 +137,5 @@ def _reds(by: str, reported: str, tree: Path, warm: Warm) -> bool:
 
 
 def _environment(tree: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{tree / 'tests'}:{tree}", "PYTHONDONTWRITEBYTECODE": "1"}
+    own = {"PYTHONPATH": f"{tree / 'tests'}:{tree}", "PYTHONDONTWRITEBYTECODE": "1", "TIERD_WAITS": "0.4"}
+    return os.environ | own

@@ -66,15 +66,15 @@ MUTANTS = (
     Mutant(
         "a restore waits for a slow tier however long that takes",
         "tierd/daemon/request_handler.py",
-        "timeout=None if patient or not local else patience_s)",
-        "timeout=None)",
+        "if patient or not local:",
+        "if True:",
         "pytest tests/client/restoring/test_patience.py -k no_longer_than",
     ),
     Mutant(
         "a slow tier is not waited for though it may know of a newer checkpoint",
         "tierd/daemon/request_handler.py",
-        "timeout=None if patient or not local else patience_s)",
-        "timeout=None if patient else patience_s)",
+        "if patient or not local:",
+        "if patient:",
         "pytest tests/client/restoring/test_patience.py -k waited_for",
     ),
     Mutant(
