@@ -267,14 +267,15 @@ class Keeper:
         del self.down_since[tier]
         self.up_since[tier], self.up_awake[tier] = self.now(), self.awake()
 
-    def could_make_room(self, node: str, run: str, size: int) -> bool:
-        """Whether a spool holds as much as this, beside the newest of that run, that a tier has verified: one that has
-        answered for so long that the daemon must have noticed."""
+    def could_make_room(self, node: str, run: str, size: int, flushed: Collection[Which]) -> bool:
+        """Whether a spool holds as much as this, beside the newest of that run, and what is `flushed` at that moment,
+        that a tier has verified: one that has answered for so long that the daemon must have noticed."""
         held = committed(self.spools()[node])
         seen = self.awake() - _STALE
         up = [self.on_tier(one) for one in self.buckets if self.up_awake.get(one.name, 0.0) <= seen]
         newest = max((one for one in held if one[0] == run), default=None)
-        safe = [home for one, home in held.items() if one != newest and any(one in place for place in up)]
+        stay = {newest, *flushed}
+        safe = [home for one, home in held.items() if one not in stay and any(one in place for place in up)]
         return sum(path.stat().st_size for home in safe for path in home.rglob("*") if path.is_file()) >= size
 
     # -- deletions --------------------------------------------------------------------------------------------------

@@ -151,7 +151,8 @@ class Training:
                     continue
                 at_once = region.loop.now - asked < 1.0  # else others may have filled the disk again
                 fair = at_once and not region.weather.fails and region.weather.slow < 0.1
-                if fair and site.keeper.could_make_room(site.name, self.run, SIZE):
+                flushed = {which(one) for one in site.daemon.inventory().busy}
+                if fair and site.keeper.could_make_room(site.name, self.run, SIZE, flushed):
                     raise Lost(f"{site.name}: {one} met a full disk twice: {site.keeper.lie(self.run)}") from error
                 return
         if self.broken or site.disk.cut_off is not None:
