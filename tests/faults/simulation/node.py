@@ -33,7 +33,7 @@ from tierd.client.restoring import restorer, source, streaming
 from tierd.core.errors import CheckpointNotFound, StepRefused, TierdError
 from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
-from tierd.core.planning.actions import Prune
+from tierd.core.planning.actions import Flush, Prune
 from tierd.core.planning.place import SPOOL
 from tierd.core.planning.plan import plan
 from tierd.daemon.control import Control
@@ -207,17 +207,28 @@ class Node:
     # -- quiet ------------------------------------------------------------------------------------------------------
 
     def is_calm(self, *, strict: bool) -> bool:
-        """Whether nothing is left to do, as far as the daemon knows; if not `strict`, nothing but pruning a tier."""
+        """Whether nothing is left to do, as far as the daemon knows. If not `strict`, nothing but pruning a tier, and
+        the flushes to one where the mark of another node's interrupted prune stops them, for a day."""
         if not self.up:
             return False
-        world = self.daemon.inventory()
-        workers = [*self.daemon.workers.values(), *self.daemon.scrubber._workers.values()]
+        world, stopped = self.daemon.inventory(), self._stopped() if not strict else set()
+        workers = [one for name, one in self.daemon.workers.items() if name not in stopped]
+        workers += self.daemon.scrubber._workers.values()
         calm = all(one.doing is None and not one.wake.is_set() and not one.last_error for one in workers)
-        return calm and None not in world.tiers.values() and not world.busy and not self.planned(strict=strict)
+        busy = world.busy and not stopped
+        return calm and None not in world.tiers.values() and not busy and not self.planned(strict=strict)
 
     def planned(self, *, strict: bool = True) -> list[Any]:
         found = plan(self.daemon.inventory(), self.daemon.config, {}, 0.0)
-        return [one for one in found if strict or not isinstance(one, Prune) or one.tier == SPOOL]
+        if strict:
+            return list(found)
+        here = [one for one in found if not isinstance(one, Prune) or one.tier == SPOOL]
+        return [one for one in here if not isinstance(one, Flush) or one.tier not in self._stopped()]
+
+    def _stopped(self) -> set[str]:
+        """The tiers where a mark stops this daemon's flushes."""
+        errors = {name: str(worker.last_error) for name, worker in self.daemon.workers.items()}
+        return {name for name, error in errors.items() if "which it names, are being deleted" in error}
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
