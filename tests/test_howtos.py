@@ -77,7 +77,7 @@ def node(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-d
     with Daemon(home / "spool", lambda: {"file": FileStore(home / "tier")}) as daemon:
         with tierd.Checkpointer(home / "spool", run="r") as ckpt:
             for step in (10, 20):
-                ckpt.save(step, {"weights": torch.full((1000,), float(step))}).wait("file", timeout=150)
+                ckpt.save(step, {"weights": torch.full((1000,), float(step))}).wait("file", timeout=60)
             attempt = ckpt.restore().attempt  # type: ignore[union-attr]
         daemon.settle()
         yield home, attempt

@@ -222,7 +222,7 @@ def test_use_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     stores = lambda: {"tier": FileStore(tier)}  # noqa: E731
     state = {"body": body, "head": torch.nn.Linear(8, 5), "model": model, "optimizer": optimizer}
     with Daemon(tmp_path / "first", stores), tierd.Checkpointer(tmp_path / "first", "pretrained") as ckpt:
-        ckpt.save(1, state).wait("tier", timeout=150)
+        ckpt.save(1, state).wait("tier", timeout=60)
     (tmp_path / "before").mkdir()
     (tmp_path / "after").mkdir()
     torch.save({name: one.state_dict() for name, one in state.items()}, tmp_path / "before" / "last.pt")

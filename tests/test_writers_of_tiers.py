@@ -321,7 +321,7 @@ def test_key_head(plain, spool, fresh):
         restored(plain)
     with Daemon(spool.root, {"tier": plain}, keep=3) as daemon, tierd.Checkpointer(spool.root, RUN) as ckpt:
         ckpt.restore(state(0), step=3)  # a person's decision; what goes on from there is the newest
-        ckpt.save(4, state(4)).wait("tier", timeout=150)
+        ckpt.save(4, state(4)).wait("tier", timeout=60)
         daemon.settle()
     assert on_a_node(plain, fresh) == (4, 4.0, [])
 
@@ -342,7 +342,7 @@ def test_key_future(plain, tmp_path, spool):
     with Daemon(spool.root, {"tier": plain}, keep=3), tierd.Checkpointer(spool.root, RUN) as ckpt:
         assert ckpt.restore(state(0)).attempt == FAR
         with pytest.raises(tierd.SaveFailed, match=f"resumes from {FAR}, which is not an earlier attempt"):
-            ckpt.save(2, state(2)).wait(timeout=150)
+            ckpt.save(2, state(2)).wait(timeout=60)
     spool.remove([which])
     for key in [key for key in raw(plain) if FAR in key or "/timeline/" in key]:
         asyncio.run(plain.delete([key]))
@@ -355,7 +355,7 @@ def test_key_future_as_a_head_a_persons_choice_is_not_gone_on_from(plain, spool)
     asyncio.run(plain.put(head_key(RUN, "deadbeef"), head(FAR)))
     with Daemon(spool.root, {"tier": plain}, keep=3) as daemon, tierd.Checkpointer(spool.root, RUN) as ckpt:
         ckpt.restore(state(0), step=3)
-        ckpt.save(4, state(4)).wait("tier", timeout=150)
+        ckpt.save(4, state(4)).wait("tier", timeout=60)
         daemon.settle()
     with pytest.raises(CheckpointNotFound, match="gone"):
         on_a_node(plain, spool)

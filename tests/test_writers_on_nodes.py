@@ -64,7 +64,7 @@ def both(spool: Spool, monkeypatch) -> Both:
             with tierd.Checkpointer(spool.root, RUN, to=[]) as ckpt:
                 found = ckpt.restore(into, **asked)
                 if then is not None:
-                    ckpt.save(then, state(100 * then + number)).wait(timeout=150)
+                    ckpt.save(then, state(100 * then + number)).wait(timeout=60)
             return found and (found.step, into["w"][0].item(), [(one.step, one.reason) for one in found.skipped])
 
         return group.run(work)
@@ -88,7 +88,7 @@ def test_rank_bytes(spool, both, monkeypatch):
             else:
                 wait_until(lambda: spool.has(PartId(other.checkpoint, 1, 2)))
                 with pytest.raises(SaveFailed, match="is already committed; a checkpoint is never overwritten"):
-                    ckpt.save(3, state(300)).wait(timeout=150)
+                    ckpt.save(3, state(300)).wait(timeout=60)
 
     with monkeypatch.context() as patch:
         patch.setattr(ranks, "_process_group", lambda: group)

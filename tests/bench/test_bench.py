@@ -280,29 +280,28 @@ def test_a_step_on_a_gpu_has_more_to_do():
 def test_a_whole_run(tmp_path, monkeypatch, stays):
     monkeypatch.setattr(drive, "fits", lambda *_: stays)
     monkeypatch.setattr(drive, "_BLOCK", 1)
-    # Each process loads torch, which takes seconds: a round of all arms, and the blocks of one, for restores have none.
-    arms, rounds = ["none", "torch.save", "tierd"], 1
-    monkeypatch.setattr(drive, "_RESTORES", rounds)
-    if not stays:
-        arms, rounds = ["tierd"], 2
+    monkeypatch.setattr(drive, "_RESTORES", 2)
+    arms = ["none", "torch.save", "tierd"]
+    if not stays:  # each process loads torch, which takes seconds; one arm shows what blocks do, and restores have none
+        arms = ["tierd"]
         monkeypatch.setattr(drive, "_restores", lambda *_: ({way: [0.1, 0.2] for way in WAYS}, True))
     out = tmp_path / "out"
-    overhead.overhead([0.002], [rounds], arms, 2, tmp_path, out, print)
+    overhead.overhead([0.002], [2], arms, 2, tmp_path, out, print)
     raw = json.loads((out / "overhead.json").read_text())
     assert str(tmp_path) not in json.dumps(raw) and os.uname().nodename not in json.dumps(raw["machine"])
     result = msgspec.convert(raw, Result)
     size = result.sizes[0]
-    assert list(size.arms) == arms and all(len(values) == rounds for values in size.restore.values())
-    assert all(len(size.ceilings[name]) == rounds for name in ("memcpy_s", "raw_fresh_s", "raw_overwrite_s"))
+    assert list(size.arms) == arms and all(len(values) == 2 for values in size.restore.values())
+    assert all(len(size.ceilings[name]) == 2 for name in ("memcpy_s", "raw_fresh_s", "raw_overwrite_s"))
     for name in set(arms) - {"none"}:
         arm = size.arms[name]
         for figure in ("blocked_s", "added_s", "durable_s", "quiet_durable_s", "cpu_s", "step_s"):
-            assert len(arm.samples[figure]) == rounds, figure
+            assert len(arm.samples[figure]) == 2, figure
         assert all(
             0 < blocked <= durable
             for blocked, durable in zip(*(arm.samples[f] for f in ("blocked_s", "durable_s")), strict=True)
         )
-        assert len(arm.first["first_blocked_s"]) == len(arm.extra_memory_bytes) == (1 if stays else rounds)
+        assert len(arm.first["first_blocked_s"]) == len(arm.extra_memory_bytes) == (1 if stays else 2)
     assert all("blocked_s" not in size.arms[name].samples for name in arms if name == "none")
     assert result.advise is not None
     assert verdict(result, "memcpy floor").met is not None

@@ -202,7 +202,7 @@ def test_the_key_is_nowhere_but_in_its_file(tmp_path, key) -> None:
         said += status.stdout + status.stderr
     finally:
         daemon.terminate()
-        said += daemon.communicate(timeout=150)[0]
+        said += daemon.communicate(timeout=60)[0]
     assert b'"flushed"' in said
     left = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and str(path) != key]
     assert any(ID.encode() in data for data in left)

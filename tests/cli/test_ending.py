@@ -188,9 +188,9 @@ def test_sigterm_with_parts_left_ends_with_9(tmp_path: Path, spool: Spool) -> No
     commit(spool, part(1))
     daemon = started(tmp_path, tmp_path / "typo")
     try:
-        wait_until(spool.socket.exists, 150)
+        wait_until(spool.socket.exists, 60)
         daemon.send_signal(signal.SIGTERM)
-        said = daemon.communicate(timeout=150)[1]
+        said = daemon.communicate(timeout=60)[1]
     finally:
         daemon.kill()
     assert daemon.returncode == 9
@@ -199,4 +199,4 @@ def test_sigterm_with_parts_left_ends_with_9(tmp_path: Path, spool: Spool) -> No
 
 def test_until_idle_with_nothing_to_do_ends_at_once(tmp_path: Path, spool: Spool) -> None:
     (tmp_path / "tier").mkdir()
-    assert started(tmp_path, tmp_path / "tier", "--until-idle").wait(timeout=150) == 0
+    assert started(tmp_path, tmp_path / "tier", "--until-idle").wait(timeout=60) == 0

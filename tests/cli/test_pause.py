@@ -136,7 +136,7 @@ def test_a_pause_outlives_a_killed_daemon(spool: Spool, tmp_path: Path, capsys: 
     def start() -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "tierd", "run", "--spool", root, "--to", str(tier)]
         started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        wait_until(lambda: run(["status", "--spool", root, "--json"]) == 0, 150)
+        wait_until(lambda: run(["status", "--spool", root, "--json"]) == 0, 60)
         capsys.readouterr()
         return started
 
@@ -151,11 +151,11 @@ def test_a_pause_outlives_a_killed_daemon(spool: Spool, tmp_path: Path, capsys: 
     try:
         assert answer(capsys, "status", "--spool", root)["paused"] == "until resumed"
         # It answers before it has looked into its spool.
-        wait_until(lambda: answer(capsys, "status", "--spool", root)["tiers"][0]["pending_parts"] == 1, 150)
+        wait_until(lambda: answer(capsys, "status", "--spool", root)["tiers"][0]["pending_parts"] == 1, 60)
         assert not list(tier.iterdir())
         answer(capsys, "resume", "--spool", root)
-        wait_until(lambda: list(tier.glob("run/manifests/*/*.json")), 150)
+        wait_until(lambda: list(tier.glob("run/manifests/*/*.json")), 60)
     finally:
         second.send_signal(signal.SIGTERM)
-        _, log = second.communicate(timeout=150)
+        _, log = second.communicate(timeout=60)
     assert "paused: until resumed; to go on: tierd resume --spool" in log

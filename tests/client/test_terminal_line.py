@@ -122,7 +122,7 @@ def test_a_close_that_waits_says_how_far_it_is(tmp_path, monkeypatch, caplog, te
         checkpointer.save(3, {"model": {"weight": torch.zeros(1 << 16)}})
         with on_terminal() if terminal else contextlib.nullcontext() as screen:
             screens += [screen] if screen else []
-            checkpointer.close(wait="tier", timeout=150)
+            checkpointer.close(wait="tier", timeout=60)
             if screen is not None:
                 wait_until(lambda: screen.text.endswith("\r\x1b[K"))
     said = [one.getMessage() for one in caplog.records if one.getMessage().startswith("closing: ")]

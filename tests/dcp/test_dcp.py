@@ -339,7 +339,7 @@ def test_the_daemon_is_told_what_dcp_could_not_write(daemon, spool, monkeypatch)
             for tries, step in enumerate((1, 2, 3), 1):
                 with pytest.raises(CheckpointException, match="CorruptChunk"):
                     save(ckpt, step)
-                wait_until(lambda tries=tries: journal.counters["persist_failures"] == tries, 150)
+                wait_until(lambda tries=tries: journal.counters["persist_failures"] == tries, 60)
         failed = [event for event in journal.events if event.what == "persist failed"]
         assert [(event.step, event.rank, event.why) for event in failed] == [(n, 0, "torn") for n in (1, 2, 3)]
         assert [alert.doing for alert in journal.alerts()] == ["save"]

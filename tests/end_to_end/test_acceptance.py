@@ -39,7 +39,7 @@ def start_daemon(spool: Path, tier: Path, *options: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "tierd", "run", "--spool", str(spool), "--to", f"file://{tier}", *options]
     process = subprocess.Popen(command, stdout=log, stderr=log)
     log.close()
-    wait_until(lambda: process.poll() is not None or answers(spool), 150)
+    wait_until(lambda: process.poll() is not None or answers(spool), 60)
     return process
 
 
@@ -96,7 +96,7 @@ def test_nothing_acknowledged_is_ever_lost(tmp_path, seed):
                 return not trainer.is_alive() or sum(words[0] == "resumed" for words in lines(log)) > launches
 
             if noise.random() < 0.8:  # else it is killed while it starts, or restores
-                wait_until(resumed, 150)
+                wait_until(resumed, 60)
             time.sleep(noise.random() * 0.4)
             if noise.random() < 0.4 and daemon.poll() is None:
                 end(daemon)
@@ -188,7 +188,7 @@ def test_a_daemon_started_by_a_trainer_outlives_it_until_all_is_flushed(tmp_path
     noise = random.Random(seed)
     trainer = start_trainer(spool, log, 10**6, [f"file://{tier}"], 1)
     try:
-        wait_until(lambda: sum(words[0] == "acked" for words in lines(log)) >= 2, 150)
+        wait_until(lambda: sum(words[0] == "acked" for words in lines(log)) >= 2, 60)
         time.sleep(noise.random())
         pid = int((spool / ".tierd" / "lock").read_text())
         assert pid != trainer.pid and not gone(pid)
@@ -201,7 +201,7 @@ def test_a_daemon_started_by_a_trainer_outlives_it_until_all_is_flushed(tmp_path
         trainer.kill()
         trainer.join(20)
     assert trainer.exitcode == -signal.SIGKILL
-    wait_until(lambda: gone(pid), 150)
+    wait_until(lambda: gone(pid), 60)
     last = max(int(words[1]) for words in lines(log) if words[0] == "acked")
     shutil.rmtree(spool)
     assert from_the_tier(tier, tmp_path / "replaced") >= last
@@ -214,7 +214,7 @@ def test_several_ranks_may_start_the_one_daemon_at_the_same_moment(tmp_path):
         "rank = int(sys.argv[1])\n"
         f"spool, tier = '{tmp_path}/spool', 'file://{tmp_path}/tier'\n"
         "with tierd.Checkpointer(spool, f'run-{rank}', to=[tier]) as ckpt:\n"
-        "    ckpt.save(1, {'x': torch.ones(10)}).wait('file', timeout=150)\n"
+        "    ckpt.save(1, {'x': torch.ones(10)}).wait('file', timeout=60)\n"
     )
     ranks = [subprocess.Popen([sys.executable, "-c", code, str(rank)], stderr=subprocess.PIPE) for rank in range(4)]
     said = [rank.communicate(timeout=250)[1].decode() for rank in ranks]

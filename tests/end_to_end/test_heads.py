@@ -43,7 +43,7 @@ def home(tmp_path: Path, monkeypatch) -> Path:
                 if back:
                     ckpt.restore({"w": torch.zeros(10)}, step=back)
                 for step in steps:
-                    ckpt.save(step, {"w": torch.full((10,), float(step))}).wait("tier", timeout=150)
+                    ckpt.save(step, {"w": torch.full((10,), float(step))}).wait("tier", timeout=60)
         daemon.settle()
     return tmp_path
 
@@ -86,7 +86,7 @@ def test_one_head_is_left_where_a_run_goes_on_elsewhere(home) -> None:
     with Daemon(home / "other", lambda: {"tier": FileStore(home / "tier")}) as daemon:
         with tierd.Checkpointer(home / "other", "r") as ckpt:
             ckpt.restore({"w": torch.zeros(10)})
-            ckpt.save(26, {"w": torch.zeros(10)}).wait("tier", timeout=150)
+            ckpt.save(26, {"w": torch.zeros(10)}).wait("tier", timeout=60)
         daemon.settle()
     head = read(home)
     assert head["by"] != before["by"] and head["counter"] > before["counter"]
@@ -124,7 +124,7 @@ def test_a_name_that_somebody_put_there_stops_nobody(home, attempt) -> None:
         found = restored(home, spool)
         assert found and found.step == 25
         with tierd.Checkpointer(home / spool, "r", to=[]) as ckpt:
-            ckpt.save(26, {"w": torch.zeros(10)}).wait(timeout=150)
+            ckpt.save(26, {"w": torch.zeros(10)}).wait(timeout=60)
 
 
 def test_a_tier_that_is_an_older_copy_of_itself_is_noticed_by_the_spool(home) -> None:
@@ -244,7 +244,7 @@ def saved_here(home: Path, spool: str, *steps: int) -> None:
     ):
         ckpt.restore({"w": torch.zeros(10)})
         for step in steps:
-            ckpt.save(step, {"w": torch.full((10,), float(step))}).wait("tier", timeout=150)
+            ckpt.save(step, {"w": torch.full((10,), float(step))}).wait("tier", timeout=60)
         daemon.settle()
 
 

@@ -37,7 +37,7 @@ def daemon(tmp_path: Path):  # type: ignore[no-untyped-def]
     (tmp_path / "tier").mkdir()
     with Daemon(tmp_path / "spool", lambda: {"file": FileStore(tmp_path / "tier")}) as found:
         with tierd.Checkpointer(tmp_path / "spool", run="base") as ckpt:
-            ckpt.save(5, state(5.0)).wait("file", timeout=150)
+            ckpt.save(5, state(5.0)).wait("file", timeout=60)
         yield found
 
 
@@ -50,7 +50,7 @@ def test_a_fine_tune_tells_what_it_started_from_over_its_launches(daemon, tmp_pa
             loaded = reader.restore(mine)
         assert loaded.run == "base" and mine["step"] == 5
         ckpt.start_from(loaded)
-        ckpt.save(6, mine).wait("file", timeout=150)
+        ckpt.save(6, mine).wait("file", timeout=60)
     wanted = Ancestor(run="base", step=5, attempt=loaded.attempt)
     for step in (7, 8):  # launches of their own; the last one is saved by DCP
         with tierd.Checkpointer(spool, run="tune") as ckpt:
@@ -59,13 +59,13 @@ def test_a_fine_tune_tells_what_it_started_from_over_its_launches(daemon, tmp_pa
             with pytest.raises(ConfigError, match="resumed from"):
                 ckpt.start_from(loaded)
             if step == 7:
-                ckpt.save(step, mine).wait("file", timeout=150)
+                ckpt.save(step, mine).wait("file", timeout=60)
             else:
                 dcp.save({"weights": mine["weights"]}, storage_writer=tierd.dcp.StorageWriter(ckpt, step), no_dist=True)
                 daemon.settle()
     with tierd.Checkpointer(spool, run="tune") as ckpt:  # DCP's restore tells it on, too
         dcp.load({"weights": mine["weights"]}, storage_reader=tierd.dcp.StorageReader(ckpt), no_dist=True)
-        ckpt.save(9, mine).wait("file", timeout=150)
+        ckpt.save(9, mine).wait("file", timeout=60)
     for step in (6, 7, 8, 9):
         assert f"the run started from: {wanted}" in shown(capsys, "tune", str(step), tier)
         (manifest,) = json.loads(shown(capsys, "tune", str(step), tier, "--json"))["manifests"]

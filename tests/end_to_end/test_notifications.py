@@ -63,18 +63,18 @@ def test_a_daemon_tells_shows_its_alerts_and_says_no_secret(
         commit(spool, part(0))  # what is there at the daemon's first look is no news; that it comes to a tier is
         daemon = subprocess.Popen(line, env=env, stdout=log, stderr=log, cwd=tmp_path)
         try:
-            wait_until(lambda: receiver.what() == ["durable"] or daemon.poll() is not None, 150)
+            wait_until(lambda: receiver.what() == ["durable"] or daemon.poll() is not None, 60)
             commit(spool, part(1))
-            wait_until(lambda: receiver.what() == ["durable", "persisted", "durable"], 150)
+            wait_until(lambda: receiver.what() == ["durable", "persisted", "durable"], 60)
             tier.rename(tmp_path / "away")
             commit(spool, part(2))
-            wait_until(lambda: "failing" in receiver.what() and heard.exists(), 150)
+            wait_until(lambda: "failing" in receiver.what() and heard.exists(), 60)
             assert receiver.asked[0][0] == f"/{SECRET}" and receiver.asked[0][1]["Authorization"] == SECRET
             said = command("status", "--spool", str(spool.root))
             assert "ALERT nfs: " in said and "notify[0]: to http://127.0.0.1" in said
             status = json.loads(command("status", "--json", "--spool", str(spool.root)))
             assert [one["place"] for one in status["alerts"]] == ["nfs"] and status["counters"]["alerts"] == 1
-            wait_until(lambda: heard.read_bytes().endswith(b"\n"), 150)
+            wait_until(lambda: heard.read_bytes().endswith(b"\n"), 60)
             assert json.loads(heard.read_text().splitlines()[0])["what"] == "failing"
             for name in ("HOOK", "TOKEN"):
                 monkeypatch.setenv(name, env[name])

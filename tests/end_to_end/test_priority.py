@@ -85,7 +85,7 @@ def test_what_a_save_or_a_restore_waits_for_is_normal_and_a_flush_is_low(tmp_pat
                     threading.Event().wait(0.05)
                 for step in range(4):
                     with tierd.Checkpointer({str(tmp_path / "spool")!r}, run="r", attempt=None) as ckpt:
-                        ckpt.save(step, {{"weights": torch.arange(1000.0) + step}}).wait("file", timeout=150)
+                        ckpt.save(step, {{"weights": torch.arange(1000.0) + step}}).wait("file", timeout=60)
                         notes.setdefault("handed over", []).append(ckpt.stats.handed_over)
                 newest = max(Path({str(tmp_path / "spool" / "r")!r}).iterdir())  # others may be pruned just now
                 for file in newest.glob("*/*.safetensors"):

@@ -28,13 +28,13 @@ import torch, tierd
 spool, tier = sys.argv[1:]
 ckpt = tierd.Checkpointer(spool, run="r", to=[f"file://{tier}"])
 state = {"w": torch.arange(1000.0)}
-ckpt.save(1, state).wait("file", timeout=250)
+ckpt.save(1, state).wait("file", timeout=100)
 with ckpt.stage(2) as directory:
     (directory / "deep").mkdir()
     (directory / "deep" / "file").write_bytes(b"theirs")
 state["w"].zero_()
 print(ckpt.restore(state, step=1).step, state["w"].sum().item(), flush=True)
-ckpt.close(wait="file", timeout=250)
+ckpt.close(wait="file", timeout=100)
 """
 
 

@@ -33,7 +33,7 @@ spool, to = sys.argv[1], sys.argv[2:]
 ckpt = tierd.Checkpointer(spool, run="r", to=to, retention=tierd.Retention(keep_last=2))
 print(ckpt.attempt, flush=True)
 for line in sys.stdin:
-    ckpt.save(int(line), {"w": torch.full((1000,), int(line))}).wait(timeout=150)
+    ckpt.save(int(line), {"w": torch.full((1000,), int(line))}).wait(timeout=60)
     print("acked", flush=True)
 """
 
@@ -93,7 +93,7 @@ def end_daemon(spool: Path) -> None:
     if lock.exists() and line.exists() and (pid := lock.read_text().strip()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGTERM)
-        wait_until(lambda: not line.exists(), 150)
+        wait_until(lambda: not line.exists(), 60)
 
 
 def kept(home: Path) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
@@ -112,7 +112,7 @@ def status(home: Path) -> dict:
 def test_both_are_warned_and_neither_loses_anything_until_it_ends(launches, tmp_path, capsys) -> None:
     first, second = launches
     mine, other = {(first.attempt, 2), (first.attempt, 3)}, {(second.attempt, 12), (second.attempt, 13)}
-    wait_until(lambda: kept(tmp_path) == (mine | other, mine | other), 150)
+    wait_until(lambda: kept(tmp_path) == (mine | other, mine | other), 60)
     for one, rival in ((first, second), (second, first)):
         wait_until(lambda one=one, rival=rival: f"attempt {rival.attempt}, process" in one.log.read_text(), 30)
     reported = status(tmp_path)
@@ -121,16 +121,16 @@ def test_both_are_warned_and_neither_loses_anything_until_it_ends(launches, tmp_
         (second.attempt, [second.process.pid]),
     ]
     assert [event["run"] for event in reported["events"] if event["what"] == "two launches"] == ["r"]
-    wait_until(lambda: not any(tier["pending_prunes"] for tier in status(tmp_path)["tiers"]), 150)
+    wait_until(lambda: not any(tier["pending_prunes"] for tier in status(tmp_path)["tiers"]), 60)
     from tierd.cli import run
 
     assert run(["status", "--spool", str(tmp_path / "spool")]) == 0
     assert "2 launches of run r save at the same time" in " ".join(capsys.readouterr().out.split())
     first.save(4)  # it goes on as if it were alone
     mine = {(first.attempt, 3), (first.attempt, 4)}
-    wait_until(lambda: kept(tmp_path) == (mine | other, mine | other), 150)
+    wait_until(lambda: kept(tmp_path) == (mine | other, mine | other), 60)
     first.end()
-    wait_until(lambda: kept(tmp_path)[1] == other, 150)
+    wait_until(lambda: kept(tmp_path)[1] == other, 60)
     assert status(tmp_path)["launches"] == []
 
 
@@ -149,8 +149,8 @@ def test_launches_on_two_nodes_and_one_tier_are_warned_and_kept(tmp_path: Path) 
         first.save(4)  # after the second one began, which tells that one's node
         tier = {(first.attempt, 3), (first.attempt, 4), (second.attempt, 12), (second.attempt, 13)}
         for one, rival in ((first, second), (second, first)):
-            wait_until(lambda one=one, rival=rival: f"{rival.attempt} (on another node" in one.log.read_text(), 150)
-        wait_until(lambda: kept(nodes[0])[1] == tier, 150)
+            wait_until(lambda one=one, rival=rival: f"{rival.attempt} (on another node" in one.log.read_text(), 60)
+        wait_until(lambda: kept(nodes[0])[1] == tier, 60)
         for one, node in zip(both, nodes, strict=True):
             assert {found["attempt"] for found in status(node)["launches"]} == {first.attempt, second.attempt}
             assert {step for attempt, step in kept(node)[0] if attempt == one.attempt} >= {
@@ -257,7 +257,7 @@ def test_a_link_in_the_place_of_the_locks_is_refused_and_saving_goes_on(tmp_path
         alive = tmp_path / "spool" / ".tierd" / "alive"
         alive.rmdir()
         alive.symlink_to(elsewhere)
-        ckpt.save(1, {"step": 1}).wait(timeout=150)
+        ckpt.save(1, {"step": 1}).wait(timeout=60)
     assert "other launches do not see yet that this one saves" in caplog.text
     assert not list(elsewhere.iterdir())
 

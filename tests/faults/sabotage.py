@@ -137,5 +137,4 @@ def _reds(by: str, reported: str, tree: Path, warm: Warm) -> bool:
 
 
 def _environment(tree: Path) -> dict[str, str]:
-    own = {"PYTHONPATH": f"{tree / 'tests'}:{tree}", "PYTHONDONTWRITEBYTECODE": "1", "TIERD_WAITS": "0.4"}
-    return os.environ | own
+    return {**os.environ, "PYTHONPATH": f"{tree / 'tests'}:{tree}", "PYTHONDONTWRITEBYTECODE": "1"}

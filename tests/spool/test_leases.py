@@ -101,7 +101,7 @@ def test_two_checkpointers_that_were_given_one_attempt_are_told_when_they_save_i
 _HOLDER = """
 import sys, tierd, torch
 ckpt = tierd.Checkpointer(sys.argv[1], "run", attempt=sys.argv[2], to=[])
-ckpt.save(1, {"w": torch.zeros(10)}).wait(timeout=150)
+ckpt.save(1, {"w": torch.zeros(10)}).wait(timeout=60)
 print("saved", flush=True)
 sys.stdin.read()
 """
@@ -195,7 +195,7 @@ def test_two_nodes_that_save_the_same_rank_of_one_attempt_are_told(tmp_path):
             save(ckpt, step)
             one.settle()
             other.settle()
-        wait_until(lambda: rivals(nodes[1]) == [(attempt, "local"), (attempt, "tier")], 150)
+        wait_until(lambda: rivals(nodes[1]) == [(attempt, "local"), (attempt, "tier")], 60)
         assert "two launches" in {event.what for event in other.reconciler.journal.events}
 
 
@@ -229,10 +229,10 @@ def test_array_tasks_on_two_nodes_with_one_run_name_are_both_warned_once_a_tier_
         one.settle()
         (second,) = saving((one, other), (1, 0, 1))
         save(second, 1)
-        wait_until(lambda: reported(caplog, second.attempt), 150)
+        wait_until(lambda: reported(caplog, second.attempt), 60)
         assert not reported(caplog, first.attempt), "a launch that saves no more may have ended"
         save(first, 2)
-        wait_until(lambda: reported(caplog, first.attempt), 150)
+        wait_until(lambda: reported(caplog, first.attempt), 60)
         for node in (one, other):
             shown = node.call(_launches(node))
             assert {rival.attempt for rival in shown} == {first.attempt, second.attempt}

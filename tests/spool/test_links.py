@@ -25,7 +25,7 @@ def home(tmp_path: Path) -> Path:
     """A spool with the steps 1, 2 and 3."""
     with tierd.Checkpointer(tmp_path / "spool", RUN, to=[]) as ckpt:
         for step in (1, 2, 3):
-            ckpt.save(step, {"w": torch.full((10,), float(step))}).wait(timeout=150)
+            ckpt.save(step, {"w": torch.full((10,), float(step))}).wait(timeout=60)
     return tmp_path / "spool"
 
 
@@ -60,7 +60,7 @@ def test_a_runs_directory_that_was_moved_and_linked_is_followed(home: Path) -> N
         state = {"w": torch.zeros(10)}
         found = ckpt.restore(state)
         assert found and (found.step, found.skipped) == (3, ())
-        ckpt.save(4, state).wait(timeout=150)
+        ckpt.save(4, state).wait(timeout=60)
     assert len(list(target.iterdir())) == 4
     assert (home / RUN).is_symlink()
 

@@ -307,7 +307,7 @@ import sys, torch, tierd
 state = {"weights": torch.arange(100_000, dtype=torch.float32)}
 with tierd.Checkpointer(sys.argv[1], "run", to=[sys.argv[2]]) as ckpt:
     for step in (1, 2):
-        ckpt.save(step, state).wait("gs", timeout=150)
+        ckpt.save(step, state).wait("gs", timeout=60)
 back = {"weights": torch.zeros(100_000)}
 with tierd.Checkpointer(sys.argv[1] + "-fresh", "run", to=[sys.argv[2]]) as ckpt:
     found = ckpt.restore(back)

@@ -96,7 +96,7 @@ def driver() -> Iterator[str]:
                 words = said.read().split("started successfully on port ")
                 return words[1].split(".")[0] if len(words) > 1 else ""
 
-            wait_until(port, 150)
+            wait_until(port, 60)
             yield f"http://127.0.0.1:{port()}"
         finally:
             process.terminate()

@@ -214,7 +214,7 @@ def train(orders: Orders, rank: int) -> None:
                 save = checkpointer.save(state["step"], state)
             maybe_die("saving")
             with timed(home, rank, "wait"):
-                save.wait(timeout=150)
+                save.wait(timeout=60)
             report(f"acked {state['step']} {checkpointer.attempt}")
             maybe_die("saved")
     with timed(home, rank, "close"):

@@ -130,7 +130,7 @@ class Witness:
         while True:
             save = self._saves.get()
             try:
-                save.wait(timeout=150)
+                save.wait(timeout=60)
                 self._report(f"acked {save.step}")
                 self._acked.put(save)
             except (TierdError, TimeoutError) as error:
@@ -141,7 +141,7 @@ class Witness:
         while True:
             save = self._acked.get()
             try:
-                save.wait(self._tier, timeout=150)
+                save.wait(self._tier, timeout=60)
                 self._report(f"kept {save.step}")
             except (TierdError, TimeoutError):
                 pass  # no promise was made: the daemon was killed, or a newer one has retired this

@@ -37,11 +37,11 @@ def running(spool: Spool, tier: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def hand_over(ckpt: tierd.Checkpointer, step: int, state: dict | None = None) -> int:
     """Save until the daemon takes a snapshot over; the next step."""
-    end = time.monotonic() + 150
+    end = time.monotonic() + 60
     before = ckpt.stats.handed_over
     while ckpt.stats.handed_over == before:
         assert time.monotonic() < end, "the daemon takes nothing over"
-        ckpt.save(step, state or tensors(step)).wait(timeout=150)
+        ckpt.save(step, state or tensors(step)).wait(timeout=60)
         step += 1
         time.sleep(0.01)
     return step
@@ -56,7 +56,7 @@ def save_all(ckpt: tierd.Checkpointer, steps: range, state: dict | None = None) 
         longest = max(longest, time.monotonic() - begun)
         time.sleep(0.05)
     for save in saves:
-        save.wait(timeout=150)
+        save.wait(timeout=60)
     return longest
 
 

@@ -63,7 +63,7 @@ def main(spool: str, log: str, steps: int, to: Sequence[str] | None = None, ever
         for number in range(step + 1, step + 1 + steps):
             save = checkpointer.save(number, tensors(number))
             if number % every == 0:
-                save.wait(timeout=150)
+                save.wait(timeout=60)
                 note(log, f"acked {number}")
             if save.done() and save.error():
                 note(log, f"failed {number} {save.error()}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import threading
 import time
@@ -26,9 +25,6 @@ from tierd.spool.file_io import write_file
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.stores.file import FileStore
-
-# A share of how long a test waits before it fails: less where a mutant is at work, because most tests fail then.
-_WAITS = float(os.environ.get("TIERD_WAITS", "1"))
 
 RUN = "run"
 CHUNK = 1000  # bytes: a small file has several chunks
@@ -140,25 +136,25 @@ async def running(daemon: Reconciler) -> AsyncIterator[Reconciler]:
         await asyncio.gather(work, return_exceptions=True)
 
 
-async def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
+async def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
     """Wait until a condition holds; fail when it does not come to hold."""
-    end = time.monotonic() + timeout * _WAITS
+    end = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < end, "the condition did not come to hold in time"
         await asyncio.sleep(0.005)
 
 
-def wait_until(condition: Callable[[], object], timeout: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], timeout: float = 20.0) -> None:
     """As `until`, where no loop runs."""
-    end = time.monotonic() + timeout * _WAITS
+    end = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < end, "the condition did not come to hold in time"
         time.sleep(0.01)
 
 
-async def settle(daemon: Reconciler, timeout: float = 150.0) -> None:
+async def settle(daemon: Reconciler, timeout: float = 60.0) -> None:
     """Until every place answers and, look after look, nothing is left to do."""
-    end = time.monotonic() + timeout * _WAITS
+    end = time.monotonic() + timeout
     quiet = 0
     while quiet < 3:
         daemon.wake()

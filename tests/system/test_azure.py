@@ -167,7 +167,7 @@ import sys, torch, tierd
 back = {"weights": torch.zeros(100_000)}
 with tierd.Checkpointer(sys.argv[1], "run", to=[sys.argv[2]]) as ckpt:
     for step in range(1, 5):
-        ckpt.save(step, {"weights": torch.full((100_000,), float(step))}).wait("az", timeout=250)
+        ckpt.save(step, {"weights": torch.full((100_000,), float(step))}).wait("az", timeout=100)
 with tierd.Checkpointer(sys.argv[1] + "-fresh", "run", to=[sys.argv[2]]) as ckpt:
     found = ckpt.restore(back)
 assert (found.step, found.tier, back["weights"][0]) == (4, "az", 4.0), found

@@ -35,7 +35,7 @@ TRAINER = """
 import sys, torch, tierd
 with tierd.Checkpointer(sys.argv[1], "run") as ckpt:
     for step in (1, 2):
-        ckpt.save(step, {"weights": torch.full((1000,), float(step))}).wait(timeout=150)
+        ckpt.save(step, {"weights": torch.full((1000,), float(step))}).wait(timeout=60)
 assert ckpt.stats.handed_over == 2, ckpt.stats
 """
 

@@ -34,7 +34,7 @@ with tierd.Checkpointer(sys.argv[1], "run") as ckpt:
     for step in map(int, sys.argv[2].split(",")):
         ckpt.save(step, {"weights": torch.full((1000,), float(step))})
     if len(sys.argv) > 3:
-        ckpt.close(wait=sys.argv[3], timeout=150)
+        ckpt.close(wait=sys.argv[3], timeout=60)
 assert ckpt.stats.handed_over, ckpt.stats
 """
 

@@ -33,10 +33,10 @@ def test_every_save_on_a_small_disk_succeeds(small: Path, tmp_path: Path) -> Non
     tier.mkdir()
     with tierd.Checkpointer(small / "spool", "run", to=[str(tier)]) as ckpt:
         for step in range(1, 19):
-            ckpt.save(step, {"x": torch.full((600_000,), float(step))}).wait(timeout=150)
+            ckpt.save(step, {"x": torch.full((600_000,), float(step))}).wait(timeout=60)
         assert ckpt.stats.failed == 0
-    wait_until(lambda: len(list(tier.glob("run/manifests/*18.*/*.json"))) == 1, 150)
-    wait_until(lambda: not (small / "spool" / ".tierd" / "control.sock").exists(), 150)
+    wait_until(lambda: len(list(tier.glob("run/manifests/*18.*/*.json"))) == 1, 60)
+    wait_until(lambda: not (small / "spool" / ".tierd" / "control.sock").exists(), 60)
 
 
 def test_job_after_job_on_one_small_disk(small: Path, tmp_path: Path) -> None:
@@ -46,6 +46,6 @@ def test_job_after_job_on_one_small_disk(small: Path, tmp_path: Path) -> None:
     for job in range(1, 11):
         with tierd.Checkpointer(small / "spool", f"job-{job}", to=[str(tier)]) as ckpt:
             for step in (1, 2):
-                ckpt.save(step, {"x": torch.full((300_000,), float(step))}).wait(timeout=150)
+                ckpt.save(step, {"x": torch.full((300_000,), float(step))}).wait(timeout=60)
             assert ckpt.stats.failed == 0, f"job {job}"
-    wait_until(lambda: not (small / "spool" / ".tierd" / "control.sock").exists(), 150)
+    wait_until(lambda: not (small / "spool" / ".tierd" / "control.sock").exists(), 60)

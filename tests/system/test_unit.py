@@ -162,7 +162,7 @@ with tierd.Checkpointer(spool.root, "run") as ckpt:
     for step in range(5):
         save = ckpt.save(step, state(step))
         for tier in ("local", "disk", "s3"):
-            save.wait(tier, timeout=250)
+            save.wait(tier, timeout=100)
     assert ckpt.stats.handed_over == ckpt.stats.direct == 5, ckpt.stats
     assert ckpt.stats.recycled, ckpt.stats
 with Link(spool) as link:

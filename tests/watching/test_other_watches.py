@@ -272,7 +272,7 @@ def test_a_second_command_on_another_directory_ends_with_3(
     (home / "second").mkdir()
     layouts.torch_save(home / "second")
     with watching(home, "one"):
-        wait_until(lambda: list((home / "tier" / RUN).glob("watching/*")), 150)
+        wait_until(lambda: list((home / "tier" / RUN).glob("watching/*")), 60)
         assert run(["watch", str(home / "second"), "--run", RUN, "--to", f"file://{home}/tier", "--until-idle"]) == 3
     reported = capsys.readouterr().err
     assert all(text in reported for text in (f":{root},", f":{home}/second ", "--run")), reported

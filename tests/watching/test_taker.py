@@ -177,11 +177,11 @@ def test_each_unit_is_read_by_one_of_two_nodes(root: Path, reads: Counter[str], 
     (home / "tier").mkdir()
     save(root, 1, 2, 3)
     with watching(home, "one") as one, watching(home, "two") as two:
-        wait_until(lambda: manifests(home) == 3 and settled(one, two), 150)
+        wait_until(lambda: manifests(home) == 3 and settled(one, two), 60)
         for count in (4, 5, 6):
             save(root, count)
-            wait_until(lambda n=count: manifests(home) == n and settled(one, two), 150)
-        wait_until(lambda: not list((home / "tier" / RUN).glob("flushing/*/*")), 150)
+            wait_until(lambda n=count: manifests(home) == n and settled(one, two), 60)
+        wait_until(lambda: not list((home / "tier" / RUN).glob("flushing/*/*")), 60)
     assert set(reads.values()) == {1} and len(reads) == 6
     found = [CheckpointId.parse(RUN, path.name) for path in (home / "tier" / RUN / "manifests").iterdir()]
     assert len({one.attempt for one in found if one}) == 1, "all are of one attempt, because the nodes take turns"
@@ -222,7 +222,7 @@ def test_a_node_that_is_killed_while_it_takes_is_followed_by_another(
             assert not two.intake.busy or not reads  # type: ignore[attr-defined]
             killed.send_signal(signal.SIGKILL)
             killed.wait()
-            wait_until(lambda: manifests(home) == 1 and settled(two), 150)
+            wait_until(lambda: manifests(home) == 1 and settled(two), 60)
     assert reads == {"model_step1.pt": 1}
 
 
@@ -242,7 +242,7 @@ def test_a_tier_that_is_down_loses_nothing(root: Path, reads: Counter[str], monk
         monkeypatch.setattr(FileStore, name, failing)
     (home / "tier").mkdir()
     with watching(home, "one") as one, watching(home, "two") as two:
-        wait_until(lambda: reads["model_step1.pt"] == 2, 150)
+        wait_until(lambda: reads["model_step1.pt"] == 2, 60)
         down.clear()
-        wait_until(lambda: manifests(home) == 1 and settled(one, two), 150)
+        wait_until(lambda: manifests(home) == 1 and settled(one, two), 60)
     assert manifests(home) == 1

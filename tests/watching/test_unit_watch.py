@@ -287,7 +287,7 @@ def test_a_daemon_takes_and_flushes_and_follows_its_configuration(root: Path, tm
         layouts.torchtitan(root)
         path = layouts.torch_save(root)
         path.write_bytes(path.read_bytes()[:-50])
-        wait_until(lambda: daemon.reconciler.journal.counters["flushed"] == 1, 150)
+        wait_until(lambda: daemon.reconciler.journal.counters["flushed"] == 1, 60)
         wait_until(lambda: not daemon.intake.busy)  # type: ignore[attr-defined]
         events = {event.what for event in daemon.reconciler.journal.events}
         daemon.call(end())

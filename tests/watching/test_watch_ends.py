@@ -88,10 +88,10 @@ def test_a_status_names_what_is_not_taken_or_listed(root: Path) -> None:
             daemon.task.cancel()  # type: ignore[attr-defined]
 
         daemon.call(begin())
-        wait_until(lambda: len(problems()) == 1, 150)
+        wait_until(lambda: len(problems()) == 1, 60)
         assert "is not taken: it is damaged" in problems()[0]
         path.write_bytes(whole)
-        wait_until(lambda: problems() == [], 150)
+        wait_until(lambda: problems() == [], 60)
         daemon.call(end())
 
 

@@ -308,7 +308,7 @@ if what == "first":
     with made() as checkpointer:
         assert checkpointer.restore(tensors(0)) is None
         for step in (5, 6)[: 2 - number]:
-            checkpointer.save(step, tensors(step * 100 + number)).wait("tier", timeout=150)
+            checkpointer.save(step, tensors(step * 100 + number)).wait("tier", timeout=60)
         if number == 1:
             open(f"{room}/attempt", "w").write(checkpointer.attempt)
     print("{}")
@@ -318,7 +318,7 @@ elif what == "second":
         if number == 1:  # its last part becomes durable between the two ranks' looks
             wait("looked")
             with tierd.Checkpointer(spool, "run", 1, 2, open(f"{room}/attempt").read()) as late:
-                late.save(6, tensors(601)).wait("tier", timeout=150)
+                late.save(6, tensors(601)).wait("tier", timeout=60)
         try:
             return sight(self)
         finally:

@@ -24,7 +24,7 @@ def store(tmp_path, monkeypatch) -> Double:
     store = Double()
     with Daemon(tmp_path / "spool", {"tier": store}), tierd.Checkpointer(tmp_path / "spool", "r") as ckpt:
         for step in (1, 2):
-            ckpt.save(step, {"w": torch.full((10,), float(step))}).wait("tier", timeout=150)
+            ckpt.save(step, {"w": torch.full((10,), float(step))}).wait("tier", timeout=60)
     return store
 
 

@@ -37,7 +37,7 @@ def stopped(spool, tmp_path) -> Iterator:
     """A daemon with a tier, which has all of step 1, and is stopped."""
     with running(spool, tmp_path / "tier") as process:
         save(spool, 1)
-        wait_until(lambda: list((tmp_path / "tier").glob("run/manifests/*/*.json")), 150)
+        wait_until(lambda: list((tmp_path / "tier").glob("run/manifests/*/*.json")), 60)
         process.send_signal(signal.SIGSTOP)
         yield process
 
@@ -86,8 +86,8 @@ def test_what_lies_in_the_spool_is_restored_without_it_and_it_is_attached_to_whe
     stopped.send_signal(signal.SIGCONT)
     wait_until(made_of(ckpt).daemon._link.heard, 60)  # it is awake
     ckpt.save(4, state).wait(timeout=30)
-    wait_until(lambda: status(spool).get("trainers") == 1, 150)
-    wait_until(lambda: len(list((tmp_path / "tier").glob("run/manifests/*/*.json"))) == 4, 150)
+    wait_until(lambda: status(spool).get("trainers") == 1, 60)
+    wait_until(lambda: len(list((tmp_path / "tier").glob("run/manifests/*/*.json"))) == 4, 60)
     ckpt.close()
 
 
@@ -100,7 +100,7 @@ def test_another_daemon_is_started_once_the_stopped_one_was_ended(spool, tmp_pat
         pid = status(spool)["pid"]
         assert pid != stopped.pid
     os.kill(pid, signal.SIGTERM)
-    wait_until(lambda: not spool.socket.exists(), 150)
+    wait_until(lambda: not spool.socket.exists(), 60)
 
 
 @pytest.mark.parametrize("left", [[], [1]])

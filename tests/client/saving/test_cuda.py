@@ -105,7 +105,7 @@ def warm(local):
     local.attach(state["optimizer"])
     for number in range(2):
         learn(state), step(state)
-        local.save(number, state).wait(timeout=150)
+        local.save(number, state).wait(timeout=60)
     end = time.monotonic() + 60
     while (
         made_of(local).pipeline.slots[0].pinned < made_of(local).pipeline.slots[0].arena.size and time.monotonic() < end
@@ -144,7 +144,7 @@ def test_every_kind_of_tensor_is_copied_to_the_bit(local, spool):
     for tensor in state.values():
         with contextlib.suppress(RuntimeError):  # an expanded one cannot be written to
             tensor.zero_()
-    save.wait(timeout=150)
+    save.wait(timeout=60)
     check(expected, loaded(spool, 1, state))
 
 
@@ -182,7 +182,7 @@ def test_an_overlapped_save_does_not_wait_for_the_device(local, spool, warm):
     learn(warm)
     step(warm)
     assert not over.query(), "the step waited on the host: it is the device that should"
-    save.wait(timeout=150)
+    save.wait(timeout=60)
     check(reference, loaded(spool, 2, warm))
 
 
@@ -194,7 +194,7 @@ def test_a_blocking_save_returns_with_all_of_it_copied(local, spool):
     over = busy(MOMENT)
     save = local.save(1, state)
     assert over.query()
-    save.wait(timeout=150)
+    save.wait(timeout=60)
     check(reference, loaded(spool, 1, state))
 
 
@@ -208,10 +208,10 @@ def test_nothing_waits_for_the_device_as_a_whole(local, spool, warm, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "synchronize", refuse)
         patch.setattr(torch.accelerator, "synchronize", refuse)
-        local.save(2, warm).wait(timeout=150)
+        local.save(2, warm).wait(timeout=60)
         blocking = {"model": nn.Linear(9, 9).cuda()}
         with tierd.Checkpointer(spool.root, "other", to=[]) as other:
-            other.save(1, blocking).wait(timeout=150)
+            other.save(1, blocking).wait(timeout=60)
     check(reference, loaded(spool, 2, warm))
 
 
@@ -240,7 +240,7 @@ def test_a_device_that_pins_nothing_copies_all_the_same(local, spool, monkeypatc
         hold()
         save = local.save(number, state)
         learn(state), step(state)
-        save.wait(timeout=150)
+        save.wait(timeout=60)
         assert "CUDA does not pin memory (error 1)" in caplog.text
         check(reference, loaded(spool, number, state))
 
@@ -266,7 +266,7 @@ def test_a_training_on_a_stream_of_its_own(local, spool, monkeypatch, attached, 
         rng, count = copy.deepcopy(state["rng"].state_dict()), state["count"]
         save = local.save(1, state)
         learn(state), step(state)
-    save.wait(timeout=150)
+    save.wait(timeout=60)
     own.synchronize()
     reference = tree_leaves([*after_all, rng, count])
     check([leaf.cpu() if torch.is_tensor(leaf) else leaf for leaf in reference], loaded(spool, 1, state))
@@ -288,7 +288,7 @@ def test_a_state_on_host_and_device(local, spool):
     save = local.save(1, state)
     for one in (state["there"], state["here"]):
         learn(one), step(one)
-    save.wait(timeout=150)
+    save.wait(timeout=60)
     check(reference, loaded(spool, 1, state))
 
 
@@ -308,7 +308,7 @@ def test_a_state_on_several_devices(local, spool):
     save = local.save(1, state)
     for one in jobs:
         learn(one), step(one)
-    save.wait(timeout=150)
+    save.wait(timeout=60)
     check(reference, loaded(spool, 1, state))
 
 
@@ -320,7 +320,7 @@ def test_a_training_on_a_device_goes_on_from_its_checkpoint(local, spool, optimi
     for _ in range(3):
         learn(state), step(state)
     reference = frozen(state)
-    local.save(1, state).wait(timeout=150)
+    local.save(1, state).wait(timeout=60)
     local.close()
     state = job(optimizer=optimizer)
     learn(state), step(state)
@@ -331,7 +331,7 @@ def test_a_training_on_a_device_goes_on_from_its_checkpoint(local, spool, optimi
         checkpointer.attach(state["optimizer"])
         learn(state), step(state)
         reference = frozen(state)
-        checkpointer.save(2, state).wait(timeout=150)
+        checkpointer.save(2, state).wait(timeout=60)
     check(reference, loaded(spool, 2, state))
 
 
@@ -343,11 +343,11 @@ def test_a_write_while_the_device_copies_fails_the_save(local, spool, warm):
     with torch.no_grad():
         warm["model"][0].weight.clamp_(-0.001, 0.001)
     with pytest.raises(SaveFailed, match="was changed") as failed:
-        save.wait(timeout=150)
+        save.wait(timeout=60)
     assert isinstance(failed.value.__cause__, TornSnapshot)
     learn(warm), step(warm)
     reference = frozen(warm)
-    local.save(2, warm).wait(timeout=150)
+    local.save(2, warm).wait(timeout=60)
     check(reference, loaded(spool, 2, warm))
 
 
@@ -363,7 +363,7 @@ def test_a_moving_average_on_a_stream_of_its_own(local, spool, warm):
         with torch.cuda.stream(own):
             average.fill_(99)
         learn(warm), step(warm)
-        save.wait(timeout=150)
+        save.wait(timeout=60)
         found = dict.fromkeys([*warm, "average"])
         with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
             checkpointer.restore(found, step=number)
@@ -408,7 +408,7 @@ def test_slices_that_are_pinned_side_by_side_are_copied_to_the_bit(local, spool)
     expected = [tensor.cpu() for tensor in state.values()]
     local.restore(state)
     for number in range(3):
-        local.save(number, state).wait(timeout=150)
+        local.save(number, state).wait(timeout=60)
         check(expected, loaded(spool, number, state))
 
 
@@ -427,7 +427,7 @@ def test_two_optimizers_on_two_streams(local, spool, warm):
     for one, stream in zip((warm, other), streams, strict=True):
         with torch.cuda.stream(stream):
             step(one)
-    save.wait(timeout=150)
+    save.wait(timeout=60)
     torch.cuda.synchronize()
     check(reference, loaded(spool, 2, state))
 
@@ -443,7 +443,7 @@ def test_a_tensor_made_for_one_save_is_let_go_while_it_is_persisted(local, monke
         time.sleep(0.01)
     assert torch.cuda.memory_allocated() - before <= 1 << 20 and not save.done()
     go.set()
-    save.wait(timeout=150)
+    save.wait(timeout=60)
 
 
 @gpu
@@ -451,7 +451,7 @@ def test_a_checkpointer_that_nobody_closed_leaves_nothing_registered(spool):
     for number in range(4):
         checkpointer = tierd.Checkpointer(spool.root, "run", to=[])
         tensor = torch.full((16 << 20,), float(number), device="cuda")
-        checkpointer.save(number, {"a": tensor}).wait(timeout=150)
+        checkpointer.save(number, {"a": tensor}).wait(timeout=60)
         end = time.monotonic() + 30
         while not checkpointer.stats.pinned_bytes and time.monotonic() < end:
             time.sleep(0.01)
@@ -473,7 +473,7 @@ torch.cuda.set_device(1)
 x = torch.ones(9, device="cuda")
 checkpointer = tierd.Checkpointer({str(spool.root)!r}, "run", to=[])
 for number in range(3):
-    checkpointer.save(number, {{"x": x}}).wait(timeout=150)
+    checkpointer.save(number, {{"x": x}}).wait(timeout=60)
 print(torch._C._cuda_hasPrimaryContext(0))
 checkpointer.close()
 print(torch._C._cuda_hasPrimaryContext(0))

@@ -317,7 +317,7 @@ def test_a_hung_daemon_holds_up_nothing_for_long(spool, tmp_path, monkeypatch):
     command = [sys.executable, "-m", "tierd", "run", "--spool", str(spool.root), "--to", f"file://{tmp_path}/tier"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
-        until(lambda: spool.handoff_socket.exists(), 150)
+        until(lambda: spool.handoff_socket.exists(), 60)
         with tierd.Checkpointer(spool.root, "run") as checkpointer:
             checkpointer.save(1, tensors(1)).wait(timeout=20)
             assert checkpointer.stats.handed_over == 1

@@ -31,9 +31,8 @@ from support import by_hand
 
 HOLD_FOR = 7 * 86400.0  # seconds
 FINISHED = 86400.0  # seconds
-_ASKED = (
-    150.0  # seconds that may pass between the decision to delete a copy, whose tiers are asked then, and the deletion
-)
+# Seconds that may pass between the decision to delete a copy, whose tiers are asked then, and the deletion.
+_ASKED = 150.0
 _STALE = 900.0  # seconds: what was saved later than this before a deletion may not have been known to who decided it
 
 _KEY = re.compile(r"([a-z0-9]+)/(manifests|quarantine)/([0-9]{12})\.[0-9a-f]{12}-([0-9a-f]{8})/00000-of-00001\.json")
