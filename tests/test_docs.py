@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from faults.__main__ import KINDS, kit
 from faults.page import PAGE as GATE
-from faults.page import RESULTS, put, refused, table
+from faults.page import RESULTS, put, refused, tables
 
 import tierd
 from tierd.core import event_kinds
@@ -170,12 +170,12 @@ def test_the_readme_s_quickstart_resumes(tmp_path: Path) -> None:
 
 
 def test_the_gate_is_what_its_page_says() -> None:
-    """Each kind of fault is described, and the table is that of the last full round, in which nothing was lost."""
+    """Each kind of fault is described, and the table is that of the last full rounds, in which nothing was lost."""
     text = GATE.read_text()
     assert re.findall(r"^\| ([a-z0-9]+) \| [^|]+ \|$", text, re.M)[1:] == list(KINDS)
     results = json.loads(RESULTS.read_text())
-    assert put(text, table(results, KINDS)) == text
-    assert refused(results, {kind: kit(kind).GATE for kind in KINDS}) == []
+    assert put(text, tables(results, {kind: kit(kind).GATE for kind in KINDS})) == text
+    assert refused(results) == []
     assert not any(result["losses"] for result in results.values())
 
 

@@ -28,7 +28,7 @@ def test_pieces_of_a_round_are_joined():
     whole = joined(result(0, 9), result(10, 19, notes={"by power": 10}))
     assert (whole["seeds"], whole["asked"], whole["trials"], whole["seconds"]) == ([0, 19], 20, 20, 3.0)
     assert whole["notes"] == {"by power": 10, "by pytest": 10}
-    assert page.refused({"sabotage": whole}, {"sabotage": 20}) == []
+    assert page.refused({"sabotage": whole}) == [] and page.is_full(whole, 20)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,19 @@ def test_pieces_of_a_round_are_joined():
 def test_what_does_not_belong_together_is_not(before):
     piece = result(10, 19)
     assert joined(before, piece) == piece
-    assert page.refused({"sabotage": piece}, {"sabotage": 20}) == ["sabotage: 10 mutants of 20"]
+    assert not page.is_full(piece, 20)
+
+
+def test_what_was_left_out_or_never_committed_is_not_published():
+    assert page.refused({"sabotage": result(0, 19, skipped=["no root"])}) == ["sabotage: skipped no root"]
+    assert page.refused({"sabotage": result(0, 19, tierd=None)}) == ["sabotage: tierd/ was not what was committed"]
+
+
+def test_only_a_full_round_has_a_row_and_of_others_the_page_says_how_far_they_are():
+    results = {"sabotage": result(0, 19), "launchers": result(0, 1499, kind="launchers", unit="launch cycles")}
+    made = page.table(results, {"power": 5, "launchers": 2000, "sabotage": 20})
+    assert [line.split(" | ")[0] for line in made.splitlines() if line.startswith("| ")][2:] == ["| sabotage"]
+    assert made.endswith("Not played in full yet: power, launchers (1,500 of 2,000 so far).\n")
 
 
 def test_two_pieces_without_a_commit_are_not_joined():
@@ -65,7 +77,8 @@ def test_the_launchers_table_counts_what_was_done_under_each():
         "the longest wait is at most 5 s": 2,
         "the longest wait is at most 30 s": 1,
     }
-    table = page.launchers(result(0, 2, kind="launchers", notes=notes))
+    table = page.tables({"launchers": result(0, 2, kind="launchers", notes=notes)}, {"launchers": 3})
+    assert "| launchers | 3 mutants | 0..2 |" in table
     assert "| spawn | 2 | 2 |  |  |  |  |  |" in table and "| srun | 1 |  |  | 1 |  |  |  |" in table
     assert "longer than 30 s" in table
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +21,34 @@ _HURTS = {  # the columns of the launchers' table: notes of the kind `launchers`
 }
 
 
-def refused(results: dict[str, dict[str, Any]], gates: dict[str, int]) -> list[str]:
-    """Why some of these results are no full round: all of it, with nothing left out, of a tierd that was committed."""
+def refused(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Why some of these results must not be published: something was left out, or tierd/ was never committed."""
     reasons = []
     for kind, result in results.items():
-        if min(result["asked"], result["trials"]) < gates[kind]:
-            reasons.append(f"{kind}: {result['trials']:,} {result['unit']} of {gates[kind]:,}")
         reasons += [f"{kind}: skipped {why}" for why in result["skipped"]]
         if result["tierd"] is None:
             reasons.append(f"{kind}: tierd/ was not what was committed")
     return reasons
 
 
-def table(results: dict[str, dict[str, Any]], kinds: Iterable[str]) -> str:
-    """A row a kind: units, seeds, losses, what a loss's probability by a seed is below, with 95 % confidence, and
-    git's name of the tierd/ that it was."""
+def is_full(result: dict[str, Any], gate: int) -> bool:
+    """Whether a round has all of its trials. A long one is played in pieces, and kept between them."""
+    return bool(min(result["asked"], result["trials"]) >= gate)
+
+
+def table(results: dict[str, dict[str, Any]], gates: dict[str, int]) -> str:
+    """A row for each full round: units, seeds, losses, what a loss's probability by a seed is below, with 95 %
+    confidence, and git's name of the tierd/ that it was. Below, what was not played in full, and how far it is."""
     rows = [
         "| kind | trials | seeds | lost | bound | minutes | tierd/ |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for kind in (kind for kind in kinds if kind in results):
-        result = results[kind]
+    lacking = []
+    for kind, gate in gates.items():
+        result = results.get(kind)
+        if result is None or not is_full(result, gate):
+            lacking.append(kind if result is None else f"{kind} ({result['trials']:,} of {gate:,} so far)")
+            continue
         first, last = result["seeds"]
         lost = len(result["losses"])
         below = f"{bound(last - first + 1):.1e}" if not lost and kind != "sabotage" else "none"
@@ -50,7 +56,7 @@ def table(results: dict[str, dict[str, Any]], kinds: Iterable[str]) -> str:
         rows.append(
             f"| {kind} | {trials} | {first}..{last} | {lost} | {below} | {minutes:.0f} | {result['tierd'][:9]} |"
         )
-    if lacking := [kind for kind in kinds if kind not in results]:
+    if lacking:
         rows += ["", f"Not played in full yet: {', '.join(lacking)}."]
     return "\n".join(rows) + "\n"
 
@@ -70,6 +76,14 @@ def launchers(result: dict[str, Any]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def tables(results: dict[str, dict[str, Any]], gates: dict[str, int]) -> str:
+    """All that stands between the page's marks."""
+    rows = table(results, gates)
+    if "launchers" in results and is_full(results["launchers"], gates["launchers"]):
+        rows += f"\nUnder each launcher:\n\n{launchers(results['launchers'])}"
+    return rows
+
+
 def put(page: str, rows: str) -> str:
     """The page with this table between its marks."""
     before, rest = page.split(MARKS[0])
@@ -83,9 +97,6 @@ def write(gates: dict[str, int]) -> None:
         gates: how many trials a full round of each kind has.
     """
     results = json.loads(RESULTS.read_text())
-    if reasons := refused(results, gates):
+    if reasons := refused(results):
         raise SystemExit("not to be published:\n" + "\n".join(reasons))
-    rows = table(results, gates)
-    if "launchers" in results:
-        rows += f"\nUnder each launcher:\n\n{launchers(results['launchers'])}"
-    PAGE.write_text(put(PAGE.read_text(), rows))
+    PAGE.write_text(put(PAGE.read_text(), tables(results, gates)))
