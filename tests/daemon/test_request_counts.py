@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support.doubles import Counting, contents, is_chunk, is_manifest
-from support.world import RUN, commit, config, content, converge, part, reconciler, running, settle, until
+from daemon.transfer.test_relay import daemon as of_tiers
+from support.doubles import Counting, Double, contents, is_chunk, is_manifest
+from support.world import RUN, commit, config, content, converge, part, reconciler, running, settle, steps_on, until
 
 from tierd.core.errors import ManifestError
+from tierd.core.ids import chunks_prefix
+from tierd.core.retention.policy import RetentionPolicy
 from tierd.daemon.pause import TierPause
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.tiers.manifests import Manifests
@@ -320,3 +323,24 @@ def test_a_look_that_takes_long_is_good_enough_to_send_by_but_not_to_delete_by(s
             assert len(took) == 2  # what was done to a tier is known without a look
 
     asyncio.run(work())
+
+
+def test_another_tier_that_wants_a_checkpoint_is_asked_for_each_part_once(spool):
+    async def work():
+        near, far = Double(), Double()
+        policies = RetentionPolicy(keep_last=2), RetentionPolicy(keep_last=100)
+        node = of_tiers(spool, {"near": near, "far": far}, policies)
+        async with running(node):
+            for step in (1, 2, 3):
+                if step == 3:
+                    far.calls.clear()
+                for rank in (0, 1):
+                    commit(spool, part(step, rank=rank, world=2))
+                await settle(node)
+        assert sorted(set(steps_on(near.inner.objects))) == [2, 3]
+        return [(operation, key) for operation, key in far.calls if part(1).checkpoint.name in key]
+
+    asked = asyncio.run(work())
+    manifests = [("get", part(1, rank=rank, world=2).manifest_key) for rank in (0, 1)]
+    chunks = [("scan", f"{chunks_prefix(RUN)}{part(1).checkpoint.name}/{rank:05}/") for rank in (0, 1)]
+    assert sorted(asked) == sorted([*manifests, *chunks])

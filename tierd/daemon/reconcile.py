@@ -157,7 +157,7 @@ class Reconciler:
         self.repairs = Repairs(setup, self._repairer)
         records = RunRecords(setup)
         self._flusher = Flusher(setup, self.backlog, records, self.repairs)
-        self._pruner = Pruner(setup)
+        self._pruner = Pruner(setup, self.observe)
         agenda = Agenda(setup, self.backlog, records, self._pruner, self.observe)
         acts = self._flusher, self._pruner, self.repairs
         self._loop = WorkerLoop(setup, agenda, self.backlog, acts, self._moved, self._random)

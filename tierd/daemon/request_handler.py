@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from tierd.core.errors import CheckpointNotFound, ConfigError, StoreRefused, StoreUnavailable, TierdError
-from tierd.core.ids import CheckpointId, PartId, pin_key
+from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL
 from tierd.core.report import report
@@ -38,6 +38,7 @@ from tierd.daemon.reports.runs import runs
 from tierd.daemon.status import Status
 from tierd.daemon.tier_worker import TierWorker
 from tierd.daemon.tiers.awake import awake_timeout
+from tierd.daemon.tiers.pins import pin, unpin
 from tierd.ipc import messages
 from tierd.priority import hasten
 from tierd.spool.records import policies
@@ -273,9 +274,11 @@ class RequestHandler:
         return {"paused": until}
 
     async def _pin(self, checkpoint: CheckpointId, pinned: bool) -> dict[str, Any]:
-        await asyncio.to_thread(self._reconciler.spool.pin, checkpoint, pinned=pinned)
-        for store in self._reconciler.stores.values():
-            await (store.put(pin_key(checkpoint), b"") if pinned else store.delete([pin_key(checkpoint)]))
+        spool, stores = self._reconciler.spool, self._reconciler.stores.values()
+        if pinned:
+            await pin(spool, stores, checkpoint, self._reconciler.timings)
+        else:
+            await unpin(spool, stores, checkpoint)
         self._reconciler.wake()
         return {}
 

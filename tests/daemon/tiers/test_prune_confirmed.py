@@ -1,12 +1,17 @@
-"""A prune takes long on a slow tier. Pins and launches count until its deletions begin."""
+"""A prune takes long on a slow tier. What is pinned, saved or lost in any place meanwhile counts until it deletes."""
 
 from __future__ import annotations
 
 import asyncio
 
 import pytest
-from support.doubles import Double, is_manifest
+from daemon.transfer.test_relay import daemon as of_tiers
+from support.doubles import Double, flip, is_chunk, is_manifest
 from support.world import commit, converge, part, reconciler, running, settle, steps_on, until
+
+from tierd.core.errors import StoreUnavailable
+from tierd.core.ids import pin_key
+from tierd.core.retention.policy import RetentionPolicy
 
 
 def once_marked(store: Double, act) -> list[str]:
@@ -23,16 +28,32 @@ def once_marked(store: Double, act) -> list[str]:
     return marks
 
 
-@pytest.mark.parametrize("what", ["a pin", "a launch that resumed from it"])
+def put_there(store: Double, objects: dict[str, tuple[bytes, int]]) -> None:
+    """Have objects appear as if another node had put them."""
+    store.inner.objects |= objects
+    store.inner.keys = sorted(store.inner.objects)
+
+
+def quarantine_there(store: Double, *parts) -> None:
+    """Have manifests moved away as if another node had found the copies corrupt."""
+    for one in parts:
+        store.inner.objects[one.quarantine_key] = store.inner.objects.pop(one.manifest_key)
+    store.inner.keys = sorted(store.inner.objects)
+
+
+@pytest.mark.parametrize("what", ["a pin", "pin_by_another_node", "a launch that resumed from it"])
 def test_what_makes_a_checkpoint_wanted_counts_until_its_deletion_begins(spool, what):
     def act() -> None:
         if what == "a pin":
             spool.pin(part(1).checkpoint, pinned=True)
+        elif what == "pin_by_another_node":
+            put_there(store, {pin_key(part(1).checkpoint): (b"", 1000)})
         else:
             commit(spool, part(2, launch=2), origin=part(1).checkpoint)
 
+    store = Double()
+
     async def work():
-        store = Double()
         for step in range(6):
             commit(spool, part(step))
         await converge(spool, {"tier": store})
@@ -62,15 +83,110 @@ def test_a_launch_that_another_node_began_ends_the_pass(spool, tmp_path):
         await converge(other, {"tier": theirs})
         new = {key: data for key, data in theirs.inner.objects.items() if part(2, launch=2).checkpoint.name in key}
 
-        def arrive() -> None:
-            store.inner.objects |= new
-            store.inner.keys = sorted(store.inner.objects)
-
-        marks = once_marked(store, arrive)
+        marks = once_marked(store, lambda: put_there(store, new))
         async with running(reconciler(spool, {"tier": store}, keep=2, keep_local=100)) as daemon:
             await until(lambda: marks)
             await settle(daemon)
         left = [key for key in store.inner.objects if is_manifest(key)]
         assert len(left) == 7, left
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["whole", "one_rank"])
+def test_nothing_goes_for_the_sake_of_checkpoints_that_went_meanwhile(spool, ranks):
+    async def work():
+        store = Double()
+        for step in range(6):
+            for rank in (0, 1):
+                commit(spool, part(step, rank=rank, world=2))
+        await converge(spool, {"tier": store}, keep_local=2)
+        newest = [part(step, rank=rank, world=2) for step in (4, 5) for rank in (0, 1)]
+
+        def lose() -> None:
+            quarantine_there(store, *[one for one in newest if one.rank in ranks])
+            spool.remove(newest)
+
+        marks = once_marked(store, lose)
+        async with running(reconciler(spool, {"tier": store}, keep=2, keep_local=2)) as daemon:
+            await until(lambda: daemon.journal.counters["pruned"])
+            await settle(daemon)
+        assert any(part(3).checkpoint.name in key for key in marks), "it was not even to be deleted"
+        assert {2, 3} <= set(steps_on(store.inner.objects)) and 1 not in steps_on(store.inner.objects)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("what", ["gone", "corrupt", "no_answer"])
+def test_a_tier_is_asked_before_another_deletes_what_it_wants(spool, what):
+    """`far` is in one long flush, so what the daemon knows of it is old."""
+
+    async def work():
+        near, far, gate = Double(), Double(), asyncio.Event()
+        policies = RetentionPolicy(keep_last=4), RetentionPolicy(keep_last=1000)
+        node = of_tiers(spool, {"near": near, "far": far}, policies)
+        async with running(node):
+            for step in range(4):
+                commit(spool, part(step))
+            await settle(node)
+            put = far.put
+
+            async def slow(key, data):
+                if is_chunk(key):
+                    await gate.wait()
+                return await put(key, data)
+
+            def unavailable(operation: str, key: str) -> None:
+                if operation == "get":
+                    raise StoreUnavailable("not now")
+
+            far.put = slow
+            far.calls.clear()
+            commit(spool, part(4))
+            node.wake()
+            await until(lambda: node.workers["far"].doing)
+            if what == "gone":
+                quarantine_there(far, part(0))
+            elif what == "corrupt":
+                await flip(far.inner, part(0).manifest_key)
+            else:
+                far.before = unavailable
+            await until(lambda: any(operation == "get" and key == part(0).manifest_key for operation, key in far.calls))
+            await until(lambda: 4 in steps_on(near.inner.objects) and not node.workers["near"].doing)
+            assert steps_on(near.inner.objects) == [0, 1, 2, 3, 4]
+            far.before = None
+            gate.set()
+            far.put = put
+            await settle(node)
+            await until(lambda: steps_on(near.inner.objects) == [1, 2, 3, 4])
+        assert steps_on(far.inner.objects) == [0, 1, 2, 3, 4], "what it had lost was sent again"
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_an_incomplete_copy_in_the_spool_counts_as_wanted_until_it_goes(spool, monkeypatch, is_pinned):
+    """The tier's newer manifests are read before it goes."""
+
+    async def work():
+        store = Double()
+        for step in (2, 3, 4):
+            for rank in (0, 1):
+                commit(spool, part(step, rank=rank, world=2))
+        await converge(spool, {"tier": store}, keep=2, keep_local=1)
+        commit(spool, part(1, rank=0, world=2))
+        daemon = reconciler(spool, {"tier": store}, keep=2, keep_local=1)
+        are_past, asked = daemon.tiers.are_past, []
+
+        async def meanwhile(checkpoint, inventory):
+            asked.append(checkpoint)
+            spool.pin(checkpoint, pinned=is_pinned)
+            return await are_past(checkpoint, inventory)
+
+        monkeypatch.setattr(daemon.tiers, "are_past", meanwhile)
+        async with running(daemon):
+            await until(lambda: asked)
+            await settle(daemon)
+        assert (part(1, rank=0, world=2) in spool.parts()) == is_pinned
 
     asyncio.run(work())

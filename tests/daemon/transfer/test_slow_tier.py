@@ -7,6 +7,7 @@ import errno
 import time
 from itertools import count
 
+import pytest
 from support.doubles import Double
 from support.world import commit, corrupt, hurry, part, reconciler, running, settle, steps_in, steps_on, until
 
@@ -121,6 +122,38 @@ def test_nothing_goes_because_of_a_newer_one_that_is_rotten(spool):
 
     asyncio.run(work())
     assert steps_on(store.keys)[-2:] == [1, 3]
+
+
+@pytest.mark.parametrize("what", ["pin", "restore"])
+def test_what_makes_the_only_copy_wanted_counts_until_it_goes(spool, monkeypatch, what):
+    """The newer copies are read before it goes, which takes minutes."""
+    hurry(monkeypatch)
+
+    class Stuck(MemoryStore):
+        async def put(self, key: str, data: Buffer) -> str:
+            if "/chunks/" in key:
+                await asyncio.sleep(3600)
+            return await super().put(key, data)
+
+    async def work() -> None:
+        daemon = reconciler(spool, {"tier": Stuck()}, keep=2, keep_local=1)
+        one, is_right = part(1).checkpoint, daemon.scrubber.is_right
+
+        async def meanwhile(copy):
+            if what == "pin":
+                spool.pin(one, pinned=True)
+            else:
+                daemon.requests.needed[one] += 1
+            return await is_right(copy)
+
+        monkeypatch.setattr(daemon.scrubber, "is_right", meanwhile)
+        for step in range(1, 7):
+            commit(spool, part(step))
+        async with running(daemon):
+            await until(lambda: 2 not in steps_in(spool))
+            assert 1 in steps_in(spool)
+
+    asyncio.run(work())
 
 
 def test_a_deletion_that_fails_holds_up_no_flush(spool, monkeypatch):

@@ -46,9 +46,37 @@ MUTANTS = (
     Mutant(
         "what was decided before the marks is deleted without asking again",
         _DELETIONS,
-        "            elif spared := await self._spared(found.shown):\n",
-        "            elif spared := dict[CheckpointId, str]():\n",
+        "        if self.confirm is None or not self.to_delete:\n",
+        "        if True:\n",
         "pytest tests/daemon/tiers/test_prune_confirmed.py",
+    ),
+    Mutant(
+        "a pin that another node put beside the marks keeps nothing",
+        _DELETIONS,
+        "        if pinned := self.to_delete.intersection(pins):\n",
+        "        if pinned := set[CheckpointId]():\n",
+        "pytest tests/daemon/tiers/test_prune_confirmed.py -k pin_by_another_node",
+    ),
+    Mutant(
+        "a checkpoint goes for the sake of others that went meanwhile",
+        _DELETIONS,
+        "            elif lost := await self._lost(found.shown):\n",
+        "            elif lost := None:\n",
+        "pytest tests/daemon/tiers/test_prune_confirmed.py -k 'went_meanwhile and whole'",
+    ),
+    Mutant(
+        "a checkpoint goes for the sake of others of which one rank's part went meanwhile",
+        _DELETIONS,
+        "for rank in ranks.difference(shown.get(seen.id, {}).get(world, ()))\n",
+        "for rank in (() if seen.id in shown else ranks)\n",
+        "pytest tests/daemon/tiers/test_prune_confirmed.py -k 'went_meanwhile and one_rank'",
+    ),
+    Mutant(
+        "a pin does not wait for the prune that may not have seen it",
+        "tierd/daemon/tiers/pins.py",
+        "            if checkpoint not in await being_deleted(store, checkpoint.run, timings):\n",
+        "            if True:\n",
+        "pytest tests/daemon/tiers/test_pins.py -k may_not_see",
     ),
     Mutant(
         "a pass of prunes looks before it marks",
@@ -74,8 +102,8 @@ MUTANTS = (
     Mutant(
         "what a long flush says that it sends is swept away",
         _INTENTS,
-        "            if is_standing(info.key):\n",
-        "            if False:\n",
+        "        if is_standing(key):\n",
+        "        if False:\n",
         f"{_TEST_INTENTS} -k said_that_it_sends",
     ),
     Mutant(

@@ -32,7 +32,7 @@ from tierd.cli.tables import console, print_json
 from tierd.core.config import Config, from_urls, without_addresses
 from tierd.core.errors import ConfigError, DaemonUnavailable
 from tierd.core.event_kinds import Event
-from tierd.core.ids import CheckpointId, pin_key
+from tierd.core.ids import CheckpointId
 from tierd.core.printable import printable_json
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.candidates import restore_order
@@ -40,6 +40,7 @@ from tierd.core.timeline.run_view import RunView
 from tierd.core.urls import parse_url
 from tierd.daemon.opening import open_tiers
 from tierd.daemon.service import open_all, serve
+from tierd.daemon.tiers import pins
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.tiers.reach import Reach
 from tierd.daemon.tiers.reach import reach as try_out
@@ -178,10 +179,7 @@ async def _pin_directly(where: Places, run: str, step: int, attempt: str | None,
         stores = await open_tiers(where.config, stack) if where.config else {}
         inventory = await observe_places(where.spool, stores, run)
         checkpoint = choose(inventory, run, step, attempt)
-        if where.spool:
-            where.spool.pin(checkpoint, pinned=pinned)
-        for store in stores.values():
-            await (store.put(pin_key(checkpoint), b"") if pinned else store.delete([pin_key(checkpoint)]))
+        await (pins.pin if pinned else pins.unpin)(where.spool, stores.values(), checkpoint)
         return checkpoint
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from tierd.core.config import Config
+from tierd.core.ids import CheckpointId
 from tierd.core.planning.actions import Action, Prune
 from tierd.core.planning.copies import CheckpointCopy
 from tierd.core.planning.demand import Demand
@@ -65,6 +66,13 @@ def prunes_when_full(demands: Iterable[Demand], name: str) -> list[Prune]:
         return []
     oldest = min(held, key=lambda one: (one.id.attempt, one.id.step, one.id.run))
     return [Prune(oldest.id, name, (f"{name} is full; it was {oldest.reasons[0]}",))]
+
+
+def relied_on(demand: Demand, name: str, checkpoint: CheckpointId) -> list[tuple[str, CheckpointCopy]]:
+    """The copies for whose sake a tier may delete a checkpoint: those of the other tiers that want it."""
+    copies = demand.copies.get(checkpoint, {})
+    others = [(other, seen) for other, seen in copies.items() if other not in (SPOOL, name)]
+    return [(other, seen) for other, seen in others if demand.reasons(other, checkpoint)]
 
 
 def together(first: Prune, actions: Iterable[Action], place: Place | None) -> list[Prune]:

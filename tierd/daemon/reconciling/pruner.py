@@ -1,32 +1,40 @@
 """Carry out the prunes of the plan on a tier and in the spool, and report them.
 
-Invariant: no local copy is deleted before the tiers were asked once more, nor because of another copy that is corrupt.
+Invariant: no copy is deleted for the sake of another one before that one's place was asked once more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from contextlib import suppress
 
-from tierd.core.errors import DeleteRefused, ManifestError, ObjectNotFound
+from tierd.core.errors import DeleteRefused, FormatTooNew, ManifestError, ObjectNotFound, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.planning.actions import Prune
+from tierd.core.planning.copies import CheckpointCopy
 from tierd.core.planning.demand import Demand
 from tierd.core.planning.eviction import complete_here, superseded
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL
-from tierd.core.planning.pruning import lost_to, together
+from tierd.core.planning.pruning import lost_to, relied_on, together
 from tierd.daemon.reconciling.setup import Setup
 from tierd.daemon.tiers.prune import quarantine
 
+_ASKING_S = 300.0  # for the answers of other tiers; what is known to be held by then is deleted
+
 
 class Pruner:
-    """Carry out prunes."""
+    """Carry out prunes.
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+    Args:
+        observe: observes one place afresh.
+    """
+
+    def __init__(self, setup: Setup, observe: Callable[[str], Awaitable[None]]) -> None:
+        self._setup, self._observe = setup, observe
         self._rest_on: dict[CheckpointId, PartId] = {}  # checkpoint whose prune waits -> copy to verify first
 
     async def prune(self, action: Prune) -> None:
@@ -53,7 +61,7 @@ class Pruner:
         planned = setup.planner.plan(live.inventory(), setup.config, {}, 0.0, first.tier)
         others = [one for one in planned if isinstance(one, Prune) and not worker.is_off(one.checkpoint)]
         prunes = together(first, others, place)
-        before, run = live.inventory(), first.checkpoint.run
+        before, run, stale = live.inventory(), first.checkpoint.run, set[str]()
 
         async def confirm(shown: Collection[CheckpointId]) -> frozenset[CheckpointId]:
             await live.observe()
@@ -62,7 +70,10 @@ class Pruner:
             if not {one.attempt for one in shown} <= known:
                 return frozenset()  # another node has begun a launch: what it needs is known after an observation
             actions = setup.planner.plan(inventory, setup.config, {}, 0.0, first.tier)
-            return frozenset(one.checkpoint for one in actions if isinstance(one, Prune) and one.tier == first.tier)
+            still = {one.checkpoint for one in actions if isinstance(one, Prune) and one.tier == first.tier}
+            return await self._held_elsewhere(
+                still & reasons.keys(), first.tier, Demand(inventory, setup.config, run), stale
+            )
 
         reasons = {one.checkpoint: one.reasons for one in prunes}
 
@@ -75,12 +86,58 @@ class Pruner:
             gone = await setup.tiers.prune([one.checkpoint for one in prunes], first.tier, confirm, record)
         except DeleteRefused:  # reported once by `SaveEvents.append_only`; later plans omit these prunes
             gone = set()
+        finally:
+            for name in stale:
+                with suppress(TierdError, OSError):  # then it is unknown
+                    await self._observe(name)
         record(gone)  # also those of which only chunks were left
         if gone:
             live.full.discard(first.tier)
         for one in prunes:
             if one.checkpoint not in gone:
                 worker.put_off(one.checkpoint)
+
+    async def _held_elsewhere(
+        self, going: Collection[CheckpointId], tier: str, demand: Demand, stale: set[str]
+    ) -> frozenset[CheckpointId]:
+        """Return those of `going` that every other tier holds that wants them, as far as that is known in time.
+
+        The tiers are asked, because their observations may be hours old, and take a manifest for usable that nobody
+        has read.
+
+        Args:
+            going: the checkpoints about to be deleted.
+            tier: the tier from which they are deleted.
+            demand: the demand by which they are deleted.
+            stale: gets the tiers that lack what they were seen to have.
+        """
+        held: set[CheckpointId] = set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ASKING_S):
+                for one in sorted(going):
+                    for other, seen in relied_on(demand, tier, one):
+                        if other not in stale and not await self._holds(other, seen):
+                            stale.add(other)
+                        if other in stale:
+                            break
+                    else:
+                        held.add(one)
+        return frozenset(held)
+
+    async def _holds(self, tier: str, seen: CheckpointCopy) -> bool:
+        """Whether a tier still holds a checkpoint. A part proven corrupt there is quarantined, so that it is sent
+        again."""
+        parts = list(seen.parts())
+        try:
+            corrupt = await self._setup.tiers.holds(tier, parts)
+            for part in corrupt or ():
+                self._setup.journal.record("corrupt", tier, part, "it cannot be read; it will be flushed again")
+                await quarantine(self._setup.stores[tier], part)
+        except FormatTooNew:  # a newer tierd reads it, or one with another key
+            return True
+        except (TierdError, OSError):
+            return False
+        return corrupt == []
 
     async def release(self, checkpoint: CheckpointId, reasons: tuple[str, ...], *, reuse: bool = False) -> bool:
         """Delete the spool's copy of a checkpoint if the tiers, asked once more, allow it.
@@ -142,19 +199,38 @@ class Pruner:
             tiers.observed.doubt(name)
         if lacking is not None:
             return None
-        on_one = any(all(tiers.observed.has(part, name) for part in parts) for name in setup.stores)
-        if on_one:
+        if any(all(tiers.observed.has(part, name) for part in parts) for name in setup.stores):
             return parts
-        if aged := [name for name in setup.stores if setup.timings.aged_s < tiers.observed.age_s(name) < math.inf]:
-            for name in aged:
-                tiers.observed.doubt(name)
-            return None
+        return parts if await self._is_given_up(checkpoint) else None
+
+    async def _is_given_up(self, checkpoint: CheckpointId) -> bool:
+        """Whether no tier wants a copy that only the spool has, and the newer ones are right to which it yields."""
+        live, tiers = self._setup.live, self._setup.tiers
+        if self._are_aged():
+            return False
+        demand = Demand(live.inventory(), self._setup.config, checkpoint.run)
+        is_late = checkpoint in superseded(demand)
+        if is_late:
+            others = [seen for seen in complete_here(demand.inventory, checkpoint.run) if seen.id != checkpoint]
+            is_past = await self._all_right(checkpoint, [part for seen in others for part in seen.parts()])
+        else:
+            is_past = await tiers.are_past(checkpoint, demand.inventory)
+        if not is_past:
+            return False
+        # Reading those may have taken minutes. A pin, or another node's restore, that began meanwhile counts.
+        await live.observe()
         inventory = live.inventory()
-        if checkpoint in superseded(Demand(inventory, setup.config, checkpoint.run)):
-            others = [seen for seen in complete_here(inventory, checkpoint.run) if seen.id != checkpoint]
-            newer = [part for seen in others for part in seen.parts()]
-            return parts if await self._all_right(checkpoint, newer) else None
-        return parts if await tiers.are_past(checkpoint, live.inventory()) else None
+        demand = Demand(inventory, self._setup.config, checkpoint.run)
+        is_wanted = checkpoint not in superseded(demand) if is_late else checkpoint in inventory.pins | inventory.needed
+        return not (is_wanted or self._are_aged())
+
+    def _are_aged(self) -> bool:
+        """Whether a tier's observation is too old to delete an only copy by it. If so, it is made anew."""
+        observed, setup = self._setup.tiers.observed, self._setup
+        aged = [name for name in setup.stores if setup.timings.aged_s < observed.age_s(name) < math.inf]
+        for name in aged:
+            observed.doubt(name)
+        return bool(aged)
 
     async def _all_right(self, checkpoint: CheckpointId, parts: Iterable[PartId]) -> bool:
         """Whether the spool's copies of `parts`, the reason for which `checkpoint` may be deleted, are intact."""

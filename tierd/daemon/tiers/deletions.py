@@ -6,12 +6,12 @@ is marked and all other manifests are listed. Chunks of a checkpoint whose own m
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from tierd.core.errors import ManifestError, ObjectNotFound
+from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.place import Place
 from tierd.daemon.tiers.intents import Marks, sweep, why_kept
@@ -35,7 +35,7 @@ class ListedManifests:
         own: checkpoint to delete -> the keys of its manifests.
         shared: the shared chunks that the checkpoints to delete name.
         alive: the surviving checkpoints, those included of which a manifest is about to be put.
-        shown: the surviving checkpoints that have a manifest.
+        shown: the surviving checkpoints that have a manifest, each with its ranks by world size.
         grown: checkpoints to delete that have more parts than the decision knew -> how that is known.
     """
 
@@ -43,7 +43,7 @@ class ListedManifests:
     own: dict[CheckpointId, list[str]] = field(default_factory=dict)
     shared: list[SharedChunks] = field(default_factory=list)
     alive: set[CheckpointId] = field(default_factory=set)
-    shown: set[CheckpointId] = field(default_factory=set)
+    shown: dict[CheckpointId, dict[int, set[int]]] = field(default_factory=dict)
     grown: dict[CheckpointId, str] = field(default_factory=dict)
 
     @property
@@ -71,6 +71,7 @@ class Deletions:
         orphans: chunks of other, already pruned checkpoints that are deleted too.
         cut: checkpoint -> the marks of an earlier interrupted deletion.
         held: checkpoints that are kept although they were to be deleted, each with the reason.
+        is_stale: whether the tier has lost a checkpoint that the decision counted on.
     """
 
     to_delete: set[CheckpointId]
@@ -78,6 +79,7 @@ class Deletions:
     orphans: dict[CheckpointId, frozenset[int]]
     cut: dict[CheckpointId, list[str]]
     held: dict[CheckpointId, str]
+    is_stale: bool
 
     def goes(self, owner: CheckpointId, mark: int) -> bool:
         """Whether a chunk stored under `owner` is deleted."""
@@ -90,8 +92,8 @@ class Deletions:
 class Pass:
     """One prune's decision about which objects it can delete.
 
-    Invariant: it puts marks first and lists afterwards, again after each further mark. So a flush that the listing does
-    not show sees the marks.
+    Invariant: it puts marks first and lists afterwards, again after each further mark. So a flush or a pin that the
+    listing does not show sees the marks.
     """
 
     store: Store
@@ -111,6 +113,7 @@ class Pass:
         """
         run, asked, remembered = self.marks.run, *self._remembered()
         held: dict[CheckpointId, str] = {}
+        is_stale = False
         await self.marks.put(self.to_delete | remembered)
         while True:
             swept = await sweep(self.store, run, self.who, self.timings)
@@ -126,15 +129,46 @@ class Pass:
                 asked |= found.bases
             elif not (orphans := found.orphans(self.to_delete)).keys() <= self.marks.owners:
                 await self.marks.put(orphans.keys())
-            elif spared := await self._spared(found.shown):
+            elif lost := await self._lost(found.shown):
+                is_stale = True
+                held |= dict.fromkeys(self.to_delete, f"{lost}, which was to stay, is not there any more")
+                self.to_delete.clear()
+            elif spared := await self._spared(swept.pins, found.shown):
                 self.to_delete -= spared.keys()
                 held |= spared
             else:
-                return Deletions(self.to_delete, found, orphans, cut, held)
+                return Deletions(self.to_delete, found, orphans, cut, held, is_stale)
 
-    async def _spared(self, shown: Collection[CheckpointId]) -> dict[CheckpointId, str]:
+    async def _lost(self, shown: Mapping[CheckpointId, Mapping[int, Collection[int]]]) -> PartId | None:
+        """Return a part that the decision counted on and the tier has no more: another node may have quarantined it.
+
+        A part that the listing does not show is read, because some stores list what is there only after a while.
+        """
+        counted = [seen for seen in self.seen.copies(self.marks.run) if seen.usable and seen.id not in self.to_delete]
+        unseen = [
+            PartId(seen.id, rank, world)
+            for seen in counted
+            for world, ranks in seen.ranks.items()
+            for rank in ranks.difference(shown.get(seen.id, {}).get(world, ()))
+        ]
+        lost: list[PartId] = []
+
+        async def read(part: PartId) -> None:
+            try:
+                await self.store.get(part.manifest_key)
+            except ObjectNotFound:
+                lost.append(part)
+            except (CorruptChunk, ManifestError):  # too large, or encrypted with another key, and there
+                pass
+
+        await each(READERS, read, unseen if self.to_delete else ())
+        return min(lost, default=None)
+
+    async def _spared(self, pins: Collection[CheckpointId], shown: Collection[CheckpointId]) -> dict[CheckpointId, str]:
         """Return the checkpoints that have become wanted since the decision: marks and listings take long on a
         slow tier. Asked last, so that only the deletions themselves come after it."""
+        if pinned := self.to_delete.intersection(pins):
+            return dict.fromkeys(pinned, "it is pinned")
         if self.confirm is None or not self.to_delete:
             return {}
         still = await self.confirm(shown)
@@ -191,7 +225,7 @@ class Pass:
                             yield info, owner
                         continue
                     found.alive.add(owner)
-                    found.shown.add(owner)
+                    found.shown.setdefault(owner, {}).setdefault(world, set()).add(rank)
                     if shared is None or (shared.chunks is None and not shared.owners.isdisjoint(asked)):
                         yield info, owner
                     else:

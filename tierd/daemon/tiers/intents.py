@@ -24,12 +24,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Collection, Iterable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 from tierd.core.errors import StoreUnavailable, TierdError
-from tierd.core.ids import CheckpointId, PartId, flushing_prefix, pruning_prefix
+from tierd.core.ids import (
+    CheckpointId,
+    PartId,
+    flushing_prefix,
+    parse_pin,
+    pins_prefix,
+    pruning_prefix,
+)
 from tierd.daemon.tiers.announcements import is_standing
 from tierd.daemon.tiers.stamps import STALE_MS, STAMP, age_ms, forget, is_over, stamp_now
 from tierd.daemon.timings import USUAL, DaemonTimings
@@ -75,9 +82,8 @@ async def naming(
             await forget(store, [intent])
             raise
         yield
-        # If the manifest's put fails, the intent is left, because that put may still take effect. Intents of this
-        # node's
-        # earlier tries are deleted too. This one is deleted unlisted, because a listing may be older than the put.
+        # If the manifest's put fails, the intent is left, because that put may still take effect. Intents of earlier
+        # tries of this node are deleted too. This one is deleted unlisted, as a listing may be older than the put.
         earlier = {info.key async for info in store.scan(own) if info.key.endswith(stamp[-9:])}
         await clear(store, sorted({intent, *earlier}))
 
@@ -86,7 +92,7 @@ async def _wait_for_marks(
     store: Store, part: PartId, owners: Collection[CheckpointId], who: str, timings: DaemonTimings
 ) -> None:
     for _ in range(timings.mark_reads):
-        met = await _marked(store, part.checkpoint.run, timings, who) & set(owners)
+        met = await being_deleted(store, part.checkpoint.run, timings, who) & set(owners)
         if not met:
             return
         await asyncio.sleep(timings.mark_pause_s)
@@ -99,10 +105,10 @@ async def left_over(store: Store, run: str, timings: DaemonTimings = USUAL) -> s
     A flush should not name their chunks, because an interrupted prune leaves its marks and the flush might wait in
     vain.
     """
-    return await _marked(store, run, timings, older=_LEFT_OVER_S * 1000)
+    return await being_deleted(store, run, timings, older=_LEFT_OVER_S * 1000)
 
 
-async def _marked(
+async def being_deleted(
     store: Store, run: str, timings: DaemonTimings, who: str = "", older: float = -math.inf
 ) -> set[CheckpointId]:
     """Return the checkpoints whose chunks are being deleted.
@@ -170,11 +176,13 @@ class Swept(NamedTuple):
         intents: the keys of intents that have not expired, each with its part.
         cut: checkpoint -> the marks of its interrupted deletion. They are kept until all of it is deleted, because
             nothing else may show that chunks are left.
+        pins: the pinned checkpoints.
     """
 
     tidy: bool
     intents: list[tuple[str, PartId]]
     cut: dict[CheckpointId, list[str]]
+    pins: set[CheckpointId]
 
 
 async def sweep(store: Store, run: str, who: str, timings: DaemonTimings = USUAL) -> Swept:
@@ -182,22 +190,37 @@ async def sweep(store: Store, run: str, who: str, timings: DaemonTimings = USUAL
     stale: list[str] = []
     intents: list[tuple[str, PartId]] = []
     cut: dict[CheckpointId, list[str]] = {}
+    pins: set[CheckpointId] = set()
     tidy = True
-    for prefix in (flushing_prefix(run), pruning_prefix(run)):
-        async for info in store.scan(prefix):
-            if is_standing(info.key):
-                continue
-            match = STAMP.fullmatch(info.key)
-            if match and is_over(match[2], match[3], who, timings):
-                marked = CheckpointId.parse(run, match[1].removeprefix(pruning_prefix(run)))
-                (cut.setdefault(marked, []) if marked else stale).append(info.key)
-                continue
-            if match and match[3] == who:
-                tidy = False
-            if part := _intended(run, info.key):
-                intents.append((info.key, part))
+    flushing = [info.key async for info in store.scan(flushing_prefix(run))]
+    for key in [*flushing, *await _pins_and_marks(store, run)]:
+        if pinned := parse_pin(run, key):
+            pins.add(pinned)
+            continue
+        if is_standing(key):
+            continue
+        match = STAMP.fullmatch(key)
+        if match and is_over(match[2], match[3], who, timings):
+            marked = CheckpointId.parse(run, match[1].removeprefix(pruning_prefix(run)))
+            (cut.setdefault(marked, []) if marked else stale).append(key)
+            continue
+        if match and match[3] == who:
+            tidy = False
+        if part := _intended(run, key):
+            intents.append((key, part))
     await clear(store, stale)
-    return Swept(tidy, intents, cut)
+    return Swept(tidy, intents, cut, pins)
+
+
+async def _pins_and_marks(store: Store, run: str) -> list[str]:
+    """The keys of pins and marks. No other kind of object sorts between them, so one listing shows both."""
+    found, sorts = [], (pins_prefix(run), pruning_prefix(run))
+    async with aclosing(store.scan(f"{run}/", pins_prefix(run)[:-1])) as listing:
+        async for info in listing:
+            if not info.key.startswith(sorts):
+                break
+            found.append(info.key)
+    return found
 
 
 async def being_flushed(store: Store, run: str, timings: DaemonTimings = USUAL) -> dict[CheckpointId, str]:

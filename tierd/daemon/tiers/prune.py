@@ -38,11 +38,13 @@ class Pruned(NamedTuple):
             putting a manifest, and those of which only shared chunks are left.
         bare: other checkpoints, pruned before, whose last shared chunks were deleted now.
         held: the checkpoints that are kept for now, each with the reason.
+        is_stale: whether the tier has lost a checkpoint that the decision counted on.
     """
 
     gone: set[CheckpointId]
     bare: set[CheckpointId]
     held: Mapping[CheckpointId, str] = {}
+    is_stale: bool = False
 
 
 async def prune(
@@ -58,7 +60,7 @@ async def prune(
     """Delete checkpoints of one run from a tier in one pass, with the chunks that only they named.
 
     Invariant: every surviving manifest is read before anything is deleted, so its chunks are known. No checkpoint is
-    deleted because of a newer one that cannot be used.
+    deleted because of a newer one that cannot be used, or that is gone.
 
     Args:
         store: the tier's store.
@@ -86,7 +88,7 @@ async def prune(
         decided = Pass(store, set(checkpoints), who, known, marks, seen or Place(), confirm, timings)
         going = await decided.settle(listed=seen is None)
         if not going.to_delete:
-            return Pruned(set(), set(), going.held)
+            return Pruned(set(), set(), going.held, going.is_stale)
         own = going.listed.own
         # Those of the inventory as well, because some stores list what is there only after a while, and no manifest may
         # outlive its chunks.

@@ -25,14 +25,16 @@ from tierd.daemon.rank_notes import sweep_rank_notes
 from tierd.daemon.tiers.deletions import Confirm
 from tierd.daemon.tiers.flushes import TierFlushes
 from tierd.daemon.tiers.heads import rolled_back, unwritten, write
-from tierd.daemon.tiers.holders import lacking
+from tierd.daemon.tiers.holders import holds, lacking
 from tierd.daemon.tiers.intents import sweep
+from tierd.daemon.tiers.manifests import READERS
 from tierd.daemon.tiers.observations import Observations
 from tierd.daemon.tiers.observe import TierObserver
 from tierd.daemon.tiers.prune import prune
 from tierd.daemon.tiers.run_policies import record, unrecorded
 from tierd.daemon.tiers.stamps import node
 from tierd.daemon.timings import USUAL, DaemonTimings
+from tierd.daemon.transfer.concurrency import together
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store, asked_s, clear
 from tierd.stores.deletions import DeletionGuard
@@ -135,7 +137,7 @@ class Tiers:
         store, tidy, found = self._stores[tier], True, frozenset[CheckpointId]()
         guard.has_left = False
         for run in runs:
-            done, _, cut = await sweep(store, run, self.who, self._timings)
+            done, _, cut, _ = await sweep(store, run, self.who, self._timings)
             await sweep_rank_notes(store, run)
             # A checkpoint whose manifest is still there is left to the plan, so its mark is removed.
             await clear(store, [mark for one, marks in cut.items() if one in place.checkpoints for mark in marks])
@@ -181,7 +183,7 @@ class Tiers:
         for run in {one.run for one in checkpoints}:
             await self._guards[tier].check(f"{pruning_prefix(run)}none")
         try:
-            gone, bare, _ = await prune(
+            gone, bare, _, is_stale = await prune(
                 self._stores[tier],
                 checkpoints,
                 self.who,
@@ -195,6 +197,8 @@ class Tiers:
             names = ", ".join(str(one) for one in sorted(checkpoints)[:3]) + (", …" if len(checkpoints) > 3 else "")
             log.warning("%s: not pruned yet: %s: %s", tier, names, error)
             return set()
+        if is_stale:
+            self.observed.doubt(tier)
         for one in {*checkpoints, *bare}:
             eye.forget(one)  # also where only shared chunks are left, which is known now
         for one in {*gone, *bare}:
@@ -221,6 +225,18 @@ class Tiers:
                     self.observed.doubt(name)
                     return False
         return True
+
+    async def holds(self, tier: str, parts: Collection[PartId]) -> list[PartId] | None:
+        """Ask a tier whether it holds all of these parts.
+
+        Returns:
+            The parts whose copies there are proven corrupt; None if one of the parts is not there any more.
+
+        Raises:
+            TierdError, OSError: the tier failed.
+        """
+        found = await together(READERS, [holds(self._stores[tier], part, None) for part in parts])
+        return None if None in found else [part for part, held in zip(parts, found, strict=True) if not held]
 
     async def lacking(self, local: Mapping[PartId, Manifest | None]) -> list[tuple[str, PartId]] | None:
         """Check the tiers once more before the spool's copies are deleted.
