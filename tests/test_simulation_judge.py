@@ -28,7 +28,7 @@ class Region:
     def save(
         self, step: int, *tiers: Bucket, node: str = "A", launch: int = 1, origin: tuple[int, int] | None = None
     ) -> None:
-        self.keeper.begun(Saved("run", launch, step, origin, node, float(step), float(step)))
+        self.keeper.begun(Saved("run", launch, step, origin, node, float(step), float(step), float(step)))
         self.keeper.acked.add(("run", launch, step))
         for tier in tiers:
             key = f"run/manifests/{step:012}.{launch:012x}-{launch:08x}/00000-of-00001.json"

@@ -329,9 +329,9 @@ class Keeper:
     def _wants(self, rules: Rules, which: Which, here: list[Saved], known: dict[Which, Saved]) -> bool:
         """Whether these rules want a checkpoint, by all that is known, and by what was known at each moment before at
         which the deletion may have been decided."""
-        then = self.now() - _STALE
-        for moment in {then, *(saved.acked for saved in known.values() if saved.acked > then)}:
-            some = {one: saved for one, saved in known.items() if one == which or saved.acked <= moment}
+        then = self.awake() - _STALE  # a daemon that slept for hours decides by what it knew before
+        for moment in {then, *(saved.acked_awake for saved in known.values() if saved.acked_awake > then)}:
+            some = {one: saved for one, saved in known.items() if one == which or saved.acked_awake <= moment}
             there = [saved for saved in here if saved.which in some]
             if which not in rules.lasting(some.values()) | rules.lately(there, list(some.values())):
                 return False

@@ -20,7 +20,8 @@ class Saved:
     Attributes:
         origin: the launch and step that its launch resumed from.
         node: where it was saved.
-        created: seconds since 1970; `acked` is the simulated time of the acknowledgement.
+        created: seconds since 1970; `acked` is the simulated time of the acknowledgement, and `acked_awake` the same
+            without the time in which the machines slept.
     """
 
     run: str
@@ -30,6 +31,7 @@ class Saved:
     node: str
     created: float
     acked: float
+    acked_awake: float
     metrics: dict[str, float] = field(default_factory=dict, hash=False)
 
     @property

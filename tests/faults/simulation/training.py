@@ -134,6 +134,7 @@ class Training:
             site.name,
             round(EPOCH + region.loop.now, 3),
             region.loop.now,
+            site.keeper.awake(),
             {"loss": float(region.rng.randint(0, 40))} if region.rng.random() < 0.8 else {},
         )
         site.keeper.begun(saved)
