@@ -6,6 +6,7 @@ import threading
 from itertools import pairwise
 
 import pytest
+from support.interrupted import at_line
 from support.ranks import Group
 from support.training import tensors
 from support.world import attempt
@@ -124,6 +125,28 @@ def test_time_counts_from_the_beginning_the_restore_and_the_last_save(spool, mon
         assert checkpointer.due(9)
         assert checkpointer.restore(tensors(0)).step == 7
         assert not checkpointer.due(8)
+
+
+@pytest.mark.timeout(30)
+def test_a_handler_may_save_at_any_line_of_the_schedule(spool):
+    """The thread that persists the handler's save must not wait for the thread that the handler has interrupted."""
+    steps = iter(range(1, 10_000))
+
+    def save() -> None:
+        step = next(steps)
+        checkpointer.due(step, metrics={"loss": -step})
+        checkpointer.save(step, tensors(1), {"loss": -step}).wait(timeout=20)
+
+    with made(spool, tierd.When(steps=1, best="loss")) as checkpointer:
+        for moment in range(200):
+            with at_line(moment, {"schedule.py", "queue.py"}, save) as fired:
+                save()
+            if not fired:
+                break
+        assert 20 < moment < 199
+        last = next(steps) - 1
+        assert not checkpointer.due(last, metrics={"loss": -last})
+        assert checkpointer.due(last, metrics={"loss": -last - 1})
 
 
 # -- several ranks ----------------------------------------------------------------------------------------------------

@@ -6,16 +6,20 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from support.doubles import Double
+from support.interrupted import at_line
 from support.training import tensors
 from support.world import Daemon, wait_until
 
 import tierd
 from tierd.client.ranks.launchers import slurm_attempt
 from tierd.core.errors import ConfigError
+from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.place import Trainer
 from tierd.core.timeline.launches import beside
 from tierd.ipc.client import Link
@@ -94,6 +98,39 @@ def test_two_checkpointers_that_were_given_one_attempt_are_told_when_they_save_i
     assert alive(spool) == [attempt], "the other one lives"
     second.close()
     assert alive(spool) == []
+
+
+def launch(root: Path) -> tuple[Path, PartId]:
+    """A new spool's control directory, and a part of a launch."""
+    (root / leases.ALIVE).mkdir(mode=0o700, parents=True)
+    return root, PartId(CheckpointId("run", tierd.new_attempt(), 1), 0, 1)
+
+
+@pytest.mark.timeout(30)
+def test_a_handler_may_save_at_any_line_of_a_launchs_first_save(tmp_path):
+    """It does not wait for the lease that the interrupted thread takes, which is shown when that thread goes on."""
+    for moment in range(100):
+        first = launch(tmp_path / str(moment))
+        with at_line(moment, {"leases.py"}, lambda first=first: leases.hold(*first)) as fired:
+            leases.hold(*first)
+        assert leases.holds(*first)
+        leases.release(*first)
+        if not fired:
+            break
+    assert 20 < moment < 99
+
+
+def test_an_interrupted_first_save_does_not_refuse_the_next_one(tmp_path, monkeypatch):
+    def interrupt(_fd) -> None:
+        raise KeyboardInterrupt
+
+    first = launch(tmp_path)
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(os, "fstat", interrupt)
+        leases.hold(*first)
+    leases.hold(*first)
+    assert leases.holds(*first)
+    leases.release(*first)
 
 
 # -- two processes ----------------------------------------------------------------------------------------------------

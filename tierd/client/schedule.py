@@ -3,14 +3,16 @@
 Invariant: each rank counts steps and epochs for itself, from numbers that are the same on all ranks. If a clock or a
 metric decides, rank 0 decides and sends its decision to the others, only at steps that may be due. On the step of a
 notice of preemption the ranks agree (`client/preemption/`) before any of them is asked there.
+
+Invariant: no lock is held here, because a signal handler may save between any two lines. Its save would wait for the
+thread that persists, which would wait here for the interrupted thread.
 """
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from threading import Lock
 
 import msgspec
 
@@ -34,6 +36,7 @@ class Word(msgspec.Struct, frozen=True):
 
 # The step, epoch and metric value at which a checkpoint was last found due.
 _NOTHING: tuple[int, int | None, float | None] = -1, None, None
+_START = 0, -1  # the step and epoch of `Saved` before the first save
 
 
 class Schedule:
@@ -54,9 +57,13 @@ class Schedule:
         if when is not None and not isinstance(when, When):
             raise ConfigError(f"when={when!r}: a tierd.When, such as tierd.When(steps=1000)")
         self.when, self._ranks, self._now = when, ranks, now
-        self._lock = Lock()
-        self._saved = Saved(now())
-        self._values: dict[int, float] = {}  # metric values by step, of saves that have not ended yet
+        # Each attribute is replaced in one step. The thread that persists only puts results into the queue, because two
+        # threads that replace one attribute could undo each other's change.
+        self._saved_at = now()
+        self._counted: tuple[int, int | None] = _START  # the step and epoch of the last save
+        self._best: float | None = None  # of the saves that have ended
+        self._values: dict[int, float] = {}  # metric values by step, of saves whose result was not taken yet
+        self._results: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()  # a step, and whether it is durable
         self._asked = _NOTHING
         self._next_clock = 0
         self._decided: tuple[int, float] | None = None  # the step and time at which rank 0's clock last decided
@@ -91,7 +98,7 @@ class Schedule:
         elif self._is_asked(when, step, epoch, judged=given is not None):
             value, found = self._agreed(when, step, epoch, given)
         else:
-            found = not when.best_only and is_counted(when, self._saved, step, epoch)
+            found = not when.best_only and is_counted(when, self._so_far(), step, epoch)
             value = value_of(given, when.best or "") if found and given and when.best in given else None
         if found:
             self._asked = step, epoch, value
@@ -114,7 +121,7 @@ class Schedule:
 
     def _is_asked(self, when: When, step: int, epoch: int | None, *, judged: bool) -> bool:
         """Return whether rank 0 has to decide. The result is the same on every rank."""
-        counted = is_counted(when, self._saved, step, epoch)
+        counted = is_counted(when, self._so_far(), step, epoch)
         is_timed = when.every is not None and step >= self._next_clock
         if when.best_only:
             return judged and (counted or is_timed or not when.is_bounded)
@@ -147,15 +154,27 @@ class Schedule:
     # -- what was saved ---------------------------------------------------------------------------------------------
 
     def _so_far(self) -> Saved:
-        with self._lock:
-            saved = self._saved
-            for value in self._values.values():
-                saved = self._with(saved, value)
-        return saved
+        self._take_results()
+        best = self._best
+        for value in list(self._values.values()):
+            best = self._better(best, value)
+        return Saved(self._saved_at, *self._counted, best)
 
-    def _with(self, saved: Saved, value: float) -> Saved:
+    def _better(self, best: float | None, value: float) -> float | None:
         goal = self.when.goal if self.when else None
-        return replace(saved, best=value) if goal and goal.better(value, saved.best) else saved
+        return value if goal and goal.better(value, best) else best
+
+    def _take_results(self) -> None:
+        """Take the results of saves that have ended. The thread that trains calls this."""
+        while not self._results.empty():
+            try:
+                step, durable = self._results.get_nowait()
+            except queue.Empty:  # a signal handler that saves took it
+                return
+            value = self._values.get(step)
+            if value is not None and durable:
+                self._best = self._better(self._best, value)
+            self._values.pop(step, None)  # only now, so that a handler's save finds it in one of both
 
     def resume(self, here: CheckpointId | None, resume: RestoreOrder) -> None:
         """Start counting from the checkpoint that training resumes from, or from nothing.
@@ -168,9 +187,10 @@ class Schedule:
             values = resume.values.get(self.when.goal.metric, {})
             whole = {one: value for one, value in values.items() if one in resume.whole}
             best = best_so_far(whole, here, resume.origins, self.when.goal)
-        with self._lock:
-            self._saved = Saved(self._now(), here.step, None, best) if here else Saved(self._now())
-            self._values = {}
+        self._take_results()
+        self._values = {}
+        self._best, self._saved_at = best, self._now()
+        self._counted = (here.step, None) if here else _START
         self._asked, self._next_clock, self._decided = _NOTHING, 0, None
         if self.preemption is not None:
             self.preemption.restored()
@@ -180,19 +200,18 @@ class Schedule:
         metric = self.metric
         if metric is None:
             return numbers
+        self._take_results()  # first, because an earlier save of this step may have failed
         asked, _, value = self._asked
         if asked == step and value is not None:
             numbers = {metric: value, **numbers}
         if metric in numbers:
-            with self._lock:
-                self._values[step] = numbers[metric]
+            self._values[step] = numbers[metric]
         return numbers
 
     def took(self, step: int | None) -> None:
         """Count a save whose snapshot is taken, or a DCP save that begins (None: at the step last found due)."""
         asked, epoch, _ = self._asked
-        with self._lock:
-            self._saved = replace(self._saved, at=self._now())
+        self._saved_at = self._now()
         if self.preemption is not None:
             self.preemption.saved()
         if self._ranks.world == 1:
@@ -200,13 +219,9 @@ class Schedule:
 
     def ended(self, step: int, *, durable: bool) -> None:
         """Record that the save at `step` became durable or failed. Any thread may call this."""
-        with self._lock:
-            value = self._values.pop(step, None)
-            if value is not None and durable:
-                self._saved = self._with(self._saved, value)
+        if self.metric is not None:
+            self._results.put((step, durable))
 
     def _count(self, step: int, epoch: int | None) -> None:
-        with self._lock:
-            before = self._saved
-            last = before.epoch if epoch is None else epoch
-            self._saved = replace(before, step=max(before.step, step), epoch=last)
+        last_step, last_epoch = self._counted
+        self._counted = max(last_step, step), last_epoch if epoch is None else epoch

@@ -32,13 +32,14 @@ _KEPT = 64  # locks per run that a sweep keeps
 _Owner = object  # a writer of this process that holds a lock; compared by identity or value
 # (control, writer) -> by owner, attempt and descriptor.
 _held: dict[tuple[Path, str], dict[_Owner, tuple[str, int]]] = {}
-_guard = threading.Lock()
+_guard = threading.RLock()  # reentrant, because a signal handler that saves may interrupt its holder
+_changing = False  # whether the holder of `_guard` is changing `_held`
 
 
 def _forget_in_child() -> None:
     # A DataLoader's worker must not keep its trainer's lock after the trainer dies.
-    global _guard
-    _guard = threading.Lock()
+    global _guard, _changing
+    _guard, _changing = threading.RLock(), False
     for owners in _held.values():
         for _, fd in owners.values():
             os.close(fd)
@@ -58,31 +59,45 @@ def hold(control: Path, part: PartId, owner: _Owner = None, *, among: bool = Fal
         among: keep the leases of this process's other writers of the rank. If False, this lease replaces them.
 
     Returns:
-        True if `among`, and another writer of this process holds a lease of the same launch.
+        True if `among`, and another writer of this process holds a lease of the same launch. In a signal handler that
+        interrupted `hold`, False without a lease: the interrupted call takes its own, and the next save this one.
 
     Raises:
         ConfigError: another process saves the same rank of the same launch; the message names that process.
         SpoolUnusable: `alive/` is not a directory of tierd's.
         OSError: the lock cannot be taken.
     """
-    attempt = part.checkpoint.attempt
+    global _changing
+    marks = control / ALIVE / part.checkpoint.run
     with _guard:
-        owners = _held.setdefault((control, part.writer), {})
-        if owner in owners and owners[owner][0] == attempt:
+        if _changing:  # by the thread that this signal handler has interrupted, so no wait would end
             return False
-        twins = [fd for other, (name, fd) in owners.items() if name == attempt and other != owner]
-        marks = control / ALIVE / part.checkpoint.run
         try:
-            check_room(control / ALIVE)
-            with suppress(FileExistsError):
-                marks.mkdir(mode=0o700)
-            # A lock belongs to the open file, which a duplicate shares, so it lasts until both descriptors are closed.
-            fd = os.dup(twins[0]) if twins else _lock(marks / f"{attempt}.{part.name}", part)
-        finally:  # in any case the previous launch has ended
-            for former in [one for one in owners if one == owner or not among]:
-                os.close(owners.pop(former)[1])
-        owners[owner] = attempt, fd
+            _changing = True
+            is_twin = _take(control, part, owner, marks, among)
+        finally:
+            _changing = False
     _sweep(marks)
+    return is_twin
+
+
+def _take(control: Path, part: PartId, owner: _Owner, marks: Path, among: bool) -> bool:
+    attempt = part.checkpoint.attempt
+    owners = _held.setdefault((control, part.writer), {})
+    if owner in owners and owners[owner][0] == attempt:
+        return False
+    twins = [fd for other, (name, fd) in owners.items() if name == attempt and other != owner]
+    # Even if no lock can be taken, the previous launch has ended.
+    former = [owners.pop(one) for one in list(owners) if one == owner or not among]
+    try:
+        check_room(control / ALIVE)
+        with suppress(FileExistsError):
+            marks.mkdir(mode=0o700)
+        # A lock belongs to the open file, which a duplicate shares, so it lasts until both descriptors are closed.
+        owners[owner] = attempt, os.dup(twins[0]) if twins else _lock(marks / f"{attempt}.{part.name}", part)
+    finally:
+        for _, fd in former:
+            os.close(fd)
     return among and bool(twins)
 
 
@@ -173,8 +188,8 @@ def _lock(path: Path, part: PartId) -> int:
             pass
         except BlockingIOError:
             time.sleep(_PAUSE_S)
-        except OSError as error:
-            if error.errno != errno.EBADF or mode == os.O_RDWR:
+        except BaseException as error:  # an interrupt too, because this process would refuse its own next save
+            if not isinstance(error, OSError) or error.errno != errno.EBADF or mode == os.O_RDWR:
                 os.close(fd)
                 raise
             mode = os.O_RDWR

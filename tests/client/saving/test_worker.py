@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.interrupted import at_line
 from support.timed import timed_client
 from support.training import restored, same, tensors
 
@@ -105,28 +106,10 @@ def test_a_handler_may_save_at_any_line_of_a_save(spool, monkeypatch, overlapped
         ckpt.save(next(steps), {"w": weight}).wait(timeout=20)
         tried = 0
         for moment in moments:
-            fired, count = [], 0
-
-            def line(frame, event, arg, moment=moment, fired=fired):
-                nonlocal count
-                if event == "line" and not fired:
-                    if count == moment:
-                        fired.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-                        sys.settrace(None)
-                        ckpt.save(next(steps), {"w": weight}).wait(timeout=20)
-                    count += 1
-                return line
-
-            def call(frame, event, arg, line=line):
-                return line if Path(frame.f_code.co_filename).name in FILES else None
-
-            sys.settrace(call)
-            try:
+            with at_line(moment, FILES, lambda: ckpt.save(next(steps), {"w": weight}).wait(timeout=20)) as fired:
                 save = ckpt.save(next(steps), {"w": weight})
                 optimizer.step()
                 save.wait(timeout=20)
-            finally:
-                sys.settrace(None)
             if not fired:
                 break
             tried += 1

@@ -103,6 +103,13 @@ MUTANTS = (
         "pytest tests/end_to_end/test_run_policies.py -k each_argument",
     ),
     Mutant(
+        "a signal handler that saves waits for the schedule that it has interrupted",
+        "tierd/client/schedule.py",
+        " = queue.SimpleQueue()",
+        " = queue.Queue()",
+        "pytest tests/client/test_schedule.py -k at_any_line",
+    ),
+    Mutant(
         "preemption: the deadline begins with the close",
         "tierd/client/schedule.py",
         "(self.preemption.begun_s() if self.preemption is not None else time.monotonic())",

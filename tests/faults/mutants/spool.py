@@ -100,6 +100,27 @@ MUTANTS = (
         "pytest tests/spool/test_leases.py -k nobody_closed",
     ),
     Mutant(
+        "a signal handler that saves waits for the lease that it has interrupted",
+        _LEASES,
+        "threading.RLock()  # reentrant",
+        "threading.Lock()  # reentrant",
+        "pytest tests/spool/test_leases.py -k at_any_line",
+    ),
+    Mutant(
+        "a signal handler that saves is refused by the lease that it has interrupted",
+        _LEASES,
+        "            return False\n        try:\n",
+        "            pass\n        try:\n",
+        "pytest tests/spool/test_leases.py -k at_any_line",
+    ),
+    Mutant(
+        "a first save that was interrupted refuses the next one",
+        _LEASES,
+        "except BaseException as error:",
+        "except OSError as error:",
+        "pytest tests/spool/test_leases.py -k interrupted_first_save",
+    ),
+    Mutant(
         "a forked worker keeps its dead trainer alive",
         _LEASES,
         "os.register_at_fork(after_in_child=_forget_in_child)",
@@ -109,8 +130,8 @@ MUTANTS = (
     Mutant(
         "a launch that cannot be shown leaves the one before alive",
         _LEASES,
-        "for former in [one for one in owners if one == owner or not among]:",
-        "for former in []:",
+        "former = [owners.pop(one) for one in list(owners) if one == owner or not among]",
+        "former = []",
         "pytest tests/end_to_end/test_two_launches.py -k cannot_be_shown_yet",
     ),
     Mutant(
