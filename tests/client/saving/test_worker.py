@@ -54,6 +54,29 @@ def test_a_worker_does_everything_in_order_and_survives_what_it_is_given(caplog)
         worker.give(lambda: None)
 
 
+@pytest.mark.timeout(30)
+def test_a_worker_that_is_closed_at_any_line_of_giving_runs_a_job_or_refuses_it():
+    """A job that got neither would have its thread wait for ever."""
+    outcomes = set()
+    for moment in range(50):
+        worker, done, refused = Worker("test"), [], []
+        with at_line(moment, {"worker.py"}, worker.close) as fired:
+            try:
+                worker.give(lambda done=done: done.append(1))
+            except ConfigError:
+                refused.append(1)
+        worker.close()
+        assert len(done) + len(refused) == 1
+        outcomes.add(bool(done))
+        if not fired:
+            break
+    assert outcomes == {True, False} and moment < 49
+    for moment in range(5):
+        worker = Worker("test")
+        with at_line(moment, {"worker.py"}, worker.close):
+            assert worker.drain(20)
+
+
 def test_a_worker_keeps_nothing_of_what_it_has_done_and_ends_with_its_owner():
     worker = Worker("test")
     thing = threading.Event()

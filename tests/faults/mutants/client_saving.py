@@ -14,6 +14,14 @@ _TEST_DEVICE_COPIES = "pytest tests/client/saving/test_device_copies.py"
 
 MUTANTS = (
     Mutant(
+        "a job that is given while its worker is closed is never run",
+        "tierd/client/saving/worker.py",
+        "        self._jobs.put(given)\n",
+        "        if self._thread not in _working:\n            raise ConfigError\n"
+        "        self._jobs.put(given)\n        return\n",
+        "pytest tests/client/saving/test_worker.py -k runs_a_job_or_refuses_it",
+    ),
+    Mutant(
         "descriptors that a client did not ask for stay open",
         "tierd/client/saving/packets.py",
         "            finally:\n                close_fds(fds)",

@@ -20,7 +20,8 @@ log = logging.getLogger("tierd")
 
 _WAIT_S = 1.0  # seconds
 
-_Jobs = queue.SimpleQueue[Callable[[], None] | None]
+# A job is in a list of its own. The thread that takes it out, in one atomic operation, decides what becomes of it.
+_Jobs = queue.SimpleQueue[list[Callable[[], None]] | None]
 
 
 class Latch:
@@ -67,16 +68,22 @@ class Worker:
 
     def give(self, job: Callable[[], None]) -> None:
         """Queue a job. Raises `ConfigError` after `close`, or when the interpreter ends."""
-        if self._thread not in _working:
+        given = [job]
+        self._jobs.put(given)
+        # After the put, because `close` in another thread or in a signal handler may come at any moment, and a job
+        # behind its None is run by nobody.
+        if self._thread not in _working and _take(given):
             raise ConfigError("the interpreter is ending and runs nothing more: save before its exit")
-        self._jobs.put(job)
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Return when all queued jobs have run, or after `timeout_s`; return whether all have."""
         if self._thread not in _working:
             return True
         done = Latch()
-        self.give(done.open)
+        try:
+            self.give(done.open)
+        except ConfigError:  # closed meanwhile
+            return True
         return done.wait(timeout_s)
 
     def close(self) -> None:
@@ -91,13 +98,23 @@ _working: dict[threading.Thread, _Jobs] = {}
 
 
 def _work(jobs: _Jobs) -> None:
-    while (job := jobs.get()) is not None:
+    while (given := jobs.get()) is not None:
+        job = _take(given)
         try:
-            job()
+            if job is not None:
+                job()
         except Exception:
             log.exception("a bug: this was to be somebody's value")
         del job  # releases what the job holds
     _working.pop(threading.current_thread(), None)
+
+
+def _take(given: list[Callable[[], None]]) -> Callable[[], None] | None:
+    """Take the job out; None if another thread has taken it."""
+    try:
+        return given.pop()
+    except IndexError:
+        return None
 
 
 def _end(thread: threading.Thread) -> None:
