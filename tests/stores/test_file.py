@@ -560,6 +560,39 @@ def test_a_cancelled_put_that_wakes_up_late_replaces_nothing(tmp_path: Path, mon
     asyncio.run(whole())
 
 
+def test_a_cancelled_deletion_that_wakes_up_late_removes_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flush may name those objects again by then."""
+    unlink, delete, hung, go_on, ended = os.unlink, FileTree.delete, *(threading.Event() for _ in range(3))
+
+    def hang(name: str, *, dir_fd: int) -> None:
+        hung.set()
+        go_on.wait(20)
+        unlink(name, dir_fd=dir_fd)
+
+    def end(*args: object) -> None:
+        delete(*args)  # type: ignore[arg-type]
+        ended.set()
+
+    several = ["a/1", "a/2", "b/3", "b/4"]
+    for key in several:
+        put(tmp_path, key)
+    monkeypatch.setattr(os, "unlink", hang)
+    monkeypatch.setattr(FileTree, "delete", end)
+
+    async def whole() -> None:
+        task = asyncio.create_task(FileStore(tmp_path).delete(several))
+        await asyncio.to_thread(hung.wait, 10)
+        task.cancel()
+        await asyncio.wait([task])
+        go_on.set()
+        assert await asyncio.to_thread(ended.wait, 10)
+
+    asyncio.run(whole())
+    assert len(listed(tmp_path)) == 3
+
+
 def test_a_scan_lists_no_directory_that_cannot_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for run in "abc":
         for step in range(3):

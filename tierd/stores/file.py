@@ -10,7 +10,8 @@ never seems to be an empty tier, and no put reaches the disk below. The store ne
 
 Each call runs as a whole in one of the store's own threads. A hung NFS server therefore blocks no other tier, and a
 cancelled call returns at once although its thread can't. A cancelled put may continue to read its buffer, but never
-publishes the object.
+publishes the object. A cancelled deletion removes at most the object that it is at, because the caller may put the
+others again.
 """
 
 from __future__ import annotations
@@ -65,12 +66,8 @@ class FileStore:
 
     async def put(self, key: str, data: Buffer) -> str:
         check_key(key)
-        stop = threading.Event()
-        try:
+        with _set_if_cancelled() as stop:
             await self._run(self._tree.put, key, octets(data), stop)
-        except asyncio.CancelledError:
-            stop.set()
-            raise
         return ""
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
@@ -115,7 +112,8 @@ class FileStore:
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             check_key(key)
-        await self._run(self._tree.delete, keys)
+        with _set_if_cancelled() as stop:
+            await self._run(self._tree.delete, keys, stop)
 
     async def aclose(self) -> None:
         if self._tree.made_trial:
@@ -148,3 +146,14 @@ class FileStore:
                     what += "; it is mounted read-only, or a service's ReadWritePaths= does not name it"
                 kind = StoreRefused
             raise kind(what) from error
+
+
+@contextmanager
+def _set_if_cancelled() -> Iterator[threading.Event]:
+    """Yield an event by which a call's thread learns that the call was cancelled."""
+    stop = threading.Event()
+    try:
+        yield stop
+    except asyncio.CancelledError:
+        stop.set()
+        raise

@@ -246,14 +246,14 @@ class FileTree:
         with self._root() as root:
             os.rmdir(self._trial, dir_fd=root)
 
-    def delete(self, keys: Sequence[str]) -> None:
+    def delete(self, keys: Sequence[str], stop: threading.Event) -> None:
         with self._root() as root:
             for parent in {key.rpartition("/")[0] for key in keys}:
                 parts = parent.split("/") if parent else []
                 names = [name for above, _, name in (key.rpartition("/") for key in keys) if above == parent]
                 try:
                     with descend(root, parts) as fd:
-                        kept = [name for name in names if not _removed(name, fd)]
+                        kept = [name for name in names if not stop.is_set() and not _removed(name, fd)]
                         sync_directory(fd)
                 except (FileNotFoundError, NotADirectoryError):
                     continue

@@ -13,6 +13,13 @@ _TEST_FILE = "pytest tests/stores/test_file.py"
 
 MUTANTS = (
     Mutant(
+        "a deletion goes on after its caller has given it up",
+        _TREE,
+        "if not stop.is_set() and not _removed(name, fd)",
+        "if not _removed(name, fd)",
+        f"{_TEST_FILE} -k wakes_up_late_removes",
+    ),
+    Mutant(
         "memory does not count the copy that a put sends",
         "tierd/stores/base.py",
         '    return int(getattr(store, "held", 1))\n',
