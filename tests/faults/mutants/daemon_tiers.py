@@ -122,8 +122,15 @@ MUTANTS = (
     Mutant(
         "time in which nobody asked a tier ends what is held for it",
         "tierd/daemon/tiers/observations.py",
-        "            self.unanswered_since.setdefault(tier, time.monotonic())",
-        "            self.unanswered_since.setdefault(tier, self._since[tier])",
+        "self._failed_at.get(tier, now)",
+        "self._failed_at.get(tier, self._since[tier])",
+        "pytest tests/daemon/transfer/test_relay.py -k asked_in_vain",
+    ),
+    Mutant(
+        "time in which a daemon was frozen ends what is held for a tier",
+        "tierd/daemon/tiers/observations.py",
+        "min(now - self._failed_at.get(tier, now), _GAP)",
+        "now - self._failed_at.get(tier, now)",
         "pytest tests/daemon/transfer/test_relay.py -k asked_in_vain",
     ),
     Mutant(

@@ -108,9 +108,7 @@ class LiveInventory:
         )
 
     def _is_silent(self, tier: str) -> bool:
-        return time.monotonic() - self._tiers.observed.unanswered_since.get(tier, math.inf) > seconds(
-            self._config.hold_for
-        )
+        return self._tiers.observed.unanswered_s.get(tier, -math.inf) >= seconds(self._config.hold_for)
 
     @property
     def was_observed(self) -> bool:

@@ -23,6 +23,7 @@ from tierd.daemon.tiers.observe import TierObserver
 Change: TypeAlias = Callable[[Place], Place]
 
 _ANSWERS = 120.0  # seconds that an observation waits for the next answer, all retries included
+_GAP = 600.0  # seconds; more than the longest backoff and `_ANSWERS` together
 _TOGETHER = 5.0  # seconds at most that an observation waits for callers to share it
 # An observation that took longer than `_QUICK` seconds is valid for `_PATIENT` times its duration.
 _QUICK, _PATIENT = 1.0, 10.0
@@ -36,13 +37,15 @@ class Observations:
 
     Attributes:
         places: tier -> its inventory as last observed; None if the tier did not answer.
-        unanswered_since: tiers that do not answer -> monotonic seconds of the first failure since the last answer. Time
-            in which nothing was asked, because the daemon was at rest or the machine slept, does not count.
+        unanswered_s: tiers that do not answer -> the seconds from the first failure since the last answer to the last
+            one. `_GAP` seconds at most count between two failures, because the machine may have been frozen or the
+            daemon paused in between, so that nobody asked.
     """
 
     def __init__(self, observers: Mapping[str, TierObserver]) -> None:
         self.places: dict[str, Place | None] = dict.fromkeys(observers)
-        self.unanswered_since: dict[str, float] = {}
+        self.unanswered_s: dict[str, float] = {}
+        self._failed_at: dict[str, float] = {}  # tiers that do not answer -> the last failure, monotonic seconds
         self._observers = observers
         self._clock = itertools.count()
         self._seen = dict.fromkeys(observers, -1)  # tier -> start of the observation that `places` shows
@@ -153,9 +156,13 @@ class Observations:
             place = place and change(place)
         self._seen[tier], self.places[tier] = begun, place
         if place is None:
-            self.unanswered_since.setdefault(tier, time.monotonic())
+            now = time.monotonic()
+            gap_s = min(now - self._failed_at.get(tier, now), _GAP)
+            self.unanswered_s[tier] = self.unanswered_s.get(tier, 0.0) + gap_s
+            self._failed_at[tier] = now
         else:
-            self.unanswered_since.pop(tier, None)
+            self.unanswered_s.pop(tier, None)
+            self._failed_at.pop(tier, None)
         return True
 
     def doubt(self, tier: str) -> None:
