@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from support.world import RUN, commit, corrupt, part
+from support.world import RUN, attempt, commit, corrupt, part
 
 from tierd.core.manifest import MANIFEST_NAME
+from tierd.core.timeline.head import Head, Known
 from tierd.daemon import spool_observer
 from tierd.daemon.spool_observer import SpoolObserver
 from tierd.daemon.timings import USUAL
@@ -77,6 +78,29 @@ def test_of_a_checkpoint_of_many_ranks_an_observation_reads_only_the_records_tha
     commit(spool, part(2, rank=7, world=30))
     assert part(2, rank=7, world=30) in eye.observe(sparing=sparing).committed
     assert [name.rpartition(".")[2] for name in read] == [part(2, rank=7, world=30).name]
+
+
+def test_heads_of_finished_runs_are_read_once(tmp_path: Path, monkeypatch):
+    """Each finished run leaves one for good, which notices a rollback when the run comes back."""
+    spool, read, then_ns = Spool(tmp_path), [], time.time_ns() - 60 * 10**9
+
+    def write(run: str, counter: int) -> None:
+        launches = {attempt(1): Known(resumed_from=None, newest=1)}
+        head = Head(version=1, run=run, by="", counter=counter, before=None, written="", launches=launches)
+        records.remember(spool.control, head)
+        os.utime(spool.control / records.TIMELINE / f"{run}.json", ns=(then_ns, then_ns))
+
+    for run in ("a", "b"):
+        write(run, 1)
+    eye, real = SpoolObserver(spool), records.open_plain
+    assert {run: head.counter for run, (head,) in eye.observe().heads.items()} == {"a": 1, "b": 1}
+    monkeypatch.setattr(records, "open_plain", lambda path: read.append(path.name) or real(path))
+    assert eye.observe().heads.keys() == {"a", "b"} and read == []
+    write("b", 2)  # of the same size and time
+    assert {run: head.counter for run, (head,) in eye.observe().heads.items()} == {"a": 1, "b": 2}
+    assert read == ["b.json"]
+    (spool.control / records.TIMELINE / "a.json").unlink()
+    assert eye.observe().heads.keys() == {"b"}
 
 
 def test_a_second_change_within_the_same_tick_is_seen(tmp_path: Path):

@@ -21,7 +21,7 @@ from tierd.core.planning.place import Place
 from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.spool.conditions import condition
 from tierd.spool.leases import ended, trainers
-from tierd.spool.records import NEAR_NS, Known, committed, heads, launches, policies, saved
+from tierd.spool.records import NEAR_NS, Known, KnownHeads, committed, heads, launches, policies, saved
 from tierd.spool.spool import Spool
 
 
@@ -90,6 +90,7 @@ class SpoolObserver:
         self.childless: list[CheckpointId] = []
         self._homes: dict[str, _Home] = {}
         self._records: Known = {}  # of committed parts
+        self._heads: KnownHeads = {}
         self._doubted: set[CheckpointId] = set()
         self._removals = 0  # of the spool, at the last observation
         self._full_at = 0.0  # when everything was last read, monotonic seconds
@@ -244,5 +245,5 @@ class SpoolObserver:
             alive=alive,
             ended=ended(control, alive, alive),
             committed=before,
-            heads=heads(control),
+            heads=heads(control, self._heads),
         ).like(bare)

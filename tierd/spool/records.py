@@ -35,6 +35,8 @@ from tierd.spool.permissions import check_room
 SAVED, RETENTION, TIMELINE = "saved", "retention", "timeline"  # subdirectories of `.tierd/`
 NEAR_NS = 2_000_000_000  # changes this close may have the same time, because file times are coarse
 Known = dict[tuple[str, str], tuple[int, PartId | None]]  # by run and name: when a record changed, 0 if read again
+_Stamp = tuple[int, int, int]  # a file's inode, size and time of its last change
+KnownHeads = dict[str, tuple[_Stamp, Head]]  # by run
 _MARK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO in a record's place is refused without blocking
 
 
@@ -181,15 +183,33 @@ def remember(control: Path, head: Head) -> None:
     _write(control, TIMELINE, head.run, encode_head(head))
 
 
-def heads(control: Path) -> dict[str, tuple[Head, ...]]:
-    """Return, by run, the recorded head, if it can be read. A run may have no other trace here. Raises OSError."""
-    found: dict[str, tuple[Head, ...]] = {}
+def heads(control: Path, known: KnownHeads | None = None) -> dict[str, tuple[Head, ...]]:
+    """Return, by run, the recorded head, if it can be read. A run may have no other trace here. Raises OSError.
+
+    Args:
+        control: the spool's `.tierd/`.
+        known: the heads that an earlier call has read, which are read again only if they changed; updated. Finished
+            runs keep theirs, so there may be thousands.
+    """
+    fresh: KnownHeads = {}
     for run in (name.removesuffix(".json") for name in _names(control / TIMELINE) if not name.startswith(".")):
-        path = control / TIMELINE / f"{run}.json"
-        if path.exists():
-            with suppress(CorruptChunk, TierdError), os.fdopen(open_plain(path), "rb") as file:
-                found[run] = (decode_head(file.read(HEAD_SIZE + 1), run, ""),)
-    return found
+        with suppress(FileNotFoundError, CorruptChunk, TierdError):  # FileNotFoundError: deleted since it was listed
+            path, now_ns = f"{control}/{TIMELINE}/{run}.json", time.time_ns()
+            now = os.lstat(path)
+            stamp = now.st_ino, now.st_size, now.st_mtime_ns
+            before = known.get(run) if known else None
+            if before is None or before[0] != stamp or now_ns - now.st_mtime_ns <= NEAR_NS:
+                before = stamp, _head(Path(path), run)
+            fresh[run] = before
+    if known is not None:
+        known.clear()
+        known.update(fresh)
+    return {run: (head,) for run, (_, head) in fresh.items()}
+
+
+def _head(path: Path, run: str) -> Head:
+    with os.fdopen(open_plain(path), "rb") as file:
+        return decode_head(file.read(HEAD_SIZE + 1), run, "")
 
 
 def policies(control: Path, runs: Iterable[str]) -> dict[str, tuple[StoredRetention, ...]]:

@@ -118,6 +118,20 @@ MUTANTS = (
         f"{_TEST_SPOOL_OBSERVER} -k many_ranks",
     ),
     Mutant(
+        "the heads of all finished runs are read at each observation",
+        "tierd/spool/records.py",
+        "if before is None or before[0] != stamp or",
+        "if True or",
+        f"{_TEST_SPOOL_OBSERVER} -k heads_of_finished",
+    ),
+    Mutant(
+        "a head is read once, whatever becomes of it",
+        "tierd/spool/records.py",
+        "before[0] != stamp or",
+        "False or",
+        f"{_TEST_SPOOL_OBSERVER} -k heads_of_finished",
+    ),
+    Mutant(
         "a directory that has just changed is not read again",
         _SPOOL_OBSERVER,
         "settled = now_ns - stamp_ns > NEAR_NS and not defects",
@@ -169,7 +183,7 @@ MUTANTS = (
     Mutant(
         "a spool that nothing else is left in remembers nothing",
         _SPOOL_OBSERVER,
-        "            heads=heads(control),\n",
+        "            heads=heads(control, self._heads),\n",
         "            heads={run: one for run, one in heads(control).items() if run in newest | own},\n",
         "pytest tests/end_to_end/test_heads.py -k whatever_else",
     ),
