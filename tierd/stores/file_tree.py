@@ -30,6 +30,7 @@ _TMP_NAME = re.compile(r"[0-9a-f]{32}")
 _SWEEP = 1000  # leftover temp files that one sweep examines, at most
 _PUT_TRIES = 8  # attempts, because a delete may remove the directory and a sweep the temp file while a put runs
 _SMALL = 1 << 20  # bytes
+_DURABLE = 10_000  # directories that are remembered, because a daemon that never prunes would remember all for years
 _KEPT = (errno.EPERM, errno.EACCES)  # errors for an entry that may not be removed
 
 
@@ -214,6 +215,8 @@ class FileTree:
                 # An existing directory may come from a put that hasn't synced it yet, so sync all but the known ones.
                 if made or path not in self._durable:
                     sync_directory(fd)
+                    if len(self._durable) >= _DURABLE:
+                        self._durable.clear()
                     self._durable.add(path)
                 below = os.open(part, DIRECTORY, dir_fd=fd)
                 os.close(fd)

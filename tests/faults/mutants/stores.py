@@ -13,6 +13,13 @@ _TEST_FILE = "pytest tests/stores/test_file.py"
 
 MUTANTS = (
     Mutant(
+        "each directory that was ever made is remembered for ever",
+        _TREE,
+        "                        self._durable.clear()\n",
+        "                        pass\n",
+        f"{_TEST_FILE} -k never_prunes",
+    ),
+    Mutant(
         "a deletion goes on after its caller has given it up",
         _TREE,
         "if not stop.is_set() and not _removed(name, fd)",
