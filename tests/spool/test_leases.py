@@ -100,6 +100,17 @@ def test_two_checkpointers_that_were_given_one_attempt_are_told_when_they_save_i
     assert alive(spool) == []
 
 
+def test_two_world_sizes_of_one_attempt_are_told(spool, caplog):
+    """Each has a lock of its own, so that neither is refused."""
+    attempt = tierd.new_attempt()
+    with made(spool, attempt=attempt) as first, made(spool, attempt=attempt, rank=0, world_size=2) as second:
+        save(first, 1)
+        assert caplog.text == ""
+        save(second, 2)
+        wait_until(lambda: caplog.text.count(f"{attempt}, another Checkpointer of this process, as rank 0 of") == 2, 10)
+        assert "as rank 0 of 1; this" in caplog.text and "as rank 0 of 2; this" in caplog.text
+
+
 def launch(root: Path) -> tuple[Path, PartId]:
     """A new spool's control directory, and a part of a launch."""
     (root / leases.ALIVE).mkdir(mode=0o700, parents=True)

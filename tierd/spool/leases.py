@@ -165,7 +165,7 @@ def _leased(marks: Path, run: str) -> Iterable[Trainer]:
             if not _try_shared(file.fileno()):
                 pid = file.read(_PID_SIZE).strip()
                 since = os.fstat(file.fileno()).st_mtime
-                yield Trainer(attempt, part.rank, int(pid) if pid.isdigit() else 0, since)
+                yield Trainer(attempt, part.rank, int(pid) if pid.isdigit() else 0, since, part.world)
 
 
 def _lock(path: Path, part: PartId) -> int:

@@ -166,6 +166,15 @@ def test_another_node_that_saves_the_same_rank_of_the_same_attempt_is_seen():
         assert f"Two nodes save the same rank of attempt {A}" in warning(found)
 
 
+def test_a_rank_of_one_attempt_with_two_world_sizes_on_this_node_is_two_launches():
+    twins = Trainer(A, 0, 11), Trainer(A, 0, 22, world=2), Trainer(A, 1, 23, world=2)
+    spool = saved(Place(alive={"r": twins}), A, 1)
+    found = beside(Inventory(spool, {}), "r")
+    assert [(one.attempt, one.place, one.pids) for one in found] == [(A, SPOOL, (11, 22, 23))]
+    assert f"two launches of run r save the same rank of one attempt at the same time: {A} (process" in warning(found)
+    assert beside(Inventory(replace(spool, alive={"r": twins[1:]}), {}), "r") == ()
+
+
 def test_what_this_node_saved_and_gave_up_is_no_other_nodes():
     there = {"a": saved(Place(), A, 1, 2, 3)}
     spool = saved(Place(alive={"r": (Trainer(A, 0, 11),)}), A, 1)

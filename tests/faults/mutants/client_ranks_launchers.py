@@ -140,6 +140,13 @@ MUTANTS = (
         f"{_TEST_LEASES} -k in_turns",
     ),
     Mutant(
+        "another world size of the same attempt is not noticed",
+        _OTHER_LAUNCHES,
+        "(one.attempt, one.world) != own",
+        "one.attempt != own[0]",
+        f"{_TEST_LEASES} -k two_world_sizes",
+    ),
+    Mutant(
         "a second process that saves one attempt is only logged",
         _OTHER_LAUNCHES,
         "            if isinstance(error, ConfigError):",

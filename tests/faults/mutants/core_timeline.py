@@ -14,6 +14,13 @@ _TEST_LAUNCHES = "pytest tests/core/timeline/test_launches.py"
 
 MUTANTS = (
     Mutant(
+        "one attempt with two world sizes is one launch",
+        _LAUNCHES,
+        "(other.attempt, other.world) != (one.attempt, one.world)",
+        "other.attempt != one.attempt",
+        f"{_TEST_LAUNCHES} -k two_world_sizes",
+    ),
+    Mutant(
         "an encrypted head is of a newer tierd",
         _HEAD,
         "            if key_id := encrypted_with(data):\n",
@@ -101,8 +108,8 @@ MUTANTS = (
     Mutant(
         "ranks of one launch that restored are taken for two launches",
         _LAUNCHES,
-        "return any(other.rank == one.rank and other.attempt",
-        "return any(other.attempt",
+        "return any(other.rank == one.rank and (other.attempt",
+        "return any((other.attempt",
         f"{_TEST_LAUNCHES} -k that_restored_are_not",
     ),
     Mutant(

@@ -98,23 +98,25 @@ class Beside:
                 ask_s = time.monotonic() + _ASK_S
 
     def _list(self, part: PartId) -> None:
-        run, own = part.checkpoint.run, part.checkpoint.attempt
+        run, own = part.checkpoint.run, (part.checkpoint.attempt, part.world)
         try:
             found = trainers(self._spool.control, [run]).get(run, ())
         except OSError as error:
             log.debug("spool %s: %s", self._spool.root, error)
             return
         for one in found:
-            if one.rank == part.rank and one.attempt not in (own, *self._known):
+            if one.rank == part.rank and (one.attempt, one.world) != own and one.attempt not in self._known:
                 self._known.add(one.attempt)
                 who = f"process {one.pid}" if one.pid != os.getpid() else "another Checkpointer of this process"
+                if one.attempt == own[0]:
+                    who += f", as rank {one.rank} of {one.world}"
                 log.warning(
                     "another launch of run %s saves at the same time on this node: attempt %s, %s; this one is "
                     "attempt %s. A resume goes on from the later one alone: stop the other",
                     run,
                     one.attempt,
                     who,
-                    own,
+                    own[0],
                 )
 
     def _ask(self, part: PartId) -> None:

@@ -26,12 +26,14 @@ class Trainer(NamedTuple):
         rank: the rank that the trainer saves.
         pid: the process id; 0 if the trainer is in another pid namespace.
         since: when the trainer first saved for this launch, seconds since 1970.
+        world: the number of ranks of the launch.
     """
 
     attempt: str
     rank: int
     pid: int
     since: float = 0.0
+    world: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,11 @@ def warning(rivals: Iterable[Rival]) -> str:
     """One line, for people, about the launches that `beside` found."""
     found = list(rivals)
     names = ", ".join(map(str, found))
+    if len(found) == 1:  # two of different world sizes on this node
+        return (
+            f"two launches of run {found[0].run} save the same rank of one attempt at the same time: {names}. "
+            "Stop one, and give each launch an attempt of its own (tierd.new_attempt())"
+        )
     text = (
         f"{len(found)} launches of run {found[0].run} save at the same time: {names}. Stop all but one, because a "
         "resume goes on from the latest launch alone. Until then each keeps what it would keep alone"
@@ -201,8 +206,8 @@ def live_launches(inventory: Inventory, run: str, place: str) -> frozenset[str]:
 
 def _has_rival(one: Trainer, here: Iterable[Trainer]) -> bool:
     # Several attempts alone prove nothing, because the ranks of a launch that restored begin its next attempt one after
-    # another. Only two launches have the same rank twice.
-    return any(other.rank == one.rank and other.attempt != one.attempt for other in here)
+    # another. Only two launches have the same rank twice. They may have one attempt, with different world sizes.
+    return any(other.rank == one.rank and (other.attempt, other.world) != (one.attempt, one.world) for other in here)
 
 
 def _described(inventory: Inventory, run: str, attempt: str, place: str, newest: Mapping[str, float]) -> Rival:
