@@ -131,6 +131,14 @@ def test_a_handler_may_save_at_any_line_of_a_launchs_first_save(tmp_path):
     assert 20 < moment < 99
 
 
+def test_a_handler_that_closes_during_the_first_save_leaves_no_lease(spool, monkeypatch):
+    real, ckpt = leases._lock, made(spool)
+    monkeypatch.setattr(leases, "_lock", lambda *arguments: (ckpt.close(), real(*arguments))[1])
+    with suppress(ConfigError):  # it is closed
+        save(ckpt, 1)
+    assert alive(spool) == []
+
+
 def test_an_interrupted_first_save_does_not_refuse_the_next_one(tmp_path, monkeypatch):
     def interrupt(_fd) -> None:
         raise KeyboardInterrupt

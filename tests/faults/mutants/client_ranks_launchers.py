@@ -147,6 +147,13 @@ MUTANTS = (
         f"{_TEST_LEASES} -k two_world_sizes",
     ),
     Mutant(
+        "a launch that is closed during its first save lives on",
+        _OTHER_LAUNCHES,
+        "        if self._ended.is_set():",
+        "        if False:",
+        f"{_TEST_LEASES} -k handler_that_closes",
+    ),
+    Mutant(
         "a second process that saves one attempt is only logged",
         _OTHER_LAUNCHES,
         "            if isinstance(error, ConfigError):",

@@ -64,6 +64,8 @@ class Beside:
                 log.warning("other launches do not see yet that this one saves: %s", error)
             self._unseen = part.checkpoint.attempt
             return
+        if self._ended.is_set():  # closed by a signal handler, or by another thread, before the lease was taken
+            release(self._spool.control, part, self)
         if twin:
             log.warning(
                 "two Checkpointers of this process save rank %d of attempt %s of run %s in turns, so that one timeline "
