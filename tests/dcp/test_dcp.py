@@ -193,9 +193,39 @@ def test_a_state_that_dcp_cannot_plan_is_a_mismatch_and_an_interrupt_is_one(loca
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tierd.dcp.open_reader.OpenReader.read_data", interrupted)
+    save(local, 4)  # nothing was loaded, so the launch goes on
     with pytest.raises(KeyboardInterrupt):
         tierd.dcp.load(empty(), local)
     assert local.attempt == before
+
+
+@pytest.mark.parametrize("through", ["load", "a reader"])
+def test_an_interrupted_load_is_not_saved_until_one_succeeds(local, monkeypatch, through):
+    def load() -> None:
+        if through == "load":
+            tierd.dcp.load(empty(), local)
+        else:
+            dcp.load(empty(), storage_reader=tierd.dcp.StorageReader(local))
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    save(local, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr("tierd.dcp.open_reader.OpenReader._prepare", interrupted)
+        with pytest.raises((KeyboardInterrupt, CheckpointException)):
+            load()
+        save(local, 4)  # nothing was loaded, because DCP still planned
+        patch.undo()
+        patch.setattr("tierd.dcp.open_reader.load_tensor", interrupted)
+        with pytest.raises((KeyboardInterrupt, CheckpointException)):
+            load()
+    with pytest.raises(ConfigError, match="nothing is saved, because the last restore failed"):
+        local.save(5, {"a": 1})
+    with pytest.raises(CheckpointException, match="nothing is saved, because the last restore failed"):
+        save(local, 5)
+    load()
+    save(local, 5)
 
 
 def test_a_step_is_saved_once(local):

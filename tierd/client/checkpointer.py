@@ -206,8 +206,8 @@ class Checkpointer:
             StepRefused: `step` is no int, is out of range, or was already committed by this attempt.
             StateRefused: a value cannot be stored; the message names its path.
             SaveSkipped: an earlier save is still being persisted, and `when_busy` is `"fail"`.
-            ConfigError: a metric is not a number; the checkpointer is closed; or another process, which the message
-                names, saves this rank of this attempt.
+            ConfigError: a metric is not a number; the checkpointer is closed; a `restore` runs, or the last one failed;
+                or another process, which the message names, saves this rank of this attempt.
         """
         self._inner.check_open()
         return self._inner.state_saver.save(step, state, metrics)
@@ -269,6 +269,10 @@ class Checkpointer:
 
         All ranks of a launch call `restore` together. Either all of them get the same checkpoint, or none gets one.
 
+        Nothing is saved while `restore` runs, also not by a signal's handler. After one that raised, even
+        KeyboardInterrupt, saves are refused until a restore succeeds, because the state may be loaded in part. Only a
+        launch that had restored or saved before may save on, if nothing was loaded.
+
         Args:
             state: as for `save`. Objects are loaded with `load_state_dict`, plain values are replaced in the mapping,
                 and tensors are filled in place. If None, the checkpoint is only verified, and `Restored.directory`
@@ -304,9 +308,10 @@ class Checkpointer:
         self._inner.check_open()
         goal = None if best is None else Goal(best, mode)
         names = (only,) if isinstance(only, str) else only if only is None else tuple(only)
-        return self._inner.state_restorer.restore(
-            state, step, attempt, goal, names, at_least, ignore_prefixes=ignore_prefixes
-        )
+        with self._inner.launch.restoring():
+            return self._inner.state_restorer.restore(
+                state, step, attempt, goal, names, at_least, ignore_prefixes=ignore_prefixes
+            )
 
     def start_from(self, source: Source) -> None:
         """Record that this run starts from a checkpoint of another run, as a fine-tune does.

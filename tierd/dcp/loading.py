@@ -7,7 +7,6 @@ DCP does not have one in every mode.
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from contextlib import suppress
 from typing import Any, Literal
 
 from torch import distributed
@@ -60,7 +59,7 @@ def load(
             changed then.
         Some tensors may have been loaded if a checkpoint in the spool proves corrupt and no older one can be loaded.
     """
-    with made_of(checkpointer).ranks.attending():
+    with made_of(checkpointer).ranks.attending(), made_of(checkpointer).launch.restoring():
         return _load(
             state, OpenReader(checkpointer, best=best, mode=mode, weights_only=weights_only), step, attempt, planner
         )
@@ -84,11 +83,8 @@ def _load(
             except BaseException as raised:
                 failure = raised
             own = _own(failure)
-            # An interrupt; without this call the other ranks would wait.
             if own is not None and not isinstance(own, Exception):
-                with suppress(StoreUnavailable):
-                    restorer.settle(candidate, StoreUnavailable(f"it was ended by {type(own).__name__}"))
-                raise own
+                raise own  # an interrupt, of which `attending` notifies the other ranks
             if not restorer.settle(candidate, own, unfit=isinstance(own, UNFIT)).load:
                 continue
             if failure is not None:

@@ -213,6 +213,7 @@ class OpenReader(Reader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self._launch.loading()
         if self._saved is not None:
             self._saved.load(plan, planner)
             return _done()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from tierd.client.checkpointer import Checkpointer, made_of
 from tierd.core.errors import ConfigError
@@ -42,7 +44,7 @@ class StorageReader(OpenReader):
     ) -> None:
         super().__init__(checkpointer, best=best, mode=mode, weights_only=weights_only)
         try:
-            with made_of(checkpointer).ranks.attending():
+            with made_of(checkpointer).ranks.attending(), self._launch.restoring():
                 if next(self.candidates(step, attempt), None) is not None:
                     self.go_on()  # here, because every rank that passed the gather reaches this line
         except BaseException:
@@ -62,3 +64,7 @@ class StorageReader(OpenReader):
                 f"this reader of {self.checkpoint} was made before the launch saved or restored again: make a new one"
             )
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        with self._launch.restoring():
+            return super().read_data(plan, planner)

@@ -143,6 +143,22 @@ def test_rank_0_that_comes_late_does_not_go_on_alone(boards):
     assert together(*(lambda rank=rank: made[rank].exchange(said[rank], 20) for rank in range(3))) == [said] * 3
 
 
+@pytest.mark.parametrize("interrupted", [0, 2])
+def test_a_rank_that_is_interrupted_tells_and_does_not_wait(boards, interrupted):
+    made = exchanges(boards, 3)
+    others = [rank for rank in range(3) if rank != interrupted]
+    begun = time.monotonic()
+    made[interrupted].tell(b"interrupted", "is interrupted")
+    assert time.monotonic() - begun < 5
+    for heard in together(*(lambda rank=rank: made[rank].exchange(b"x", 20) for rank in others)):
+        if interrupted == 0:
+            assert isinstance(heard, StoreUnavailable) and "rank 0 (process" in str(heard)
+            assert "is interrupted" in str(heard)
+        else:
+            assert heard == [b"x", b"x", b"interrupted"]
+    assert together(*(lambda one=one: one.exchange(b"x", 20) for one in made)) == [[b"x"] * 3] * 3
+
+
 def test_an_exchange_succeeds_on_all_ranks_or_on_none(boards, monkeypatch):
     """Rank 1 gives up at about the moment at which rank 0 comes: in either order, they agree."""
     monkeypatch.setattr("tierd.client.ranks.note_exchange._LAST_S", 0.1)  # how long rank 0 waits

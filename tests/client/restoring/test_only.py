@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_loaded(spool):
         with pytest.raises(StateMismatch, match="but not in the state passed"):
             checkpointer.restore({"model": state["model"]})
         assert all(torch.equal(value, before[name]) for name, value in state["model"].state_dict().items())
-        with checkpointer.stage(9) as directory:
+        with tierd.Checkpointer(spool.root, "run", to=[]) as other, other.stage(9) as directory:
             (directory / "weights").write_bytes(b"1")
         with pytest.raises(StateMismatch, match=r"written through stage"):
             checkpointer.restore(state, only="model")

@@ -49,8 +49,8 @@ MUTANTS = (
     Mutant(
         "a restore ends before every rank has loaded",
         _STATE_RESTORER,
-        "            restorer.agreement.loaded(found.part.checkpoint, failure)\n",
-        "            if failure:\n                raise failure\n",
+        "        restorer.agreement.loaded(found.part.checkpoint, failure)\n",
+        "        if failure:\n            raise failure\n",
         f"{_TEST_RANKS} -k cannot_load_no_rank",
     ),
     Mutant(

@@ -9,6 +9,7 @@ _LAUNCHERS = "tierd/client/ranks/launchers.py"
 _OTHER_LAUNCHES = "tierd/client/ranks/other_launches.py"
 _PROCESSES = "tierd/client/ranks/processes.py"
 _TEST_LAUNCHERS = "pytest tests/client/ranks/test_launchers.py"
+_TEST_INTERRUPTED = "pytest tests/client/restoring/test_interrupted_restore.py"
 _TEST_LEASES = "pytest tests/spool/test_leases.py"
 _TEST_MEETING = "pytest tests/client/ranks/test_note_exchange.py"
 
@@ -30,9 +31,44 @@ MUTANTS = (
     Mutant(
         "a launch saves although a rank could not load",
         _LAUNCH,
-        "        if self._broken:\n",
+        "        if self._refused:\n",
         "        if False:\n",
         "pytest tests/client/ranks/test_ranks.py -k cannot_load_no_rank",
+    ),
+    Mutant(
+        "an interrupted restore leaves saves as they were",
+        _LAUNCH,
+        "        except BaseException as error:\n            failed = (",
+        "        except Exception as error:\n            failed = (",
+        f"{_TEST_INTERRUPTED} -k loaded_in_part",
+    ),
+    Mutant(
+        "a launch that has nothing saves after a restore that had no answer",
+        _LAUNCH,
+        "before if self._begun and not self._changing else failed",
+        "before if not self._changing else failed",
+        f"{_TEST_INTERRUPTED} -k no_fresh_start",
+    ),
+    Mutant(
+        "nothing is saved after a restore that loaded nothing",
+        _LAUNCH,
+        "before if self._begun and not self._changing else failed",
+        "failed",
+        f"{_TEST_INTERRUPTED} -k had_begun",
+    ),
+    Mutant(
+        "a load through DCP that was interrupted leaves saves as they were",
+        "tierd/dcp/open_reader.py",
+        "        self._launch.loading()\n",
+        "",
+        "pytest tests/dcp/test_dcp.py -k interrupted_load",
+    ),
+    Mutant(
+        "an interrupted rank leaves the others waiting",
+        "tierd/client/ranks/ranks.py",
+        "                self._notes.tell(msgspec.json.encode(",
+        "                _ = (msgspec.json.encode(",
+        f"{_TEST_INTERRUPTED} -k other_ranks_hear",
     ),
     Mutant(
         "a launch that resumed claims another origin",

@@ -1,15 +1,16 @@
 """The launch: its attempt, which all its ranks share, the checkpoint it resumed from, and the steps that it has saved.
 
 Invariant: ranks of one launch agree on one attempt or refuse to begin. They agree when they begin and when they
-restore, never inside `save`. An attempt has one origin, and writes a step once.
+restore, never inside `save`. An attempt has one origin, and writes a step once. No state is saved that a restore has
+changed in part, or that a restore should have replaced.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Protocol
@@ -92,7 +93,9 @@ class Launch:
         self.shared = False  # whether another process may save for this launch: its steps show only in the spool
         self._spool, self._given, self._seen, self._saving = spool, attempt, seen, saving
         self._derived = False  # whether `_given` comes from SLURM's environment
-        self._broken = ""  # why nothing may be saved until every rank has restored
+        self._refused = ""  # why nothing may be saved now
+        self._begun = False  # whether a restore has succeeded, or a save has begun
+        self._changing = False  # whether the restore that runs has come to load the state
         self._origin: CheckpointId | None = None
         self._attempt: str | None = None
         if self.world == 1:
@@ -144,16 +147,17 @@ class Launch:
 
         Raises:
             StepRefused: `step` is no int, is negative, or was already committed by this attempt.
-            ConfigError: a restore failed, and other ranks may have loaded its checkpoint.
+            ConfigError: a restore runs, or the last one failed (`restoring`).
         """
         number = check_step(step)
-        if self._broken:
-            raise ConfigError(f"nothing is saved, because {self._broken}: restore again on every rank, or end")
+        if self._refused:
+            raise ConfigError(f"nothing is saved, because {self._refused}")
         part = PartId(CheckpointId(self.run, self.attempt, number), self.rank, self.world)
         # No other process uses a name that this launch made. A given name may have been used before.
         if number in self.steps or ((self.shared or self._given is not None) and self._spool.has(part)):
             raise StepRefused(f"{part} is already committed by this attempt; a checkpoint is never overwritten")
         self._saving(part)
+        self._begun = True
         return part
 
     def manifest(self, part: PartId, metrics: Mapping[str, float]) -> Manifest:
@@ -196,11 +200,29 @@ class Launch:
         # Another rank that restored earlier may already have saved under this name.
         return slurm_attempt(self.rank, self.world, str(origin or "")) if self._derived else self._given
 
-    def broke(self, error: BaseException) -> None:
-        """Refuse saves until all ranks restore, because some rank could not load the checkpoint that others may have
-        loaded.
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Refuse saves during the block, and after it if it fails, until another such block succeeds.
+
+        The state may then be loaded in part, or other ranks may have loaded the checkpoint. If this launch had not
+        begun, the state is not the run's at all, and its save would replace everything that the run has. Only a launch
+        that had begun saves on after a failure that came before `loading`.
         """
-        self._broken = f"the last restore failed ({error})"
+        before, self._refused, self._changing = self._refused, "a checkpoint is being restored in this process", False
+        try:
+            yield
+        except BaseException as error:
+            failed = (
+                f"the last restore failed ({str(error) or type(error).__name__}): restore again on every rank, or end; "
+                "for a fresh start on purpose make another Checkpointer and do not call restore"
+            )
+            self._refused = before if self._begun and not self._changing else failed
+            raise
+        self._refused, self._begun = "", True
+
+    def loading(self) -> None:
+        """Record in a `restoring` block that the state is no longer what it was."""
+        self._changing = True
 
     def clock(self) -> Clock:
         """Return this rank's contribution to the next attempt's name."""
@@ -221,7 +243,6 @@ class Launch:
             ConfigError: as `check_given`.
         """
         self.check_given(origin, attempts)
-        self._broken = ""
         if self._derived:
             self._given, self._attempt = self._given_for(origin), None
         if origin is None and (self._given or self._attempt is None or max(attempts, default="") <= self._attempt):

@@ -96,6 +96,18 @@ class NoteExchange:
             found: list[bytes] = self._run(lambda: self._exchange(said, late_s))
             return found
 
+    def tell(self, said: bytes, why: str) -> None:
+        """Take part in the next exchange without waiting for its end: a caller that is interrupted must not block.
+
+        Args:
+            said: this rank's message.
+            why: what this rank does, for the others if this is rank 0, without which no exchange succeeds.
+        """
+        told = threading.Event()
+        self._submit(lambda: self._tell(said, why))
+        self._submit(told.set)
+        told.wait(_LAST_S)
+
     @contextmanager
     def attending(self) -> Iterator[None]:
         """Give signs of life during the block: this rank will reach the next exchange, however long that takes."""
@@ -247,9 +259,7 @@ class NoteExchange:
     # -- exchanging messages ----------------------------------------------------------------------------------------
 
     def _exchange(self, said: bytes, late_s: float) -> list[bytes]:
-        number, self._number = self._number, self._number + 1
-        self._put(f"{number}/{self._rank}", _SAID + said)
-        self._said_count = number + 1
+        number = self._say(said)
         if self._rank == 0:
             self._collect(number, late_s)
         found = self._answer(number, late_s)
@@ -260,6 +270,24 @@ class NoteExchange:
         if answer.why:
             raise Absent(answer.why)
         return list(answer.heard)
+
+    def _say(self, said: bytes) -> int:
+        """Put this rank's message of the next exchange, and return the number of that exchange."""
+        number, self._number = self._number, self._number + 1
+        self._put(f"{number}/{self._rank}", _SAID + said)
+        self._said_count = number + 1
+        return number
+
+    def _tell(self, said: bytes, why: str) -> None:
+        with suppress(RuntimeError, OSError, TierdError):  # the others then wait for this rank as for one that died
+            number = self._say(said)
+            if self._rank == 0:
+                self._publish(number, _All(why=f"{self.name(0)} {why}"))
+
+    def _publish(self, number: int, answer: _All) -> None:
+        # Ranks' messages resemble each other, so all of them together compress to hardly more than one.
+        self._put(f"{number}/all", zlib.compress(msgspec.msgpack.encode(answer), 1))
+        self._ended = number + 1
 
     def _collect(self, number: int, late_s: float) -> None:
         """On rank 0: collect all messages and publish them, or publish which ranks did not arrive."""
@@ -273,10 +301,7 @@ class NoteExchange:
             self._put(f"{number}/closing", b"1")
             said = self._said(number, heard)
             why = self._gave_up({rank: said.get(rank, b"") for rank in heard})
-        answer = _All(why=why) if why else _All(tuple(heard[rank][1:] for rank in range(self._world)))
-        # Ranks' messages resemble each other, so all of them together compress to hardly more than one.
-        self._put(f"{number}/all", zlib.compress(msgspec.msgpack.encode(answer), 1))
-        self._ended = number + 1
+        self._publish(number, _All(why=why) if why else _All(tuple(heard[rank][1:] for rank in range(self._world))))
         gone = [f"{self._name}/{number}/{what}" for what in (*heard, "closing")]
         if number and not why:
             gone.append(f"{self._name}/{number - 1}/all")  # every rank in this turn has read the previous turn's end

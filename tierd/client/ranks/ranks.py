@@ -123,12 +123,23 @@ class Ranks:
 
     @contextmanager
     def attending(self) -> Iterator[None]:
-        """Give signs of life during the block, so that other ranks wait for this one however long the block takes."""
+        """Give signs of life during the block, so that other ranks wait for this one however long the block takes.
+
+        If an interrupt such as KeyboardInterrupt ends the block, the others' next `gather` fails, because this rank may
+        never call it. An `Exception` is the caller's to report.
+        """
         if self._notes is None:
             yield
             return
         with self._notes.attending():
-            yield
+            try:
+                yield
+            except Exception:
+                raise
+            except BaseException as error:
+                kind = f"an interrupt ({type(error).__name__})"
+                self._notes.tell(msgspec.json.encode(_Said(kind, msgspec.Raw(b"null"))), f"is at {kind}")
+                raise
 
     def gather(self, value: S, *, first: bool = False) -> list[S]:
         """Return every rank's value, in order of rank. A rank that cannot talk gets only its own value.

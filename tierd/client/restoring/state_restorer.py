@@ -161,6 +161,7 @@ class StateRestorer:
         uploads: Uploads | None = None,
     ) -> None:
         """Load the verified part, then wait until every rank has loaded its part: only then may any rank continue."""
+        self._launch.loading()
         failure: Exception | None = None
         try:
             if state is not None:
@@ -179,17 +180,7 @@ class StateRestorer:
                     state.update(into)
         except Exception as error:
             failure = error
-        # Also after a partial load, because the state then still comes from this checkpoint.
-        if self._launch.world == 1:
-            if failure is not None:
-                self._launch.go_on_from(found.part.checkpoint, found.attempts, found.clocks)
-                raise failure
-            return
-        try:
-            restorer.agreement.loaded(found.part.checkpoint, failure)
-        except BaseException as error:
-            self._launch.broke(error)
-            raise
+        restorer.agreement.loaded(found.part.checkpoint, failure)
 
     def _start_anew(self, state: MutableMapping[str, Any] | None, restorer: Restorer) -> None:
         """Prepare the first save of a run that has no checkpoint."""

@@ -1,0 +1,164 @@
+"""Saves during a restore, and after one that failed: a state that is loaded in part never becomes the run's newest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.preemption_fixtures import usual  # noqa: F401
+from support.ranks import Group
+
+import tierd
+from tierd.client.ranks import ranks as ranks_module
+from tierd.client.restoring.restorer import Restorer
+from tierd.core.errors import ConfigError, StateMismatch, StoreUnavailable
+from tierd.spool.spool import Spool
+
+REFUSED = "nothing is saved, because the last restore failed"
+
+
+class Part:
+    """One object of the state; `meanwhile` is called while it is loaded."""
+
+    def __init__(self, value: float, meanwhile: Callable[[], object] = lambda: None) -> None:
+        self.value, self.meanwhile = value, meanwhile
+
+    def state_dict(self) -> dict:
+        return {"value": torch.full((4,), float(self.value))}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.meanwhile()
+        self.value = float(state["value"][0])
+
+
+def made(spool: Spool, **options) -> tierd.Checkpointer:
+    return tierd.Checkpointer(spool.root, "run", to=[], **options)
+
+
+def state(value: float, meanwhile: Callable[[], object] = lambda: None) -> dict:
+    return {"first": Part(value), "last": Part(value, meanwhile)}
+
+
+@pytest.fixture
+def history(spool):
+    """Steps 100 and 110 of an earlier launch."""
+    with made(spool) as checkpointer:
+        assert checkpointer.restore(state(0)) is None
+        for step in (100, 110):
+            checkpointer.save(step, state(step)).wait()
+
+
+def check_resumes(spool: Spool, step: int) -> None:
+    with made(spool) as checkpointer:
+        resumed = state(-1)
+        assert checkpointer.restore(resumed).step == step
+        assert [one.value for one in resumed.values()] == [step, step]
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), RuntimeError("not with this shape")])
+def test_a_state_that_was_loaded_in_part_is_not_saved(spool, history, error):
+    with made(spool) as checkpointer:
+        begun = state(0, lambda: fail(error))
+        with pytest.raises((type(error), StateMismatch)):
+            checkpointer.restore(begun)
+        assert [one.value for one in begun.values()] == [110, 0]
+        with pytest.raises(ConfigError, match=f"{REFUSED}.*restore again on every rank.*another Checkpointer"):
+            checkpointer.save(0, begun)
+        with pytest.raises(ConfigError, match=REFUSED), checkpointer.stage(0):
+            pass
+    check_resumes(spool, 110)
+
+
+def test_after_another_restore_saves_go_on_from_its_checkpoint(spool, history):
+    with made(spool) as checkpointer:
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.restore(state(0, lambda: fail(KeyboardInterrupt())))
+        assert checkpointer.restore(state(0)).step == 110
+        saved = checkpointer.save(120, state(120))
+        saved.wait()
+        assert spool.manifest(saved.part).origin.step == 110
+    check_resumes(spool, 120)
+
+
+def test_a_signal_handler_that_saves_is_refused_while_a_restore_loads(spool, history):
+    said = []
+    with made(spool) as checkpointer:
+
+        def handler(*_: object) -> None:
+            with pytest.raises(ConfigError, match="a checkpoint is being restored") as refused:
+                checkpointer.save(0, begun)
+            said.append(refused)
+
+        signal.signal(signal.SIGUSR1, handler)
+        begun = state(0, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        assert checkpointer.restore(begun).step == 110 and len(said) == 1
+        checkpointer.save(120, state(120)).wait()
+    check_resumes(spool, 120)
+
+
+def test_a_notice_during_a_restore_makes_a_checkpoint_due_after_it(spool, history):
+    with made(spool, when=tierd.When(steps=1000, preemption=True)) as checkpointer:
+        assert checkpointer.restore(state(0, lambda: os.kill(os.getpid(), signal.SIGTERM))).step == 110
+        assert checkpointer.due(111) and checkpointer.notice
+        checkpointer.save(111, state(111)).wait()
+    check_resumes(spool, 111)
+
+
+def test_a_restore_that_found_no_answer_is_no_fresh_start(spool, history, monkeypatch):
+    with made(spool) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(Restorer, "restore", lambda *_: fail(StoreUnavailable("the tier does not answer")))
+            with pytest.raises(StoreUnavailable):
+                checkpointer.restore(state(0))
+        with pytest.raises(ConfigError, match=rf"{REFUSED} \(the tier does not answer\)"):
+            checkpointer.save(0, state(0))
+    check_resumes(spool, 110)
+    with made(spool) as anew:  # what the message names for a fresh start on purpose
+        anew.save(0, state(0)).wait()
+    check_resumes(spool, 0)
+
+
+def test_a_launch_that_had_begun_saves_on_after_a_restore_that_loaded_nothing(spool, history, monkeypatch):
+    with made(spool) as checkpointer:
+        checkpointer.restore(state(0))
+        attempt = checkpointer.attempt
+        monkeypatch.setattr(Restorer, "restore", lambda *_: fail(StoreUnavailable("the tier does not answer")))
+        with pytest.raises(StoreUnavailable):
+            checkpointer.restore(state(0), step=100)
+        assert checkpointer.save(120, state(120)).part.checkpoint.attempt == attempt
+    monkeypatch.undo()
+    check_resumes(spool, 120)
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_the_other_ranks_hear_of_an_interrupt_at_once(spool, monkeypatch, interrupted):
+    group = Group(2)
+    monkeypatch.setattr(ranks_module, "_process_group", lambda: group)
+
+    def work(number: int) -> tuple[float, int]:
+        with made(spool) as checkpointer:
+            checkpointer.restore(state(0))
+            checkpointer.save(5, state(5)).wait()
+            group.together.wait()
+            error = KeyboardInterrupt if number == interrupted else StoreUnavailable
+            begun = state(0, (lambda: fail(KeyboardInterrupt())) if number == interrupted else lambda: None)
+            began = time.monotonic()
+            with pytest.raises(error) as raised:
+                checkpointer.restore(begun)
+            took_s = time.monotonic() - began
+            if number != interrupted:
+                assert f"rank {interrupted}" in str(raised.value) and "interrupt (KeyboardInterrupt)" in str(raised)
+            with pytest.raises(ConfigError, match=REFUSED):
+                checkpointer.save(6, begun)
+            return took_s, checkpointer.restore(state(0)).step
+
+    for took_s, step in group.run(work):
+        assert took_s < 10 and step == 5
