@@ -176,6 +176,39 @@ def test_an_exchange_succeeds_on_all_ranks_or_on_none(boards, monkeypatch):
     assert both, "no exchange came to its end"
 
 
+@pytest.mark.parametrize("fault", ["refuses", "hangs"])
+def test_what_rank_0_clears_away_after_an_exchange_changes_nothing(boards, monkeypatch, fault):
+    made = exchanges(boards, 2, silent_s=1.0)
+    ending = threading.Event()
+
+    def remove(keys: object) -> None:
+        if fault == "hangs":
+            ending.wait(20)
+        raise OSError("AccessDenied: s3:DeleteObject")
+
+    monkeypatch.setattr(made[0]._board, "remove", remove)
+    read, asked = made[0]._board.read, []
+    monkeypatch.setattr(made[0]._board, "read", lambda keys: asked.extend(keys) or read(keys))
+    assert together(*(lambda one=one: one.exchange(b"x", 20) for one in made)) == [[b"x"] * 2] * 2
+    assert not [key for key in asked if key.endswith("/all")], "rank 0 reads its own answer"
+    ending.set()
+
+
+def test_rank_0_that_was_stopped_before_its_answer_fails_with_the_others(boards, monkeypatch):
+    """Others may have given up waiting for it meanwhile."""
+    made = exchanges(boards, 2)
+    put = made[0]._put
+
+    def stopped(key: str, value: bytes) -> None:
+        put(key, value)
+        if key.endswith("/closing"):
+            time.sleep(0.6 * QUICK)
+
+    monkeypatch.setattr(made[0], "_put", stopped)
+    for error in together(*(lambda one=one: one.exchange(b"x", 20) for one in made)):
+        assert isinstance(error, StoreUnavailable) and "rank 0 (process" in str(error) and "was stopped" in str(error)
+
+
 def test_rank_0_may_end_with_its_store_only_when_others_have_read_why():
     """A store that rank 0 hosts ends with it: the others would see a broken connection in place of the reason."""
     store = torch.distributed.HashStore()

@@ -40,6 +40,20 @@ MUTANTS = (
         f"{_TEST_MEETING} -k may_end_with_its_store",
     ),
     Mutant(
+        "rank 0 alone fails where it cannot clear notes away",
+        _MEETING,
+        "        self._afterwards(lambda: self._board.remove(gone))\n",
+        "        self._board.remove(gone)\n",
+        f"{_TEST_MEETING} -k clears_away",
+    ),
+    Mutant(
+        "rank 0 that was stopped goes on alone",
+        _MEETING,
+        "time.monotonic() - closed > self.silent_s / 2:",
+        "time.monotonic() - closed > 1e6:",
+        f"{_TEST_MEETING} -k stopped_before_its_answer",
+    ),
+    Mutant(
         "ranks on one node have no way to talk without a group",
         "tierd/client/ranks/ranks.py",
         "        if all_here():\n",

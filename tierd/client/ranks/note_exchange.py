@@ -13,8 +13,10 @@
 
 Invariant: every rank writes its note before it waits for another rank. A rank is waited for as long as it gives signs
 of life. A rank that did not arrive, or gives no sign of life, is waited for a bounded time. All ranks learn which rank
-it is. No exchange succeeds on some ranks alone: a rank that gives up takes its message back before rank 0 closes the
-exchange, or not at all. Each process measures time by its own clock, because no result may depend on two clocks.
+it is. A rank that gives up takes its message back before rank 0 closes the exchange, or not at all; rank 0's answer
+then decides for all. An exchange succeeds on some ranks alone only if a rank cannot read that answer: because the board
+fails there, or because rank 0 stops between its last look at the others and the answer. Each process measures time by
+its own clock, because no result may depend on two clocks.
 
 The module is longer than 300 lines because the signs of life and the exchanges share one thread, one board and one
 count of turns.
@@ -22,6 +24,7 @@ count of turns.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -37,6 +40,8 @@ from tierd.client.ranks.processes import Mate, this_process
 from tierd.client.ranks.rendezvous import QUICK_S, Absent, Rendezvous
 from tierd.client.ranks.signs import Sign, Watch
 from tierd.core.errors import StoreUnavailable, TierdError
+
+log = logging.getLogger("tierd")
 
 _SAID = b"+"  # prefix of a rank's message, because an empty note means that the message was taken back
 _IDLE_S = 5.0  # how long the thread may be idle before it ends
@@ -260,13 +265,7 @@ class NoteExchange:
 
     def _exchange(self, said: bytes, late_s: float) -> list[bytes]:
         number = self._say(said)
-        if self._rank == 0:
-            self._collect(number, late_s)
-        found = self._answer(number, late_s)
-        if not self._board.outlives and self._rank:
-            self._put(f"seen/{self._rank}", str(number).encode())
-        unpacker = zlib.decompressobj()
-        answer = msgspec.msgpack.decode(unpacker.decompress(found, _LIMIT), type=_All)
+        answer = self._answer(number, late_s) if self._rank else self._collect(number, late_s)
         if answer.why:
             raise Absent(answer.why)
         return list(answer.heard)
@@ -289,8 +288,8 @@ class NoteExchange:
         self._put(f"{number}/all", zlib.compress(msgspec.msgpack.encode(answer), 1))
         self._ended = number + 1
 
-    def _collect(self, number: int, late_s: float) -> None:
-        """On rank 0: collect all messages and publish them, or publish which ranks did not arrive."""
+    def _collect(self, number: int, late_s: float) -> _All:
+        """On rank 0: collect all messages and publish them, or publish which ranks did not arrive. Return that."""
         heard: dict[int, bytes] = {}
         watch, pause_s, why = Watch(self, late_s, lambda sign: sign.said > number), QUICK_S, ""
         while not why and (absent := set(range(self._world)) - heard.keys()):
@@ -298,16 +297,32 @@ class NoteExchange:
             why = watch.given_up(set(range(self._world)) - heard.keys()) or self._gave_up(heard)
             pause_s = pause_s if why or len(heard) == self._world else self._pause(pause_s)
         if not why:
+            closed = time.monotonic()
             self._put(f"{number}/closing", b"1")
             said = self._said(number, heard)
             why = self._gave_up({rank: said.get(rank, b"") for rank in heard})
-        self._publish(number, _All(why=why) if why else _All(tuple(heard[rank][1:] for rank in range(self._world))))
+            if not why and time.monotonic() - closed > self.silent_s / 2:  # after `silent_s` the others give up
+                why = f"{self.name(0)} was stopped, or {self._board.what} is slow"
+        answer = _All(why=why) if why else _All(tuple(heard[rank][1:] for rank in range(self._world)))
+        self._publish(number, answer)
         gone = [f"{self._name}/{number}/{what}" for what in (*heard, "closing")]
         if number and not why:
             gone.append(f"{self._name}/{number - 1}/all")  # every rank in this turn has read the previous turn's end
-        self._board.remove(gone)
+        self._afterwards(lambda: self._board.remove(gone))
         if why and not self._board.outlives:  # this process may end now, and the store with it
             self._await_readers(heard.keys() - {0})
+        return answer
+
+    def _afterwards(self, work: Callable[[], object]) -> None:
+        """Run `work` when the caller has the end of the exchange: its failure must not be this rank's alone."""
+
+        def job() -> None:
+            try:
+                work()
+            except (RuntimeError, OSError, ValueError, TierdError) as error:
+                log.debug("notes between ranks, after an exchange: %s", error)
+
+        self._submit(job)
 
     def _said(self, number: int, ranks: Iterable[int]) -> dict[int, bytes]:
         """Return the messages of `ranks` at a turn, by rank; a message is empty once its rank has taken it back."""
@@ -319,8 +334,8 @@ class NoteExchange:
         gone = "; ".join(f"{self.name(rank)} gave up waiting" for rank, said in sorted(heard.items()) if not said)
         return gone and f"{gone} for {self.name(0)}"
 
-    def _answer(self, number: int, late_s: float) -> bytes:
-        """Wait for the end of the exchange that rank 0 publishes."""
+    def _answer(self, number: int, late_s: float) -> _All:
+        """On any other rank: wait for the end of the exchange that rank 0 publishes, and return it."""
         watch, pause_s = Watch(self, late_s, lambda sign: sign.ended > number), QUICK_S
         why = ""
         while (found := self._get(f"{number}/all")) is None:
@@ -334,7 +349,9 @@ class NoteExchange:
             elif why and watch.given_up({0}):
                 raise Absent(why)
             pause_s = self._pause(pause_s)
-        return found
+        if not self._board.outlives:
+            self._afterwards(lambda: self._put(f"seen/{self._rank}", str(number).encode()))
+        return msgspec.msgpack.decode(zlib.decompressobj().decompress(found, _LIMIT), type=_All)
 
     def signs(self, ranks: Collection[int]) -> dict[int, Sign]:
         """Return each rank's last sign of life; one with number 0 if there is none."""
