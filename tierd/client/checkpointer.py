@@ -47,8 +47,9 @@ class Checkpointer:
         rank, world_size: this process's rank and the number of ranks. If not given, they are read from an initialised
             `torch.distributed`, else from the launcher's environment (torchrun, mpirun, srun, …: see the how-to for
             several ranks), else they are rank 0 of 1.
-        attempt: this launch's name, shared by all ranks. If not given, the ranks agree on one through
-            `torch.distributed`, torchrun's agent, the spool or a tier, or derive it from SLURM's environment.
+        attempt: this launch's name, shared by all ranks, and used by no earlier launch. If not given, the ranks agree
+            on one through `torch.distributed`, torchrun's agent, the spool or a tier, or derive it from SLURM's
+            environment.
         to: URLs of the tiers. A daemon for them is started unless one already holds the spool. If not given, tierd
             expects that a daemon runs or will be started (by systemd, for example). If empty, checkpoints stay in the
             spool and nothing prunes them.
@@ -302,8 +303,8 @@ class Checkpointer:
                 loaded, unless an object's own `load_state_dict` refused a value that fits.
             StoreUnavailable, DaemonUnavailable: a place that may hold a newer checkpoint, or the requested one, did not
                 answer; or another rank could not restore, and the message says why.
-            ConfigError: the given attempt cannot continue from this checkpoint; ranks asked for different checkpoints;
-                or `state` lacks an entry that `only` names.
+            ConfigError: the given attempt cannot continue from this checkpoint, or is an earlier launch's; ranks asked
+                for different checkpoints; or `state` lacks an entry that `only` names.
         """
         self._inner.check_open()
         goal = None if best is None else Goal(best, mode)

@@ -91,13 +91,14 @@ def test_ranks_that_cannot_talk_take_no_mixture_of_one_spool_and_a_tier(tmp_path
     spools, store = [Spool(tmp_path / name) for name in "ab"], MemoryStore()
     for spool, number in zip(spools, (0, 1), strict=True):
         with Daemon(spool.root, {"tier": Double(store)}) as daemon:
-            with tierd.Checkpointer(spool.root, "run", number, 2, attempt(1)) as saving:
-                saving.save(1, tensors(1)).wait()
-                if number == 0:
-                    saving.save(2, tensors(2)).wait()
+            saving = tierd.Checkpointer(spool.root, "run", number, 2, attempt(1))
+            saving.save(1, tensors(1)).wait()
+            if number == 0:
+                saving.save(2, tensors(2)).wait()
             daemon.settle()
-    with rank(spools[1], 1, attempt(1)) as saving:  # into the spool; its daemon is away
-        saving.save(2, tensors(2)).wait()
+        if number == 1:
+            saving.save(2, tensors(2)).wait()  # into the spool; its daemon is away
+        saving.close()
     blocked = Double(store)
     blocked.before = no_puts
     for spool, number in zip(spools, (0, 1), strict=True):
@@ -457,3 +458,50 @@ def test_what_ranks_say_is_small_and_has_a_schema(monkeypatch):
     mixed = made.run(lambda number: Ranks().gather((said, Clock(1, "", None))[number]))
     assert all(isinstance(error, StoreUnavailable) for error in mixed)
     assert "this rank is at Beginning, and rank 1 is at Clock" in str(mixed[0])
+
+
+# -- a given attempt in two launches ----------------------------------------------------------------------------------
+
+
+def test_ranks_that_talk_refuse_an_attempt_of_a_launch_that_left_no_complete_checkpoint(spool, group):
+    """A launcher that restarts them hands on its environment: step 9 would be made of parts of both launches."""
+
+    def work(number: int, given: str, *saving: int) -> tuple[object, object]:
+        with tierd.Checkpointer(spool.root, "other", attempt=given, to=[]) as checkpointer:
+            found = checkpointer.restore(tensors(0))
+            if number in saving:
+                checkpointer.save(9, tensors(value(9, number))).wait()
+            group.together.wait()
+            return found, checkpointer.restore(tensors(0)) if len(saving) == 1 else None  # of the launch itself
+
+    given = tierd.new_attempt()
+    assert group.run(lambda number: work(number, given, 0)) == [(None, None)] * 3
+    for error in group.run(lambda number: work(number, given, 1, 2)):
+        assert isinstance(error, ConfigError) and f"attempt {given} of run other is an earlier launch's" in str(error)
+    other = tierd.new_attempt()
+    assert group.run(lambda number: work(number, other, 0, 1, 2)) == [(None, None)] * 3
+
+
+def test_ranks_that_cannot_talk_refuse_an_attempt_that_this_rank_has_used(spool):
+    early, late = rank(spool, 0, attempt(1)), rank(spool, 1, attempt(1))
+    early.save(1, tensors(1)).wait()
+    assert late.restore(tensors(0)) is None
+    slow = rank(spool, 2, attempt(1), world=3)  # of the same launch: only others have saved
+    for one in (early, late, slow):
+        one.close()
+    with pytest.raises(ConfigError, match="an earlier launch's"):
+        rank(spool, 0, attempt(1))
+
+
+def test_one_rank_refuses_an_attempt_that_was_used_whatever_it_resumes_from(spool):
+    def resume(given: str) -> None:
+        with tierd.Checkpointer(spool.root, "run", attempt=given, to=[]) as checkpointer:
+            checkpointer.restore(tensors(0), step=1)
+            checkpointer.save(2, tensors(2)).wait()
+
+    with tierd.Checkpointer(spool.root, "run", to=[]) as first:
+        first.save(1, tensors(1)).wait()
+    given = tierd.new_attempt()
+    resume(given)
+    with pytest.raises(ConfigError, match="an earlier launch's"):
+        resume(given)

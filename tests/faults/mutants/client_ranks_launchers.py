@@ -71,6 +71,27 @@ MUTANTS = (
         f"{_TEST_INTERRUPTED} -k other_ranks_hear",
     ),
     Mutant(
+        "ranks that talk take an earlier launch's attempt for theirs",
+        _LAUNCH,
+        "not self._begun and given in attempts:",
+        "not self._begun and given in attempts and self.world == 1:",
+        "pytest tests/client/ranks/test_ranks.py -k left_no_complete",
+    ),
+    Mutant(
+        "a launch's own attempt is taken for another's",
+        _LAUNCH,
+        "not self._begun and given in attempts:",
+        "given in attempts:",
+        "pytest tests/client/ranks/test_ranks.py -k left_no_complete",
+    ),
+    Mutant(
+        "a rank that cannot talk saves under its earlier attempt",
+        _LAUNCH,
+        "            if own:\n",
+        "            if False:\n",
+        "pytest tests/client/ranks/test_ranks.py -k rank_has_used",
+    ),
+    Mutant(
         "a launch that resumed claims another origin",
         _LAUNCH,
         '        if self._origin is not None:\n            raise ConfigError(f"start_from: this',

@@ -23,6 +23,7 @@ from tierd.client.ranks.ranks import Ranks
 from tierd.core.errors import ConfigError, StepRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step, next_attempt
 from tierd.core.manifest import Ancestor, Manifest
+from tierd.spool.conditions import translated
 from tierd.spool.spool import Spool
 
 
@@ -73,7 +74,8 @@ class Launch:
         saving: called with each part that is about to be written.
 
     Raises:
-        ConfigError: the ranks were given different runs, attempts or `options`, or cannot agree on an attempt.
+        ConfigError: the ranks were given different runs, attempts or `options`, or cannot agree on an attempt; or
+            they cannot talk, and this rank has saved under the given attempt in an earlier launch.
         StoreUnavailable: another rank cannot begin; the message names it and says why.
     """
 
@@ -98,6 +100,7 @@ class Launch:
         self._changing = False  # whether the restore that runs has come to load the state
         self._origin: CheckpointId | None = None
         self._attempt: str | None = None
+        self._talks = ranks.talk
         if self.world == 1:
             return
         if ranks.talk:
@@ -110,6 +113,13 @@ class Launch:
                     f"{self.world} ranks must share one attempt: initialise torch.distributed first, or pass attempt= "
                     "(tierd.new_attempt() makes one; give every rank the same)"
                 )
+        else:
+            with translated(f"spool {spool.root}"):
+                own = [
+                    part for part in spool.parts(run) if part.rank == self.rank and part.checkpoint.attempt == attempt
+                ]
+            if own:
+                raise self._used(attempt)
 
     def _begin(self, ranks: Ranks, options: dict[str, str]) -> None:
         try:
@@ -189,12 +199,21 @@ class Launch:
         given = self._given_for(origin)
         if given is None:
             return
+        # Ranks that can talk restore together, so none of them has saved before this launch's first restore.
+        if self._talks and not self._begun and given in attempts:
+            raise self._used(given)
         latest = max(attempts, default="")
         if given < latest or (origin and (self.steps or self._given == origin.attempt)):
             raise ConfigError(
                 f"attempt {given} cannot go on from attempt {latest}: an attempt has one origin, and is later "
                 "than what it resumes from; make a new Checkpointer with a new attempt="
             )
+
+    def _used(self, attempt: str) -> ConfigError:
+        return ConfigError(
+            f"attempt {attempt} of run {self.run} is an earlier launch's, and a checkpoint could be made of parts of "
+            "both. Each launch, also a restarted one, needs an attempt of its own (tierd.new_attempt() makes one)"
+        )
 
     def _given_for(self, origin: CheckpointId | None) -> str | None:
         # Another rank that restored earlier may already have saved under this name.
