@@ -310,15 +310,16 @@ if what == "first":
         for step in (5, 6)[: 2 - number]:
             checkpointer.save(step, tensors(step * 100 + number)).wait("tier", timeout=60)
         if number == 1:
-            open(f"{room}/attempt", "w").write(checkpointer.attempt)
+            with tierd.Checkpointer(f"{room}/late", "run", 1, 2, checkpointer.attempt, to=[]) as late:
+                late.save(6, tensors(601)).wait()
     print("{}")
 elif what == "second":
     sight = source.NodeSource.run_view
     def observing(self):
         if number == 1:  # its last part becomes durable between the two ranks' looks
             wait("looked")
-            with tierd.Checkpointer(spool, "run", 1, 2, open(f"{room}/attempt").read()) as late:
-                late.save(6, tensors(601)).wait("tier", timeout=60)
+            for name in os.listdir(f"{room}/late/run"):
+                os.rename(f"{room}/late/run/{name}", f"{spool}/run/{name}")
         try:
             return sight(self)
         finally:
