@@ -228,6 +228,13 @@ def test_prune(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) ->
     assert [path.name[:12] for path in tier.glob("r/manifests/*")] == ["000000000030"]
 
 
+def test_a_prune_of_more_than_a_batch(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, tier = places
+    monkeypatch.setattr("tierd.cli.acting.prune.MOST_CHECKPOINTS", 1)
+    assert run(["prune", str(tier), "--keep-last", "1"]) == 0
+    assert [path.name[:12] for path in tier.glob("r/manifests/*")] == ["000000000030"]
+
+
 def test_prune_says_what_holds_it_back_and_until_when(
     places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 
-from support.world import RUN, commit, converge, part, reconciler
+from support.world import RUN, commit, converge, part, reconciler, running, settle, until
 
 from tierd.core.planning.actions import Flush, Prune
 from tierd.core.planning.place import SPOOL
@@ -53,3 +53,32 @@ def test_a_new_part_is_sent_after_a_sparing_look_alone(spool, monkeypatch):
     asked, stamp = [], spool.stamp
     asyncio.run(work())
     assert asked and not [path for path in asked if path.endswith((part(1).checkpoint.name, part(2).checkpoint.name))]
+
+
+def test_a_part_removed_by_hand_while_it_was_sent_is_not_sent_again_and_again(spool, monkeypatch):
+    async def work():
+        stores, tries = {"tier": MemoryStore()}, []
+        await flushed(spool, stores)
+        daemon = reconciler(spool, stores)
+        async with running(daemon):
+            await settle(daemon)
+            flush = daemon.tiers.flushes.flush
+
+            async def removed(which, tier, spread=None):
+                tries.append(which)
+                if len(tries) == 1:
+                    then = time.time_ns() - 60_000_000_000
+                    for path in (spool.root / RUN, spool.path(which).parent):
+                        os.utime(path, ns=(then, then))
+                    await daemon.observe("tier")  # from now on it counts as settled
+                    shutil.rmtree(spool.path(which))
+                return await flush(which, tier, spread)
+
+            monkeypatch.setattr(daemon.tiers.flushes, "flush", removed)
+            commit(spool, part(3))
+            daemon.wake()
+            await until(lambda: tries)
+            await settle(daemon)
+            assert len(tries) <= 2
+
+    asyncio.run(work())

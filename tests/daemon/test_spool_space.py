@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import time
 
@@ -10,7 +11,7 @@ import pytest
 from support.doubles import Double, contents
 from support.smalldisk import SmallDisk
 from support.timed import timed
-from support.world import Daemon, commit, part, steps_on, wait_until
+from support.world import Daemon, commit, converge, part, reconciler, running, steps_on, until, wait_until
 
 from tierd.core.errors import StoreUnavailable
 from tierd.ipc.client import Link
@@ -127,3 +128,26 @@ def test_with_a_quota_it_counts_what_it_deletes(spool, monkeypatch):
         assert link.ask(MakeRoom(run="run", size_bytes=1000))["freed_bytes"] == 0
         assert link.ask(MakeRoom(run="run", size_bytes=1000, quota=True))["freed_bytes"] == MIB
         assert runs(spool) == [("run", 2), ("run", 3)]
+
+
+def test_a_copy_that_cannot_be_removed_holds_up_no_other(spool, monkeypatch):
+    async def work() -> None:
+        stores = {"tier": Double()}
+        for run in ("a", "b"):
+            for step in range(4):
+                commit(spool, part(step, run=run))
+        await converge(spool, stores, keep_local=100)
+        bury, stuck = spool._bury, spool.path(part(0, run="a"))
+
+        def refuse(path):
+            if path == stuck:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return bury(path)
+
+        monkeypatch.setattr(spool, "_bury", refuse)
+        async with running(reconciler(spool, stores, keep_local=2)) as daemon:
+            await until(lambda: runs(spool) == [("a", 0), ("a", 2), ("a", 3), ("b", 2), ("b", 3)])
+            await daemon.room.make("b", 1 << 50)
+            assert runs(spool) == [("a", 0)]
+
+    asyncio.run(work())

@@ -107,7 +107,7 @@ class SpoolSpace:
             try:
                 if await self._release(checkpoint, ("the spool's disk is full, and a save needs room",)):
                     return max(size, 1)
-            except TierdError as error:  # its tier failed; the next copy may be on another tier
+            except (TierdError, OSError) as error:  # its tier or its directory failed; the next copy has others
                 log.warning("%s stays in the spool: %s", checkpoint, error)
             if is_enough():
                 break

@@ -328,3 +328,22 @@ def test_the_guard_asks_for_each_sort_by_itself_and_again_later(monkeypatch) -> 
         assert not guard.refused
 
     asyncio.run(work())
+
+
+def test_a_corrupt_copy_that_nobody_may_quarantine_holds_up_no_other_in_the_spool(spool):
+    async def work() -> None:
+        store = Lasting()
+        for step in range(6):
+            commit(spool, part(step))
+        await converge(spool, {"tier": store}, keep=100, keep_local=100)
+        chunk = next(key for key in store.inner.keys if is_chunk(key) and part(1).checkpoint.name in key)
+        await store.inner.delete([chunk])
+        async with running(reconciler(spool, {"tier": store}, keep=100, keep_local=2)) as daemon:
+            await until(lambda: steps_in(spool) == [1, 4, 5])
+            for _ in range(20):
+                daemon.wake()
+                await asyncio.sleep(0.02)
+            assert sum(event.what == "corrupt" for event in daemon.journal.events) == 1
+            assert daemon.workers["local"].last_error is None
+
+    asyncio.run(work())

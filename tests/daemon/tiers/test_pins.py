@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 
 import pytest
 from support.doubles import Double
 from support.timed import QUICK
-from support.world import commit, converge, part
+from support.world import commit, converge, part, until
 
-from tierd.core.errors import ObjectNotFound
+from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.core.ids import pin_key
 from tierd.daemon.tiers.intents import deleting
 from tierd.daemon.tiers.pins import pin
@@ -54,5 +56,40 @@ def test_a_copy_in_the_spool_is_enough(spool):
         commit(spool, part(1))
         await pin(spool, [store], part(1).checkpoint, QUICK)
         assert pin_key(part(1).checkpoint) in store.inner.objects
+
+    asyncio.run(work())
+
+
+def test_a_prune_that_does_not_end_is_told_and_one_that_was_cut_off_long_ago_is_not_awaited(spool):
+    one = part(1).checkpoint
+
+    async def work():
+        store = Double()
+        commit(spool, part(1))
+        async with deleting(store, "run", timings=QUICK) as marks:
+            await marks.put([one])
+            with pytest.raises(StoreUnavailable, match="under way"):
+                await pin(spool, [store], one, QUICK)
+            assert one in spool.pins(), "it may be in time"
+            later = replace(QUICK, wall_ns=lambda: time.time_ns() + 601 * 10**9)
+            await pin(spool, [store], one, later)
+
+    asyncio.run(work())
+
+
+def test_a_prune_that_is_cancelled_before_it_deletes_takes_its_marks_back():
+    async def work():
+        store = Double()
+
+        async def prune() -> None:
+            async with deleting(store, "run", timings=QUICK) as marks:
+                await marks.put([part(1).checkpoint])
+                await asyncio.sleep(60)
+
+        task = asyncio.ensure_future(prune())
+        await until(lambda: store.inner.objects)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert not store.inner.objects
 
     asyncio.run(work())

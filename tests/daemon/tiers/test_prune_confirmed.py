@@ -9,7 +9,7 @@ from daemon.transfer.test_relay import daemon as of_tiers
 from support.doubles import Double, flip, is_chunk, is_manifest
 from support.world import commit, converge, part, reconciler, running, settle, steps_on, until
 
-from tierd.core.errors import StoreUnavailable
+from tierd.core.errors import DeleteRefused, StoreUnavailable
 from tierd.core.ids import pin_key
 from tierd.core.retention.policy import RetentionPolicy
 
@@ -188,5 +188,35 @@ def test_an_incomplete_copy_in_the_spool_counts_as_wanted_until_it_goes(spool, m
             await until(lambda: asked)
             await settle(daemon)
         assert (part(1, rank=0, world=2) in spool.parts()) == is_pinned
+
+    asyncio.run(work())
+
+
+def test_a_copy_that_another_tier_has_lost_holds_up_only_itself(spool):
+    """Its tier shows it as it was, and lets nobody quarantine it: the other checkpoints of the batch go."""
+
+    async def work():
+        near, far = Double(), Double()
+        rich = RetentionPolicy(keep_last=1000)
+        for step in range(6):
+            commit(spool, part(step))
+        async with running(of_tiers(spool, {"near": near, "far": far}, (rich, rich), keep_local=100)) as node:
+            await settle(node)
+        chunk = next(key for key in far.inner.keys if is_chunk(key) and part(1).checkpoint.name in key)
+        await far.inner.delete([chunk])
+
+        def refuse(operation: str, key: str) -> None:
+            if operation == "delete":
+                raise DeleteRefused(f"delete {key}: AccessDenied")
+
+        far.before = refuse
+        policies = RetentionPolicy(keep_last=2), rich
+        async with running(of_tiers(spool, {"near": near, "far": far}, policies, keep_local=100)) as node:
+            await until(lambda: steps_on(near.inner.objects) == [1, 4, 5])
+            for _ in range(20):
+                node.wake()
+                await asyncio.sleep(0.02)
+            found = [event for event in node.journal.events if event.what == "corrupt"]
+            assert len(found) == 1, "and it is not told each minute"
 
     asyncio.run(work())

@@ -10,6 +10,13 @@ _TEST_DISOWN = "pytest tests/cli/test_disown.py"
 
 MUTANTS = (
     Mutant(
+        "a prune takes what its first batch deleted for a loss",
+        "tierd/cli/acting/prune.py",
+        "                        left = left.without(deleted)\n",
+        "                        pass\n",
+        "pytest tests/cli/test_cli.py -k more_than_a_batch",
+    ),
+    Mutant(
         "a dry run says that what a flush protects would go",
         "tierd/cli/acting/prune.py",
         "await being_flushed(stores[name], one) if dry_run else {}",

@@ -102,10 +102,45 @@ MUTANTS = (
         "pytest tests/daemon/tiers/test_prune_confirmed.py -k incomplete_copy",
     ),
     Mutant(
+        "one copy that another tier has lost holds up all others of a batch",
+        _PRUNER,
+        "                if lacking:\n                    worker.put_off(one.checkpoint)\n",
+        "                if lacking:\n                    return []\n",
+        "pytest tests/daemon/tiers/test_prune_confirmed.py -k holds_up_only_itself",
+    ),
+    Mutant(
+        "a copy that a tier lets nobody quarantine holds up all of the spool",
+        _PRUNER,
+        "            worker.put_off(checkpoint, _REFUSED_S)\n            return\n",
+        "            raise\n",
+        "pytest tests/daemon/tiers/test_append_only.py -k holds_up_no_other",
+    ),
+    Mutant(
+        "a local copy that cannot be removed holds up all others",
+        _PRUNER,
+        "            worker.put_off_stuck(checkpoint)\n            raise\n",
+        "            raise\n",
+        "pytest tests/daemon/test_spool_space.py -k cannot_be_removed",
+    ),
+    Mutant(
+        "a local copy that cannot be removed ends the search for room",
+        "tierd/daemon/spool_space.py",
+        "            except (TierdError, OSError) as error:",
+        "            except TierdError as error:",
+        "pytest tests/daemon/test_spool_space.py -k cannot_be_removed",
+    ),
+    Mutant(
+        "a part that somebody removed is sent again and again",
+        "tierd/daemon/reconciling/flusher.py",
+        "                live.doubt(part.checkpoint)\n",
+        "                pass\n",
+        "pytest tests/daemon/test_sparing.py -k removed_by_hand",
+    ),
+    Mutant(
         "a tier deletes what another tier was once seen to have",
         _PRUNER,
-        "                        if other not in stale and not await self._holds(other, seen):\n",
-        "                        if False:\n",
+        "                lacking = {name for name, seen in relied if not await self._holds(name, seen)}\n",
+        "                lacking = set[str]()\n",
         "pytest tests/daemon/tiers/test_prune_confirmed.py -k 'asked_before and gone'",
     ),
     Mutant(
@@ -118,8 +153,8 @@ MUTANTS = (
     Mutant(
         "a tier deletes what another tier has that does not answer",
         _PRUNER,
-        "        except (TierdError, OSError):\n            return False\n",
-        "        except (TierdError, OSError):\n            return True\n",
+        "                worker.put_off(one.checkpoint)\n            else:\n",
+        "                going.append(one)\n            else:\n",
         "pytest tests/daemon/tiers/test_prune_confirmed.py -k 'asked_before and no_answer'",
     ),
     Mutant(

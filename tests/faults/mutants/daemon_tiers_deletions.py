@@ -72,10 +72,24 @@ MUTANTS = (
         "pytest tests/daemon/tiers/test_prune_confirmed.py -k 'went_meanwhile and one_rank'",
     ),
     Mutant(
+        "a pin reports success while the prune goes on",
+        "tierd/daemon/tiers/pins.py",
+        "        else:\n            raise StoreUnavailable(",
+        "        else:\n            print(",
+        "pytest tests/daemon/tiers/test_pins.py -k does_not_end",
+    ),
+    Mutant(
+        "a prune that is cut off before it deletes leaves its marks",
+        _INTENTS,
+        "        except (TierdError, asyncio.CancelledError):\n            if not marks.begun:\n",
+        "        except TierdError:\n            if not marks.begun:\n",
+        "pytest tests/daemon/tiers/test_pins.py -k takes_its_marks_back",
+    ),
+    Mutant(
         "a pin does not wait for the prune that may not have seen it",
         "tierd/daemon/tiers/pins.py",
-        "            if checkpoint not in await being_deleted(store, checkpoint.run, timings):\n",
-        "            if True:\n",
+        "            if checkpoint not in await being_deleted(",
+        "            if True or checkpoint not in await being_deleted(",
         "pytest tests/daemon/tiers/test_pins.py -k may_not_see",
     ),
     Mutant(
@@ -116,7 +130,7 @@ MUTANTS = (
     Mutant(
         "disown takes the mark of a deletion that goes on",
         _INTENTS,
-        "    if match is None or 0 <= age_ms(match[2], USUAL) <= 1000 * _DEADLINE:\n",
+        "    if match is None or 0 <= age_ms(match[2], USUAL) <= 1000 * DEADLINE_S:\n",
         "    if match is None:\n",
         f"{_TEST_DISOWN} -k marks_of_the_launch",
     ),

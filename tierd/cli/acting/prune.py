@@ -122,13 +122,15 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
             for one in asked:
                 verdicts = judge(Demand(inventory, where.config, one), name)
                 going = [verdict.id for verdict in verdicts if not verdict.keep and not dry_run]
-                gone = set[CheckpointId]()
+                gone, left = set[CheckpointId](), place
                 held = await being_flushed(stores[name], one) if dry_run else {}
                 if going:  # a mark that cannot be deleted would delay flushes
                     await guard.check(f"{pruning_prefix(one)}none")
                 while going:
                     some, going = going[:MOST_CHECKPOINTS], going[MOST_CHECKPOINTS:]
-                    done = await prune_tier(stores[name], some, known=known, seen=place)
+                    done = await prune_tier(stores[name], some, known=known, seen=left)
+                    for deleted in done.gone:
+                        left = left.without(deleted)
                     gone |= done.gone
                     held |= dict.fromkeys(set(some) - done.gone, "nothing of it is left but what others name")
                     held |= done.held

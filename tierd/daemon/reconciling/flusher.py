@@ -63,7 +63,9 @@ class Flusher:
         except ObjectNotFound:
             if relayed:
                 setup.workers[tier].put_off(part)  # until the other tiers were observed again
-            return  # removed from the spool since the observation
+            else:  # removed from the spool since the observation, perhaps by hand, which a sparing one does not see
+                live.doubt(part.checkpoint)
+            return
         except (CorruptChunk, ManifestError) as error:
             if relayed:
                 self._cannot_relay(part, tier, error)

@@ -6,11 +6,13 @@ Invariant: no copy is deleted for the sake of another one before that one's plac
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
-from tierd.core.errors import DeleteRefused, FormatTooNew, ManifestError, ObjectNotFound, TierdError
+from tierd.core.errors import DeleteRefused, ManifestError, ObjectNotFound, StoreFull, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.planning.actions import Prune
@@ -23,7 +25,10 @@ from tierd.core.planning.pruning import lost_to, relied_on, together
 from tierd.daemon.reconciling.setup import Setup
 from tierd.daemon.tiers.prune import quarantine
 
-_ASKING_S = 300.0  # for the answers of other tiers; what is known to be held by then is deleted
+log = logging.getLogger("tierd.daemon")
+
+_ASKING_S = 60.0  # after which no other tier is asked for a further checkpoint of a batch
+_REFUSED_S = 3600.0  # until a quarantine is tried again on a tier that refuses deletions, or is full
 
 
 class Pruner:
@@ -42,12 +47,20 @@ class Pruner:
         if action.tier != SPOOL:
             await self._prune_together(action)
             return
-        checkpoint = action.checkpoint
+        checkpoint, worker = action.checkpoint, self._setup.workers[SPOOL]
         self._rest_on.pop(checkpoint, None)
-        # On a full disk, free space matters more than fast writes into recycled blocks.
-        if not await self.release(checkpoint, action.reasons, reuse=not self._setup.live.is_low):
-            self._setup.workers[SPOOL].put_off(checkpoint, self._setup.timings.prune_again_s)
-            self._setup.wake()
+        try:
+            # On a full disk, free space matters more than fast writes into recycled blocks.
+            if await self.release(checkpoint, action.reasons, reuse=not self._setup.live.is_low):
+                return
+        except (DeleteRefused, StoreFull):  # a tier's copy is corrupt, and cannot be quarantined
+            worker.put_off(checkpoint, _REFUSED_S)
+            return
+        except (TierdError, OSError):  # other copies go first
+            worker.put_off_stuck(checkpoint)
+            raise
+        worker.put_off(checkpoint, self._setup.timings.prune_again_s)
+        self._setup.wake()
 
     def rests(self, action: Prune) -> bool:
         """Whether a prune in the spool waits for a copy that the scrub cannot read for now."""
@@ -60,8 +73,8 @@ class Pruner:
         worker, place = setup.workers[first.tier], setup.tiers.observed.places[first.tier]
         planned = setup.planner.plan(live.inventory(), setup.config, {}, 0.0, first.tier)
         others = [one for one in planned if isinstance(one, Prune) and not worker.is_off(one.checkpoint)]
-        prunes = together(first, others, place)
-        before, run, stale = live.inventory(), first.checkpoint.run, set[str]()
+        before, run = live.inventory(), first.checkpoint.run
+        prunes = await self._held_elsewhere(together(first, others, place), Demand(before, setup.config, run))
 
         async def confirm(shown: Collection[CheckpointId]) -> frozenset[CheckpointId]:
             await live.observe()
@@ -70,10 +83,7 @@ class Pruner:
             if not {one.attempt for one in shown} <= known:
                 return frozenset()  # another node has begun a launch: what it needs is known after an observation
             actions = setup.planner.plan(inventory, setup.config, {}, 0.0, first.tier)
-            still = {one.checkpoint for one in actions if isinstance(one, Prune) and one.tier == first.tier}
-            return await self._held_elsewhere(
-                still & reasons.keys(), first.tier, Demand(inventory, setup.config, run), stale
-            )
+            return frozenset(one.checkpoint for one in actions if isinstance(one, Prune) and one.tier == first.tier)
 
         reasons = {one.checkpoint: one.reasons for one in prunes}
 
@@ -86,10 +96,6 @@ class Pruner:
             gone = await setup.tiers.prune([one.checkpoint for one in prunes], first.tier, confirm, record)
         except DeleteRefused:  # reported once by `SaveEvents.append_only`; later plans omit these prunes
             gone = set()
-        finally:
-            for name in stale:
-                with suppress(TierdError, OSError):  # then it is unknown
-                    await self._observe(name)
         record(gone)  # also those of which only chunks were left
         if gone:
             live.full.discard(first.tier)
@@ -97,46 +103,43 @@ class Pruner:
             if one.checkpoint not in gone:
                 worker.put_off(one.checkpoint)
 
-    async def _held_elsewhere(
-        self, going: Collection[CheckpointId], tier: str, demand: Demand, stale: set[str]
-    ) -> frozenset[CheckpointId]:
-        """Return those of `going` that every other tier holds that wants them, as far as that is known in time.
+    async def _held_elsewhere(self, prunes: Sequence[Prune], demand: Demand) -> list[Prune]:
+        """Return the prunes of checkpoints that every other tier holds that wants them, and put off the others.
 
         The tiers are asked, because their observations may be hours old, and take a manifest for usable that nobody
-        has read.
-
-        Args:
-            going: the checkpoints about to be deleted.
-            tier: the tier from which they are deleted.
-            demand: the demand by which they are deleted.
-            stale: gets the tiers that lack what they were seen to have.
+        has read. They are asked before any mark is put, because marks hold up flushes and pins.
         """
-        held: set[CheckpointId] = set()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_ASKING_S):
-                for one in sorted(going):
-                    for other, seen in relied_on(demand, tier, one):
-                        if other not in stale and not await self._holds(other, seen):
-                            stale.add(other)
-                        if other in stale:
-                            break
-                    else:
-                        held.add(one)
-        return frozenset(held)
+        going, lost, ends_s = [], set[str](), time.monotonic() + _ASKING_S
+        for one in prunes:
+            worker, relied = self._setup.workers[one.tier], relied_on(demand, one.tier, one.checkpoint)
+            try:
+                lacking = {name for name, seen in relied if not await self._holds(name, seen)}
+            except (DeleteRefused, StoreFull) as error:  # the copy there is corrupt, and cannot be quarantined
+                log.warning("%s: %s is kept, because another copy is corrupt: %s", one.tier, one.checkpoint, error)
+                worker.put_off(one.checkpoint, _REFUSED_S)
+            except (TierdError, OSError) as error:
+                log.info("%s: %s is kept, because another tier cannot be asked: %s", one.tier, one.checkpoint, error)
+                worker.put_off(one.checkpoint)
+            else:
+                lost |= lacking
+                if lacking:
+                    worker.put_off(one.checkpoint)
+                else:
+                    going.append(one)
+            if time.monotonic() > ends_s:  # the others of the batch are left to the next one
+                break
+        for name in lost:
+            with suppress(TierdError, OSError):  # then it is unknown
+                await self._observe(name)
+        return going
 
     async def _holds(self, tier: str, seen: CheckpointCopy) -> bool:
         """Whether a tier still holds a checkpoint. A part proven corrupt there is quarantined, so that it is sent
         again."""
-        parts = list(seen.parts())
-        try:
-            corrupt = await self._setup.tiers.holds(tier, parts)
-            for part in corrupt or ():
-                self._setup.journal.record("corrupt", tier, part, "it cannot be read; it will be flushed again")
-                await quarantine(self._setup.stores[tier], part)
-        except FormatTooNew:  # a newer tierd reads it, or one with another key
-            return True
-        except (TierdError, OSError):
-            return False
+        corrupt = await self._setup.tiers.holds(tier, list(seen.parts()))
+        for part in corrupt or ():
+            self._setup.journal.record("corrupt", tier, part, "it cannot be read; it will be flushed again")
+            await quarantine(self._setup.stores[tier], part)
         return corrupt == []
 
     async def release(self, checkpoint: CheckpointId, reasons: tuple[str, ...], *, reuse: bool = False) -> bool:

@@ -117,5 +117,9 @@ class WorkerLoop:
             case RepairCopy(part, tier):
                 await self._repairs.repair(part, tier)
             case Discard(name):
-                await asyncio.to_thread(self._setup.spool.discard, name)
+                try:
+                    await asyncio.to_thread(self._setup.spool.discard, name)
+                except OSError:  # what can be deleted goes first
+                    self._setup.workers[SPOOL].put_off_stuck(name)
+                    raise
                 log.info("local: discarded %s", name)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Collection, Iterable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -43,7 +43,8 @@ from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.daemon.transfer.concurrency import together
 from tierd.stores.base import Store, clear
 
-_DEADLINE = 600.0  # seconds that a flush's put or a prune may take
+DEADLINE_S = 600.0  # that a flush's put or a prune may take
+_FORGETS_S = 10.0  # that a prune which is cancelled may take to remove its marks
 _WHEN = "%Y-%m-%d %H:%M:%S %Z"
 _AT_ONCE = 8  # marks that are put at once
 _LEFT_OVER_S = 15.0  # a mark this old may remain for long, so chunks under it are sent again instead of shared
@@ -109,9 +110,9 @@ async def left_over(store: Store, run: str, timings: DaemonTimings = USUAL) -> s
 
 
 async def being_deleted(
-    store: Store, run: str, timings: DaemonTimings, who: str = "", older: float = -math.inf
+    store: Store, run: str, timings: DaemonTimings, who: str = "", older: float = -math.inf, younger: float = math.inf
 ) -> set[CheckpointId]:
-    """Return the checkpoints whose chunks are being deleted.
+    """Return the checkpoints whose chunks are being deleted, by marks of an age between `older` and `younger`, in ms.
 
     Marks that have expired for `who`, as in `sweep`, do not count.
     """
@@ -119,7 +120,7 @@ async def being_deleted(
     found = {
         CheckpointId.parse(run, mark[1])
         for mark in marks
-        if mark and older < age_ms(mark[2], timings) and not is_over(mark[2], mark[3], who, timings)
+        if mark and older < age_ms(mark[2], timings) < younger and not is_over(mark[2], mark[3], who, timings)
     }
     return {checkpoint for checkpoint in found if checkpoint}
 
@@ -160,9 +161,11 @@ async def deleting(store: Store, run: str, who: str = "", timings: DaemonTimings
     async with _bounded(f"deleting chunks of {run}"):
         try:
             yield marks
-        except TierdError:
+        except (TierdError, asyncio.CancelledError):
             if not marks.begun:
-                await forget(store, marks.keys)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_FORGETS_S):
+                        await forget(store, marks.keys)
             raise
         # If a deletion fails, the marks are left, because it may still take effect.
         await store.delete(marks.keys)
@@ -249,7 +252,7 @@ def _ends(intent: str) -> datetime:
 def marked(run: str, key: str) -> CheckpointId | None:
     """Return the checkpoint of a mark, given by its key; None if the prune that put it may still be deleting."""
     match = STAMP.fullmatch(key)
-    if match is None or 0 <= age_ms(match[2], USUAL) <= 1000 * _DEADLINE:
+    if match is None or 0 <= age_ms(match[2], USUAL) <= 1000 * DEADLINE_S:
         return None
     return CheckpointId.parse(run, match[1].removeprefix(pruning_prefix(run)))
 
@@ -264,7 +267,7 @@ def _intended(run: str, key: str) -> PartId | None:
 @asynccontextmanager
 async def _bounded(doing: str) -> AsyncIterator[None]:
     try:
-        async with asyncio.timeout(_DEADLINE):
+        async with asyncio.timeout(DEADLINE_S):
             yield
     except TimeoutError as error:
-        raise StoreUnavailable(f"{doing}: not done within {_DEADLINE:.0f} s") from error
+        raise StoreUnavailable(f"{doing}: not done within {DEADLINE_S:.0f} s") from error

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 
-from tierd.core.errors import ObjectNotFound
+from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.core.ids import CheckpointId, manifests_prefix, pin_key
-from tierd.daemon.tiers.intents import being_deleted
+from tierd.daemon.tiers.intents import DEADLINE_S, being_deleted
 from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
@@ -23,6 +23,7 @@ async def pin(
 
     Raises:
         ObjectNotFound: a prune that had begun before deleted the last copy. The pins are removed.
+        StoreUnavailable: such a prune does not end, or a tier does not answer.
     """
     if spool:
         await asyncio.to_thread(spool.pin, checkpoint, pinned=True)
@@ -30,9 +31,12 @@ async def pin(
     for store in stores:
         await store.put(pin_key(checkpoint), b"")
         for _ in range(timings.mark_reads):
-            if checkpoint not in await being_deleted(store, checkpoint.run, timings):
+            # An older mark is of a prune that was cut off.
+            if checkpoint not in await being_deleted(store, checkpoint.run, timings, younger=1000 * DEADLINE_S):
                 break
             await asyncio.sleep(timings.mark_pause_s)
+        else:
+            raise StoreUnavailable(f"{checkpoint} may be in the prune that is under way; pin it again to see")
         outlasts |= bool([info async for info in store.scan(f"{manifests_prefix(checkpoint.run)}{checkpoint.name}/")])
     if not outlasts and not (spool and spool.parts_of(checkpoint)):
         await unpin(spool, stores, checkpoint)

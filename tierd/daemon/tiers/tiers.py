@@ -235,7 +235,15 @@ class Tiers:
         Raises:
             TierdError, OSError: the tier failed.
         """
-        found = await together(READERS, [holds(self._stores[tier], part, None) for part in parts])
+        store = self._stores[tier]
+
+        async def held(part: PartId) -> bool | None:
+            try:
+                return await holds(store, part, None)
+            except FormatTooNew:  # a newer tierd reads it, or one with another key
+                return True
+
+        found = await together(READERS, [held(part) for part in parts])
         return None if None in found else [part for part, held in zip(parts, found, strict=True) if not held]
 
     async def lacking(self, local: Mapping[PartId, Manifest | None]) -> list[tuple[str, PartId]] | None:
