@@ -33,7 +33,7 @@ from tierd.formats.files import check_file
 from tierd.formats.pickles import check_pickle
 from tierd.formats.safetensors import check_safetensors
 from tierd.formats.sstable import read_table
-from tierd.formats.tensorflow import check_shard, read_index
+from tierd.formats.tensorflow import BundleEntry, check_shard, read_index
 from tierd.formats.texts import check_json
 from tierd.formats.zips import check_zip
 
@@ -501,6 +501,12 @@ def test_without_awscrt_the_tensors_are_said_to_be_unchecked(tmp_path: Path, mon
     assert "awscrt" in (check_shard(MemorySource(shards[0]), found[0]).uncovered or "")
     with pytest.raises(Damaged, match="ends there"):
         check_shard(MemorySource(shards[0][:-1]), found[0])
+
+
+def test_a_length_of_more_than_64_bits_is_damage() -> None:
+    data = bytes([0xFF] * 9 + [0x02]) + bytes(20)
+    with pytest.raises(Damaged, match="more than 64 bits"):
+        check_shard(MemorySource(data), [BundleEntry(0, len(data), 0, 7, 1, "text")])
 
 
 def test_crc32c() -> None:

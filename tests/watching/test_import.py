@@ -115,6 +115,26 @@ def test_several_are_imported_in_the_order_of_their_steps_whatever_their_times_s
     assert [one["path"] for one in two["imported"]["units"]] == ["checkpoint-500"]
 
 
+@pytest.mark.parametrize("name", ["describe", "_inspect"])
+def test_a_checkpoint_with_what_nobody_foresaw_stops_no_other(
+    name: str, root: Path, tmp_path: Path, capsys, monkeypatch
+) -> None:  # type: ignore[no-untyped-def]
+    for step in (500, 1000):
+        checkpoint(root, step, 1_800_000_000 + step)
+    real = getattr(importing, name)
+
+    def fails(*given: object) -> object:
+        if any(getattr(one, "path", "") == "checkpoint-500" for one in given):
+            raise ZeroDivisionError("nobody foresaw this")
+        return real(*given)
+
+    monkeypatch.setattr(importing, name, fails)
+    found = imported(root, tmp_path / "tier", capsys, code=4)["imported"]
+    assert [one["step"] for one in found["units"]] == [1000]
+    ((path, reason),) = [(one["path"], one["reason"]) for one in found["refused"]]
+    assert path == "checkpoint-500" and "ZeroDivisionError: nobody foresaw this" in reason
+
+
 def test_one_step_is_chosen_or_given(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (500, 1000):
         checkpoint(root, step, 1_800_000_000 + step)

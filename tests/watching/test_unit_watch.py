@@ -25,6 +25,9 @@ from tierd.spool.adopt import is_open_for_writing, unshare
 from tierd.spool.spool import Spool
 from tierd.stores.directory_overlap import check_apart
 from tierd.stores.file import FileStore
+from tierd.watching.describe import Described
+from tierd.watching.inspect import Opener
+from tierd.watching.layouts import Unit
 from tierd.watching.naming import History
 
 
@@ -194,6 +197,32 @@ def test_a_unit_that_never_rests_is_reported_once_until_it_rests(root: Path, spo
     assert len(reported.parts) == 1 and watch.refused == {}
     rewrite_for(3600, now_s)
     assert reported.reasons == {}, "an hour begins anew when it rested"
+
+
+def test_a_unit_with_what_nobody_foresaw_stops_no_other(root: Path, spool: Spool, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    layouts.torch_save(root)
+    torch.save({"w": torch.ones(3)}, root / "model_step200.pt")
+    describe, unforeseen = unit_watch.describe, [True]
+
+    def fails(unit: Unit, opener: Opener) -> Described:
+        if unforeseen and unit.step == 200:
+            raise ZeroDivisionError("nobody foresaw this")
+        return describe(unit, opener)
+
+    monkeypatch.setattr(unit_watch, "describe", fails)
+    reported, told = Reported(), []
+    monkeypatch.setattr(reported, "not_taken", lambda path, why: told.append((path, why)))
+    watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
+    for now_s in (1.0, 2.0, 3.0, 70.0):
+        watch.observe(History(), now_s)
+    assert [part.checkpoint.step for part in reported.parts] == [100] and not watch.waiting
+    assert (
+        told == [("model_step200.pt", watch.refused["model_step200.pt"])] and "ZeroDivisionError: nobody" in told[0][1]
+    )
+    unforeseen.clear()
+    watch.observe(History(), 140.0)
+    assert [part.checkpoint.step for part in reported.parts] == [100, 200]
+    assert watch.refused == {}
 
 
 def test_a_full_disk_is_reported_and_tried_again(root: Path, spool: Spool, monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -66,9 +66,9 @@ def varint(data: bytes, at: int, place: int) -> tuple[int, int]:
         if at + index >= len(data):
             break
         value |= (data[at + index] & 0x7F) << 7 * index
-        if data[at + index] < 0x80:
+        if data[at + index] < 0x80 and value < 1 << 64:
             return value, at + index + 1
-    raise Damaged(place, "a number is cut off, or of no length that a writer gives it")
+    raise Damaged(place, "a number is cut off, or has more than 64 bits")
 
 
 def _block(source: ByteSource, offset: int, size: int) -> bytes:

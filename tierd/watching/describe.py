@@ -85,7 +85,17 @@ def _logged(history: object) -> dict[str, float]:
     found: dict[str, float] = {}
     for entry in history if isinstance(history, list) else ():
         for name, value in entry.items() if isinstance(entry, dict) else ():
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if number and is_metric_name(name) and name not in ("step", "epoch"):
-                found[name] = float(value)
+            number = _number(value)
+            if number is not None and is_metric_name(name) and name not in ("step", "epoch"):
+                found[name] = number
     return found
+
+
+def _number(value: object) -> float | None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # JSON's integers have no bound
+        return None
+    return number if math.isfinite(number) else None

@@ -21,6 +21,27 @@ _TEST_UNIT_WATCH = "pytest tests/watching/test_unit_watch.py"
 
 MUTANTS = (
     Mutant(
+        "a unit that meets an unforeseen error stops the watch",
+        _UNIT_WATCH,
+        "        except Exception as error:\n            log.warning(",
+        "        except ManifestError as error:\n            log.warning(",
+        f"{_TEST_UNIT_WATCH} -k nobody_foresaw",
+    ),
+    Mutant(
+        "a unit that was tried again stays refused",
+        _UNIT_WATCH,
+        "        self.refused.pop(due.unit.path, None)\n",
+        "",
+        f"{_TEST_UNIT_WATCH} -k nobody_foresaw",
+    ),
+    Mutant(
+        "a unit that meets an unforeseen error ends an import",
+        _IMPORTING,
+        "            except Exception as error:\n                return _unforeseen",
+        "            except RuntimeError as error:\n                return _unforeseen",
+        f"{_TEST_IMPORT} -k nobody_foresaw",
+    ),
+    Mutant(
         "nobody learns of a unit that never rests",
         _UNIT_WATCH,
         "            self._refuse_restless()\n",

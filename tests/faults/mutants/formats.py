@@ -10,6 +10,13 @@ _TEST_FORMATS = "pytest tests/formats/test_formats.py"
 
 MUTANTS = (
     Mutant(
+        "a number of more than 64 bits is read",
+        "tierd/formats/sstable.py",
+        " and value < 1 << 64:",
+        ":",
+        f"{_TEST_FORMATS} -k 64_bits",
+    ),
+    Mutant(
         "DCP's entries are only measured",
         "tierd/formats/dcp.py",
         "elif extent.tensor or _is_archive(part):",

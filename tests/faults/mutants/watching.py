@@ -14,6 +14,13 @@ _TEST_SETTLE = "pytest tests/watching/test_settle.py"
 
 MUTANTS = (
     Mutant(
+        "an integer that no float holds is an error",
+        "tierd/watching/describe.py",
+        "    except OverflowError:",
+        "    except ZeroDivisionError:",
+        "pytest tests/watching/test_describe.py -k counts_for_nothing",
+    ),
+    Mutant(
         "damage in a file that changes is damage",
         _FILES,
         "                    _compare(listed, descriptor)\n                    self._compare_name(path, listed)\n",

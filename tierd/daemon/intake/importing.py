@@ -19,7 +19,7 @@ from datetime import datetime
 import xxhash
 
 from tierd import __version__
-from tierd.core.errors import CheckpointNotFound, ConfigError, CorruptChunk, ManifestError, ObjectNotFound
+from tierd.core.errors import CheckpointNotFound, ConfigError, CorruptChunk, ManifestError, ObjectNotFound, TierdError
 from tierd.core.ids import CheckpointId, PartId, next_attempt
 from tierd.core.manifest import Manifest
 from tierd.core.planning.place import Place
@@ -161,7 +161,13 @@ def _ordered(origin: Origin, listing: Listing, step: int | None) -> tuple[list[_
     found: dict[int, _Found] = {}
     refused: list[RefusedUnit] = []
     for unit in there:
-        described = describe(unit, lambda path: origin.opened(path, listing.entries[path]))
+        try:
+            described = describe(unit, lambda path: origin.opened(path, listing.entries[path]))
+        except (TierdError, OSError):
+            raise
+        except Exception as error:
+            refused.append(_unforeseen(unit, error))
+            continue
         own = step if described.step is None and len(there) == 1 else described.step
         if own is None:
             refused.append(RefusedUnit(unit.path, "stepless", "nothing says its step; import it alone, with --step"))
@@ -227,6 +233,10 @@ class _Import:
                 return RefusedUnit(one.unit.path, "unknown", str(error))
             except _Unsound as error:
                 return RefusedUnit(one.unit.path, error.status, str(error))
+            except (TierdError, OSError):
+                raise
+            except Exception as error:
+                return _unforeseen(one.unit, error)
             for name in lacking:
                 sent += await self._send(name, part)
             await to_the_end(self.spool.remove, [part])
@@ -271,6 +281,12 @@ class _Import:
         self.places[name] = self.places[name].adding(part, done.facts)
         log.info("%s: imported, %d bytes as %d, %d of them sent", part.checkpoint, done.raw, done.stored, done.sent)
         return done.sent
+
+
+def _unforeseen(unit: Unit, error: Exception) -> RefusedUnit:
+    """Refuse a unit for an error that nobody foresaw, so that the others are imported."""
+    log.debug("%s: not imported", unit.path, exc_info=error)
+    return RefusedUnit(unit.path, "unreadable", f"{unit.path}: {type(error).__name__}: {error}")
 
 
 def _check_unchanged(one: _Found, after: Listing) -> None:

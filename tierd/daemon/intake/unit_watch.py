@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Protocol
 
 from tierd import __version__
-from tierd.core.errors import CorruptChunk, ManifestError, StepRefused
+from tierd.core.errors import ConfigError, CorruptChunk, ManifestError, StepRefused, StoreRefused
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.daemon.intake.ordering import Ordering
 from tierd.daemon.intake.outward_links import OutwardLinks
 from tierd.daemon.intake.taken import TakenUnits
 from tierd.daemon.intake.taking import Busy, stage_unit
+from tierd.daemon.intake.watch_at_work import Stopped
 from tierd.formats.byte_source import ByteSource
 from tierd.spool.commit import CommittedPart, Room
 from tierd.spool.conditions import condition, is_full
@@ -70,7 +71,7 @@ class UnitWatch:
         run: the run to save the units as.
         reports: where to report.
         room: frees disk space when a commit finds the disk full.
-        going: called before each chunk; what it raises ends `observe`.
+        going: called before each chunk; if it raises `Stopped`, `observe` ends.
         settle_s: as for `Settling`.
 
     Attributes:
@@ -142,9 +143,19 @@ class UnitWatch:
             self._ordering.see(self._known)
             for one in self._ordering.sort(due):
                 if now_s >= self._off.get(one.unit.path, now_s):
-                    self._consider(tree, one, listing, may_take)
+                    self._consider_apart(tree, one, listing, may_take)
                 if self.wanted is not None:
                     break
+
+    def _consider_apart(self, tree: Tree, due: Due, listing: Listing, may_take: bool) -> None:
+        """Consider a unit. An error that nobody foresaw refuses this unit for now, so that it stops no other."""
+        try:
+            self._consider(tree, due, listing, may_take)
+        except (Stopped, OSError, StoreRefused, ConfigError):  # these are of the directory, the spool or the daemon
+            raise
+        except Exception as error:
+            log.warning("%s: not taken", due.unit.path, exc_info=error)
+            self._try_again(due.unit.path, f"it cannot be taken, and is tried again: {type(error).__name__}: {error}")
 
     def _consider(self, tree: Tree, due: Due, listing: Listing, may_take: bool) -> None:
         path, entries = due.unit.path, dict(due.shape)
@@ -243,14 +254,17 @@ class UnitWatch:
         if found.status == "changing":
             self._changed(due, found.findings[0].reason)
         elif found.status == "unreadable":
-            self._off[path] = self._now_s + _AGAIN_S
-            why = f"it cannot be read, and is tried again: {found.findings[0].reason}"
-            if path not in self._unread or self.refused.get(path) != why:
-                self._refused(path, why)
-            self._unread.add(path)
+            self._try_again(path, f"it cannot be read, and is tried again: {found.findings[0].reason}")
         elif self._settling.finish(due, False, tree.listing()) == "refused":
             why = "; ".join(f"{one.file}: {one.reason}" for one in found.findings[:3])
             self._refused(path, f"it is {found.status}: {why or 'no format that can be checked'}")
+
+    def _try_again(self, path: str, why: str) -> None:
+        """Refuse a unit until it is tried again; report that if it was not refused for the same reason before."""
+        self._off[path] = self._now_s + _AGAIN_S
+        self._unread.add(path)
+        if self.refused.get(path) != why:
+            self._refused(path, why)
 
     def _changed(self, due: Due, why: str) -> None:
         """Wait longer each time, because a unit changed while it was read; report it after some tries."""
@@ -261,7 +275,12 @@ class UnitWatch:
 
     def _finish(self, tree: Tree, due: Due) -> None:
         if self._settling.finish(due, True, tree.listing()) == "taken":
-            self._taken.add(due.unit.path, due.shape)
+            self._record(due)
+
+    def _record(self, due: Due) -> None:
+        """Record that a unit was taken; it may have been refused until it was tried again."""
+        self._taken.add(due.unit.path, due.shape)
+        self.refused.pop(due.unit.path, None)
 
     def _take(self, tree: Tree, due: Due, described: Described, named: Named, made: datetime) -> None:
         path, part = due.unit.path, PartId(named.checkpoint, 0, 1)
@@ -313,7 +332,7 @@ class UnitWatch:
             stage.commit(Manifest.of(part, named.origin, described.metrics, made, __version__, staged.files))
         self._settling.finish(due, True, after)
         self._known = self._known.with_one(named.checkpoint, made, named.origin)
-        self._taken.add(due.unit.path, due.shape)
+        self._record(due)
         how = ", ".join(f"{count} by {name}" for name, count in sorted(staged.how.items()))
         log.info("%s: taken as %s: %s", due.unit.path, named.checkpoint, how)
         if not all(is_in_range(entry.mtime_ns) for entry in entries.values()):
