@@ -94,6 +94,24 @@ def test_a_file_of_torch_save_and_one_of_safetensors(tmp_path: Path) -> None:
         assert weights.keys() == {"weight"} and torch.equal(weights["weight"], layouts.weight())
 
 
+LAZY = {
+    "conjugated": torch.tensor([1 + 2j, 3 + 4j]).conj(),
+    "negated": torch.view_as_complex(torch.arange(4.0).view(2, 2)).conj().imag.as_strided((1,), (1,)),
+}
+
+
+@pytest.mark.parametrize("how", LAZY)
+def test_a_tensor_that_is_lazily_conjugated_or_negated_is_refused(how: str, tmp_path: Path) -> None:
+    """torch stores the bytes as they were before, and computes when they are read."""
+
+    def write(root: Path) -> None:
+        torch.save({"weight": LAZY[how]}, root / "model_step1.pt")
+
+    tier = on_tier(write, tmp_path)
+    with pytest.raises(StateRefused, match=r"'weight': .*lazily conjugated or negated"):
+        exported(tier, "torch")
+
+
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
     with pytest.raises(StateMismatch, match="2 files of another program, and none in a form that is exported"):

@@ -55,8 +55,13 @@ class Archive:
         """Return where the bytes of a tensor of `value` begin in the archive.
 
         Raises:
-            ValueError: its elements do not lie row-major in one record.
+            ValueError: its elements do not lie row-major in one record, or are conjugates or negatives of its bytes.
         """
+        if tensor.is_conj() or tensor.is_neg():  # torch stores the bytes as they were, and computes when it reads them
+            raise ValueError(
+                "the tensor was saved lazily conjugated or negated, so that it cannot be streamed; `tierd restore` "
+                "copies it, or save x.resolve_conj().resolve_neg()"
+            )
         key = self._keys.get(tensor.untyped_storage()._cdata)
         if key is None or not tensor.is_contiguous():
             raise ValueError("the tensor is not row-major, so that it cannot be streamed; `tierd restore` copies it")

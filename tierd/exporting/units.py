@@ -94,7 +94,7 @@ def _of_archives(reader: ChunkReader, first: PartId, files: list[str], only: str
             for name, value in flat.items():
                 paths[name] = tuple(own[name]) if entry is None else (entry, name)
                 if isinstance(value, torch.Tensor):
-                    place = first, path, archive.offset(value)
+                    place = first, path, _offset(archive, name, value)
                     _add(tensors, _tensor(name, value.dtype, tuple(value.shape), place), first)
                     stand_ins[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
                 else:
@@ -115,6 +115,13 @@ def _of_archives(reader: ChunkReader, first: PartId, files: list[str], only: str
     state = whole if only is None else next(one for key, one in whole.items() if str(key) == only)
     known = {id(one): names[name] for name, one in stand_ins.items() if name in names}
     return replace(contents, tree=lambda: (state, known))
+
+
+def _offset(archive: Archive, name: str, tensor: torch.Tensor) -> int:
+    try:
+        return archive.offset(tensor)
+    except ValueError as error:
+        raise ValueError(f"{printable(name)!r}: {error}") from error
 
 
 def _stand_in(new: dict[int, torch.Tensor], one: torch.Tensor) -> torch.Tensor:

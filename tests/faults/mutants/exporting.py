@@ -9,6 +9,20 @@ _TEST_EXPORT = "pytest tests/reading/test_export.py"
 
 MUTANTS = (
     Mutant(
+        "the bytes of a conjugated tensor are exported as its elements",
+        "tierd/exporting/archive_reader.py",
+        "        if tensor.is_conj() or tensor.is_neg():",
+        "        if tensor.is_neg():",
+        f"{_TEST_EXPORT_UNITS} -k lazily",
+    ),
+    Mutant(
+        "the bytes of a negated tensor are exported as its elements",
+        "tierd/exporting/archive_reader.py",
+        "        if tensor.is_conj() or tensor.is_neg():",
+        "        if tensor.is_conj():",
+        f"{_TEST_EXPORT_UNITS} -k lazily",
+    ),
+    Mutant(
         "a view in an archive is exported from its storage's beginning",
         "tierd/exporting/archive_reader.py",
         "        return begin + int(tensor.storage_offset()) * tensor.dtype.itemsize\n",
