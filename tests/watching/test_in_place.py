@@ -6,12 +6,14 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from support import layouts
+from support.doubles import Killed
 from support.layouts import WRITERS
 from support.watched_run import RUN, Home, files, flush, take
 from support.world import commit, part
@@ -19,6 +21,7 @@ from support.world import commit, part
 from tierd.cli import run
 from tierd.core.manifest_codec import decode
 from tierd.core.seal import seal
+from tierd.daemon.intake import in_place
 from tierd.formats.byte_source import PIECE
 from tierd.spool.spool import Spool
 from tierd.spool.verified_reads import describe_file
@@ -107,6 +110,33 @@ def test_a_description_that_was_made_up_puts_nothing_anywhere(home: Home, path: 
     back = home.root.with_name("back")
     assert run(["restore", str(home.tier), "--run", RUN, "--into", str(back)]) == 5
     assert files(back) == {} and UNIT_NAME in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("renames", range(4))
+def test_what_was_there_is_not_deleted_after_a_kill(can_exchange: bool, renames: int, root: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """A command that is killed before any of its renames leaves the program's file for the next one."""
+    fresh = root / in_place.RESTORED / "part" / "checkpoint-5" / "file"
+    for path, text in ((root / "checkpoint-5" / "file", "the program's"), (fresh, "restored")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    rename, exchange, done = Path.rename, in_place._exchange, [0]
+
+    def killed(do: Callable[..., object], *given: object) -> object:
+        if done[0] == renames:
+            raise Killed
+        done[0] += 1
+        return do(*given)
+
+    monkeypatch.setattr(Path, "rename", lambda *given: killed(rename, *given))
+    if can_exchange:
+        monkeypatch.setattr(in_place, "_exchange", lambda *given: killed(exchange, *given))
+    else:
+        monkeypatch.setattr(in_place, "_exchange", lambda *given: False)
+    with suppress(Killed):
+        in_place._swap_in(fresh.parent, root, "checkpoint-5")
+    in_place._clear(root, root / in_place.RESTORED)
+    assert "the program's" in [path.read_text() for path in root.rglob("file")]
 
 
 def test_a_link_on_the_way_is_not_followed(home: Home, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,13 @@ _TEST_UNIT_WATCH = "pytest tests/watching/test_unit_watch.py"
 
 MUTANTS = (
     Mutant(
+        "a kill leaves the program's former file where the next command deletes it",
+        _IN_PLACE,
+        "    fresh.rename(target)\n    if not _exchange(target, final):\n        target.rename(fresh)\n",
+        "    if _exchange(fresh, final):\n        fresh.rename(target)\n    else:\n",
+        f"{_TEST_IN_PLACE} -k after_a_kill",
+    ),
+    Mutant(
         "a unit that meets an unforeseen error stops the watch",
         _UNIT_WATCH,
         "        except Exception as error:\n            log.warning(",
@@ -240,8 +247,8 @@ MUTANTS = (
     Mutant(
         "what was in place is lost",
         _IN_PLACE,
-        "        fresh.rename(target)\n    else:",
-        "        remove(fresh)\n    else:",
+        "    sync_directory(target.parent)\n    return",
+        "    remove(target)\n    return",
         f"{_TEST_IN_PLACE} -k a_step_can_be_chosen",
     ),
     Mutant(

@@ -202,9 +202,10 @@ def _swap_in(fresh: Path, directory: Path, name: str) -> str | None:
         sync_directory(final.parent)
         return None
     target = _free_name(directory, name)
-    if _exchange(fresh, final):
-        fresh.rename(target)
-    else:
+    # In quarantine before the exchange, because the next command deletes what an interrupted one left in `RESTORED`.
+    fresh.rename(target)
+    if not _exchange(target, final):
+        target.rename(fresh)
         final.rename(target)
         fresh.rename(final)
     sync_directory(final.parent)
