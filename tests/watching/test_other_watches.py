@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 from msgspec.structs import replace
@@ -99,6 +100,35 @@ def test_another_directory_is_refused_while_the_first_is_watched(
         assert await two.asks(B, 1.0), "the first daemon was killed: its lock is free, although its record says nothing"
         assert "run 'r' was the run of one:/data/a, and one:/data/b goes on with it" in caplog.text
         assert await records(store) == ["r/watching/bbbbbbbb.json"], "so that the next start does not say it again"
+
+    asyncio.run(play())
+
+
+def test_a_spool_on_a_dead_mount_counts_as_unseen_and_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive, asked = Event(), []
+
+    def hangs(root: Path, lock: tuple[int, int]) -> bool:
+        asked.append(root)
+        alive.wait(30)
+        return True
+
+    async def play() -> None:
+        store = MemoryStore()
+        one, two = Node(store, tmp_path, "a"), Node(store, tmp_path, "b")
+        assert await one.asks(A)
+        monkeypatch.setattr(other_watches, "is_held", hangs)
+        monkeypatch.setattr(other_watches, "_HELD_S", 0.05)
+        for now_s in (0.0, 1.0):
+            assert not await two.asks(B, now_s) and two.watches.awaited
+        assert asked == [one.spool.root], "no thread is left behind each time"
+        alive.set()
+        while not all(answer.done() for answer in two.watches._asked.values()):
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(other_watches, "_HELD_S", 30.0)
+        with pytest.raises(RunNotWatched):
+            await two.asks(B, 2.0)
 
     asyncio.run(play())
 

@@ -21,6 +21,20 @@ _TEST_UNIT_WATCH = "pytest tests/watching/test_unit_watch.py"
 
 MUTANTS = (
     Mutant(
+        "each look at a spool on a dead mount leaves a thread behind",
+        _OTHER_WATCHES,
+        "        if (asked := self._asked.get(key)) is not None and not asked.done():\n            return None\n",
+        "",
+        f"{_TEST_OTHER_WATCHES} -k dead_mount",
+    ),
+    Mutant(
+        "a spool on a dead mount stops the watch",
+        _OTHER_WATCHES,
+        "asyncio.wait([answer], timeout=_HELD_S)",
+        "asyncio.wait([answer])",
+        f"{_TEST_OTHER_WATCHES} --timeout 60 -k dead_mount",
+    ),
+    Mutant(
         "a kill leaves the program's former file where the next command deletes it",
         _IN_PLACE,
         "    fresh.rename(target)\n    if not _exchange(target, final):\n        target.rename(fresh)\n",
@@ -65,7 +79,7 @@ MUTANTS = (
     Mutant(
         "two watches that begin at the same time both go on",
         _OTHER_WATCHES,
-        "            contested = self._is_contested(await self._read(store), directory, now_s)\n",
+        "            contested = await self._is_contested(await self._read(store), directory, now_s)\n",
         "            contested = False\n",
         f"{_TEST_OTHER_WATCHES} -k at_the_same_time",
     ),

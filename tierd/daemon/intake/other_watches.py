@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from tierd.stores.base import ObjectInfo, Store, clear
 log = logging.getLogger("tierd.daemon")
 
 _ANSWER_S = 20.0  # seconds for which a watch waits for the tier's answer
+_HELD_S = 2.0  # seconds for which a watch waits for another spool's lock to be looked at
 _MAX_SIZE = 65536  # bytes of a record
 _FAILURES = (StoreUnavailable, StoreRefused, TimeoutError)
 _GOES_ON = (
@@ -98,6 +100,7 @@ class OtherWatches:
         self._key = watching_key(run, who)
         self._own: tuple[Store, WatchRecord] | None = None  # set once this watch may go on
         self._seen: dict[str, _Seen] = {}  # others' records, by key
+        self._asked: dict[tuple[str, tuple[int, int]], asyncio.Future[bool | None]] = {}  # by spool and lock
         self.awaited = ""
 
     async def may_go_on(self, directory: DirectoryId, now_s: float) -> bool:
@@ -124,12 +127,12 @@ class OtherWatches:
 
     async def _compare_all(self, store: Store, directory: DirectoryId, now_s: float) -> bool:
         found = await self._read(store)
-        if self._is_contested(found, directory, now_s):
+        if await self._is_contested(found, directory, now_s):
             return False
         own, contested = self._record(directory), True
         await self._put(store, own)
         try:
-            contested = self._is_contested(await self._read(store), directory, now_s)
+            contested = await self._is_contested(await self._read(store), directory, now_s)
         finally:
             if contested:  # it began meanwhile
                 await clear(store, [self._key])
@@ -148,13 +151,13 @@ class OtherWatches:
                     found[info.key] = info, _decoder.decode(await store.get(info.key))
         return found
 
-    def _is_contested(self, found: _Records, directory: DirectoryId, now_s: float) -> bool:
+    async def _is_contested(self, found: _Records, directory: DirectoryId, now_s: float) -> bool:
         """Whether another directory may be being watched; raises `RunNotWatched` if it certainly is."""
         before, self.awaited = self.awaited, ""
         for key, (info, record) in found.items():
             if key == self._key or compare(record.directory, directory) != "different":
                 continue
-            lives = self._lives(info, record, now_s)
+            lives = await self._lives(info, record, now_s)
             if lives:
                 raise RunNotWatched(
                     f"run {self._run!r} is the run of {record.directory}, which a daemon watches (spool {record.spool} "
@@ -168,11 +171,11 @@ class OtherWatches:
             log.warning("%s: %s", directory, self.awaited)
         return bool(self.awaited)
 
-    def _lives(self, info: ObjectInfo, record: WatchRecord, now_s: float) -> bool | None:
+    async def _lives(self, info: ObjectInfo, record: WatchRecord, now_s: float) -> bool | None:
         """Whether the watch of a record lives; None if that is not known yet."""
         if record.ended:
             return False
-        if (held := is_held(Path(record.spool), record.lock)) is not None:
+        if (held := await self._is_held(record)) is not None:
             return held
         seen = self._seen.get(info.key)
         if seen is None or seen.token != info.token:
@@ -180,6 +183,18 @@ class OtherWatches:
         if now_s - seen.since_s >= 2 * record.every_s:
             return False
         return True if seen.renewed else None
+
+    async def _is_held(self, record: WatchRecord) -> bool | None:
+        """Whether the daemon of a record holds its spool; None if that cannot be told, as of a spool on a dead mount.
+
+        A call on a dead mount does not return. Its thread is left behind, and no other one is started beside it.
+        """
+        key = record.spool, record.lock
+        if (asked := self._asked.get(key)) is not None and not asked.done():
+            return None
+        answer = self._asked[key] = _ask(record)
+        done, _ = await asyncio.wait([answer], timeout=_HELD_S)
+        return answer.result() if done else None
 
     async def _tell(self, store: Store, found: _Records, directory: DirectoryId) -> None:
         """Log which other directories were this run's, and delete the records of watches that are over."""
@@ -245,6 +260,20 @@ class OtherWatches:
             at_ms=self._timings.now_ms(),
             every_s=self._timings.silent_s / 2,
         )
+
+
+def _ask(record: WatchRecord) -> asyncio.Future[bool | None]:
+    """Ask in a thread of its own whether a daemon holds a record's spool; the thread keeps no process from its end."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[bool | None] = loop.create_future()
+
+    def work() -> None:
+        held = is_held(Path(record.spool), record.lock)
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(answer.set_result, held)
+
+    threading.Thread(target=work, name="tierd-is-held", daemon=True).start()
+    return answer
 
 
 _decoder = msgspec.json.Decoder(WatchRecord)
