@@ -19,6 +19,7 @@ from tierd.core.config import WatchConfig, from_toml, from_urls
 from tierd.core.errors import ConfigError, SpoolFull
 from tierd.daemon.intake import taking, unit_watch
 from tierd.daemon.intake.intake import Intake
+from tierd.daemon.intake.taken import TakenUnits
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.spool import adopt
 from tierd.spool.adopt import is_open_for_writing, unshare
@@ -267,6 +268,24 @@ def test_a_link_that_leads_out_is_named_once(root: Path, spool: Spool, tmp_path:
         and "deep/model_step5.pt leads to /elsewhere/model_step5.pt" in reported[0]
         and "1 more" in reported[0]
     )
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_failed_write_of_the_record_leaves_no_file(killed: bool, spool: Spool, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    def fails(self: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", fails)
+        if killed:
+            patch.setattr(Path, "unlink", lambda path, missing_ok=False: None)
+        record = TakenUnits(spool, RUN)
+        record.add("model_step100.pt", ())
+    left = list((spool.control / "watched").iterdir())
+    assert len(left) == killed
+    record.add("model_step200.pt", ())
+    assert [path.name for path in (spool.control / "watched").iterdir()] == [f"{RUN}.json"]
+    assert TakenUnits(spool, RUN).has("model_step100.pt", ())
 
 
 def test_what_retention_deleted_is_not_taken_again(root: Path, spool: Spool) -> None:

@@ -21,6 +21,20 @@ _TEST_UNIT_WATCH = "pytest tests/watching/test_unit_watch.py"
 
 MUTANTS = (
     Mutant(
+        "a failed write of a watch's record leaves a file",
+        "tierd/daemon/intake/taken.py",
+        "            finally:\n                fresh.unlink(missing_ok=True)",
+        "            finally:\n                pass",
+        f"{_TEST_UNIT_WATCH} -k failed_write_of_the_record",
+    ),
+    Mutant(
+        "what a killed write of a watch's record left stops the next write",
+        "tierd/daemon/intake/taken.py",
+        'open(fresh, "wb"',
+        'open(fresh, "xb"',
+        f"{_TEST_UNIT_WATCH} -k failed_write_of_the_record",
+    ),
+    Mutant(
         "each look at a spool on a dead mount leaves a thread behind",
         _OTHER_WATCHES,
         "        if (asked := self._asked.get(key)) is not None and not asked.done():\n            return None\n",

@@ -9,7 +9,6 @@ appears later is never older than that one, whatever its files' times are. Witho
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TypeAlias
@@ -103,12 +102,16 @@ class TakenUnits:
         return CheckpointId(self._run, *waiting.after) if waiting and waiting.after else None
 
     def _write(self, record: _Record) -> None:
-        fresh = self._path.with_name(f".{secrets.token_hex(8)}")
+        # One name, so that a write that was killed leaves one file at most. Only the spool's daemon writes here.
+        fresh = self._path.with_name(f".{self._run}.new")
         with suppress(OSError):
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
-            with open(fresh, "xb", opener=private) as file:
-                file.write(msgspec.json.encode(record))
-            fresh.replace(self._path)
+            try:
+                with open(fresh, "wb", opener=private) as file:
+                    file.write(msgspec.json.encode(record))
+                fresh.replace(self._path)
+            finally:
+                fresh.unlink(missing_ok=True)  # of a failed write, as on a full disk
 
 
 def _sizes(shape: Shape) -> _Sizes:
