@@ -229,6 +229,43 @@ def test_the_same_notice_counts_once_and_another_one_again() -> None:
     assert [one.due(3) for one in ranks] == [True, True] and ranks[0].why == "SIGTERM"
 
 
+def test_a_second_notice_does_not_replace_one_that_another_rank_has_met() -> None:
+    """Rank 0 has asked at step 11 when the next notice comes, and rank 1 has not."""
+    clock = Clock(now=100.0)
+    board = Board(clock, random.Random(1))
+    ranks = [Agreement(number, 2, "m/") for number in range(2)]
+
+    def settle() -> None:
+        for _ in range(20):
+            clock.now += 1.0
+            for one in ranks:
+                one.advance(board, clock.now)
+
+    assert [one.due(10) for one in ranks] == [False, False]
+    ranks[0].offer(Notice("ec2 terminate", "ec2 terminate", 100.0))
+    settle()
+    assert ranks[0].due(11)
+    ranks[1].offer(Notice("SIGTERM", "SIGTERM", 120.0))
+    settle()
+    assert ranks[1].due(11), "as on rank 0"
+    assert ranks[1].why == "ec2 terminate" and ranks[1].since_s <= 101.0, "a deadline counts from the first"
+    assert [one.due(12) for one in ranks] == [True, True] and ranks[1].why == "SIGTERM"
+
+
+def test_of_two_notices_that_are_due_at_one_step_the_earlier_counts() -> None:
+    clock = Clock()
+    board = Board(clock, random.Random(1))
+    ranks = [Agreement(number, 2, "m/") for number in range(2)]
+    for key in ("ec2 terminate", "SIGTERM"):
+        ranks[0].offer(Notice(key, key, clock.now))
+        for _ in range(20):
+            clock.now += 1.0
+            for one in ranks:
+                one.advance(board, clock.now)
+    assert [one.due(1) for one in ranks] == [True, True] and [one.due(2) for one in ranks] == [False, False]
+    assert (ranks[0].why, ranks[0].since_s) == ("ec2 terminate", 0.0)
+
+
 def test_one_rank_stays_due_until_a_save_counts() -> None:
     alone = Agreement(0, 1)
     assert not alone.due(1)

@@ -22,9 +22,23 @@ MUTANTS = (
     Mutant(
         "preemption: a step that a rank has passed is due",
         _AGREEMENT,
-        "self._asked > self._after:",
-        "self._asked >= self._after:",
+        "self._asked > one.after]",
+        "self._asked >= one.after]",
         f"{_TEST_AGREEMENT} -k asked_further",
+    ),
+    Mutant(
+        "preemption: a second notice replaces one that another rank has met",
+        _AGREEMENT,
+        "                self._agreed.append(_Due(Moment(word.restores, word.step), word.why, since_s))",
+        "                self._agreed = [_Due(Moment(word.restores, word.step), word.why, since_s)]",
+        f"{_TEST_AGREEMENT} -k second_notice",
+    ),
+    Mutant(
+        "preemption: a deadline counts from the later of two notices",
+        _AGREEMENT,
+        "self.since_s = min(met,",
+        "self.since_s = max(met,",
+        f"{_TEST_AGREEMENT} -k two_notices",
     ),
     Mutant(
         "preemption: every rank's copy of a notice counts",

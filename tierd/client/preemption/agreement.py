@@ -58,6 +58,14 @@ class Moment(NamedTuple):
     step: int = -1
 
 
+class _Due(NamedTuple):
+    """A notice on whose step the ranks agreed: a checkpoint is due at the first question after the moment."""
+
+    after: Moment
+    why: str
+    since_s: float
+
+
 class _First(msgspec.Struct, frozen=True):
     why: str
     age_s: float
@@ -93,12 +101,12 @@ class Agreement:
 
     def __init__(self, rank: int, world: int, name: str = "", seen_s: float = 0.0) -> None:
         self._rank, self._world, self._name, self._seen_s = rank, world, name, seen_s
-        self._changed = threading.Condition()  # protects what both threads use: `frozen_s`, `_asked`, `_after`
+        self._changed = threading.Condition()  # protects what both threads use: `frozen_s`, `_asked`, `_agreed`
         self._question = 0
         self._mine: dict[str, Notice] = {}
         self._handled: set[str] = set()
         self._asked = Moment()
-        self._after: Moment | None = None
+        self._agreed: list[_Due] = []  # that no question met yet
         self._due_at: Moment | None = None
         self._next: tuple[str, float] = "", 0.0
         self._note: bytes | None = None  # this rank's note, until it is written
@@ -127,9 +135,12 @@ class Agreement:
             self.why, self.since_s, self._unsaved = first.why, first.at_s, True
             self._handled |= self._mine.keys()
             self._mine.clear()
-        if self._world > 1 and self._after is not None and self._asked > self._after:
-            self._after, self._due_at = None, self._asked
-            self.why, self.since_s = self._next
+        # Another rank may have met one of these before the next notice, so a later one does not replace it.
+        met = [one for one in self._agreed if self._asked > one.after]
+        if met:
+            self._agreed = [one for one in self._agreed if one not in met]
+            self._due_at = self._asked
+            _, self.why, self.since_s = min(met, key=lambda one: one.since_s)
         return self.is_due_at(step)
 
     def is_due_at(self, step: int) -> bool:
@@ -229,8 +240,7 @@ class Agreement:
             if word.error:
                 log.error("notice: %s; no checkpoint is due by it, because %s", why, word.error)
             else:
-                self._next = word.why, since_s
-                self._after = Moment(word.restores, word.step)
+                self._agreed.append(_Due(Moment(word.restores, word.step), word.why, since_s))
             self.frozen_s = None
             self._changed.notify_all()
 
