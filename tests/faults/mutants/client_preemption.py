@@ -9,6 +9,7 @@ _CLOUDS = "tierd/client/preemption/clouds.py"
 _SIGNALS = "tierd/client/preemption/signals.py"
 _TEST_AGREEMENT = "pytest tests/client/preemption/test_agreement.py"
 _TEST_CLOUDS = "pytest tests/client/preemption/test_clouds.py"
+_TEST_STOPPED = "pytest tests/client/preemption/test_stopped_ranks.py"
 _TEST_SIGNALS = "pytest tests/client/preemption/test_signals.py"
 
 MUTANTS = (
@@ -60,6 +61,20 @@ MUTANTS = (
         "            if now_s - frozen_s <= LATE_S:",
         "            if True:",
         f"{_TEST_AGREEMENT} -k is_gone",
+    ),
+    Mutant(
+        "preemption: a rank that was stopped discards a published word",
+        _AGREEMENT,
+        "word = self._answer(notes) or word",
+        "pass",
+        f"{_TEST_STOPPED} -k published_meanwhile",
+    ),
+    Mutant(
+        "preemption: the time in which a process was stopped counts as waiting",
+        _AGREEMENT,
+        "_WAITS = 30 ",
+        "_WAITS = 1 ",
+        f"{_TEST_STOPPED} -k stopped_in_due",
     ),
     Mutant(
         "preemption: another machine's event counts",

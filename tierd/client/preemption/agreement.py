@@ -12,7 +12,8 @@ So ranks that wait for each other in a collective do not wait for ever.
 
 Invariant: between a rank's note and rank 0's word, the rank answers no question. So no rank has passed the step that
 follows the latest note. A rank that waits in vain gives the turn up and says so; it never waits longer than `LATE_S`
-three times.
+three times, without the time in which its process was stopped. Before it gives up it reads once more, because the other
+ranks go by a word that was published while it was stopped.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import msgspec
 log = logging.getLogger("tierd")
 
 LATE_S = 15.0  # how long rank 0 waits for the notes of all ranks
+_WAITS = 30  # in which training waits for a word
 
 
 class Notes(Protocol):
@@ -124,7 +126,7 @@ class Agreement:
         """
         with self._changed:
             question = self._question
-            if not self._changed.wait_for(lambda: self.frozen_s is None, 3 * LATE_S):
+            if not self._answers():
                 self._end(question, _Word(error="the thread that talks to the other ranks hangs"))
             self._asked = max(self._asked, Moment(self._asked.restores, step))
             return self._is_due(step)
@@ -154,8 +156,16 @@ class Agreement:
     def restored(self) -> None:
         """Record that all ranks restored, and ask at earlier steps again."""
         with self._changed:
-            self._changed.wait_for(lambda: self.frozen_s is None, 3 * LATE_S)
+            self._answers()
             self._asked = Moment(self._asked.restores + 1, -1)
+
+    def _answers(self) -> bool:
+        """Wait until this rank answers questions, at most `LATE_S` three times; return whether it does.
+
+        In short waits, because a process that was stopped continues in one of them. The thread that reads notes was
+        stopped as well, and has the other waits to read the word in.
+        """
+        return any(self._changed.wait_for(lambda: self.frozen_s is None, 3 * LATE_S / _WAITS) for _ in range(_WAITS))
 
     # -- the thread that reads and writes notes -----------------------------------------------------------------------
 
@@ -178,7 +188,7 @@ class Agreement:
         """
         question, frozen_s = self._question, self.frozen_s
         if frozen_s is not None and now_s - frozen_s > 2 * LATE_S:
-            self._end(question, _Word(error=f"rank {self._rank} got no word from rank 0"))
+            self._give_up(question, notes)
             return
         if frozen_s is None and not self._begin(notes, now_s):
             return
@@ -224,6 +234,13 @@ class Agreement:
             word = _Word(latest.restores, latest.step, every, self._next[0])
         notes.put(self._key("all"), msgspec.json.encode(word))
         return word
+
+    def _give_up(self, question: int, notes: Notes) -> None:
+        word = _Word(error=f"rank {self._rank} got no word from rank 0")
+        try:
+            word = self._answer(notes) or word
+        finally:
+            self._end(question, word)
 
     def _answer(self, notes: Notes) -> _Word | None:
         data = notes.read([self._key("all")]).get(self._key("all"))
