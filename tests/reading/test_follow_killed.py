@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -26,11 +28,14 @@ def test_a_command_that_is_killed_with_its_follower_is_run_again(seed, full, tmp
     assert "killed with its command" in play(seed, True, full, tmp_path)
 
 
-def test_the_next_follower_waits_for_a_command_that_outlived_its_own(full, tmp_path):
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_the_next_follower_waits_for_a_command_that_outlived_its_own(interrupted, full, tmp_path):
+    """Ctrl-C in a terminal reaches the follower, the keeper and the command; this command goes on."""
     tier, home, log = tmp_path / "tier", tmp_path / "home", tmp_path / "log"
     tier.mkdir()
     arrive(full, tier, 1)
-    words = ["sh", "-c", f"echo begin >> {log}; while ! test -e {tmp_path}/go; do sleep 0.02; done; echo end >> {log}"]
+    script = f"trap '' INT; echo begin >> {log}; while ! test -e {tmp_path}/go; do sleep 0.02; done; echo end >> {log}"
+    words = ["sh", "-c", script]
     first, second = (
         nursery.Process(target=follow_forever, args=(str(tier), str(home), words, PERIOD_S)) for _ in range(2)
     )
@@ -39,7 +44,10 @@ def test_the_next_follower_waits_for_a_command_that_outlived_its_own(full, tmp_p
     while not log.exists():
         assert time.monotonic() < until
         time.sleep(0.01)
-    first.kill()
+    if interrupted:
+        os.killpg(first.pid, signal.SIGINT)
+    else:
+        first.kill()
     first.join()
     second.start()
     time.sleep(0.3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,8 +60,9 @@ def name(step: int) -> CheckpointId:
 
 
 def follow_forever(tier: str, home: str, words: list[str], period_s: float) -> None:
-    """Follow with a command in a process group of its own, until killed."""
+    """Follow with a command in a process group of its own, until killed or interrupted."""
     os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a job that a shell runs in the background
     with tierd.open(f"file://{tier}", RUN) as reader:
         CommandFollower(reader.tiers, Path(home), words, lambda delivery: None).run(
             latest=False, period_s=period_s, once=False

@@ -1,8 +1,8 @@
 """Run a command for each checkpoint that arrives, as `tierd follow` does.
 
 The command is started by a keeper, a small process that also writes how the command ended. Both outlive a follower
-that is killed, and the keeper holds the follower's lock. So the next follower waits for the command, and learns how it
-ended.
+that is killed or interrupted, and the keeper holds the follower's lock. So the next follower waits for the command, and
+learns how it ended.
 
 Invariant: a command that ended with status 0, and whose keeper wrote that down, is never run again for its checkpoint.
 A command whose end is not written down, because it or its keeper was killed, is run again.
@@ -185,12 +185,14 @@ class CommandFollower:
             return self._report(one, None, str(error))
         values = {"directory": str(directory), "step": str(one.step), "attempt": one.attempt, "run": one.run}
         keeper = [sys.executable, "-I", "-S", "-c", _KEEPER, str(self.home.absolute() / _ENDED), one.name]
-        subprocess.run(
+        # Not `subprocess.run`, which kills the keeper at KeyboardInterrupt. Then nobody writes the status or holds the
+        # lock, and the next follower starts the command again while it still runs.
+        process = subprocess.Popen(
             [*keeper, *substitute(self.words, values)],
             stdin=subprocess.DEVNULL,
             pass_fds=[delivered.lock],
-            check=False,
         )
+        process.wait()
         ended = self._settle(delivered)
         if directory.exists():
             remove(directory)

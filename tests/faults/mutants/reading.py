@@ -32,6 +32,14 @@ MUTANTS = (
         "pytest tests/reading/test_follow_killed.py -k outlived",
     ),
     Mutant(
+        "Ctrl-C kills the keeper of a command",
+        _COMMANDS,
+        "        process.wait()\n",
+        "        try:\n            process.wait()\n"
+        "        except KeyboardInterrupt:\n            process.kill()\n            raise\n",
+        "pytest tests/reading/test_follow_killed.py -k outlived",
+    ),
+    Mutant(
         "a delivery in a loop is not recorded",
         _FOLLOW,
         "            delivered.add(name_of(tiers.run, listed))",
