@@ -24,6 +24,7 @@ from tierd.spool import file_io
 from tierd.spool.commit import CommittedPart, write_part
 from tierd.spool.records import mark_saved
 from tierd.spool.spool import Spool
+from tierd.spool.stage import Stage
 
 ATTEMPT = "0123456789ab-01234567"
 MIB = 1 << 20
@@ -307,6 +308,27 @@ def test_after_eio_all_is_written_anew_into_fresh_blocks(spool, monkeypatch, cap
     assert (spool.path(part()) / "tensors").stat().st_ino != old
     check(spool, part(), given)
     assert names(spool, "stage") == []
+
+
+def test_a_part_that_is_visible_needs_no_more_descriptors_to_be_durable(spool, monkeypatch):
+    """Its trainer may have seen it, and have reported the save as done, before the commit failed and hid it again."""
+    real = os.open
+
+    def scarce(*args, **kwargs):
+        if spool.path(part()).exists():
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        mark_saved(spool.control, part())
+        patch.setattr(Spool, "stage", _stage_that_notes_nothing)
+        patch.setattr(os, "open", scarce)
+        write_part(spool, manifest(part()), files(), MIB)
+    check(spool, part(), files())
+
+
+def _stage_that_notes_nothing(spool, owner):
+    return Stage(spool.control / "stage", owner, spool.path(owner))
 
 
 def test_the_second_try_takes_nothing_recycled(spool, monkeypatch):

@@ -17,6 +17,7 @@ class ClientTimings:
         silence_s: without a packet after which a daemon counts as stopped. Together with the greeting it makes the one
             second that a stopped daemon may cost. A false alarm is harmless, because the client then writes the
             snapshot, too.
+        settled_s: that a save waits for a silent daemon that has renamed its part into place, and may take that back.
         alone_s: for which an unusable daemon is not contacted.
         names_s: that naming an attempt waits for the daemon's listing of the tiers.
         room_silence_s: without a sign of work after which a daemon that makes room counts as stopped.
@@ -29,6 +30,7 @@ class ClientTimings:
 
     greeting_s: float = 0.1
     silence_s: float = 0.9
+    settled_s: float = 5.0
     alone_s: float = 30.0
     names_s: float = 5.0
     room_silence_s: float = 1.0

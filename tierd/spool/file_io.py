@@ -160,11 +160,16 @@ def _open_spare(path: Path) -> int | None:
 
 def sync_directory(path: Path) -> None:
     """Make a directory's entries durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = open_directory(path)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def open_directory(path: Path) -> int:
+    """Open a directory to sync it, or to rename in it."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def remove(path: Path, *, best_effort: bool = False) -> None:

@@ -11,6 +11,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,8 +21,10 @@ from tierd.core.errors import CorruptChunk, ManifestError, StepRefused
 from tierd.core.ids import PartId
 from tierd.core.manifest import MANIFEST_NAME, File, Manifest, check_path
 from tierd.core.manifest_codec import encode
-from tierd.spool.file_io import sync_directory, write_file
+from tierd.spool.file_io import open_directory, sync_directory, write_file
 from tierd.spool.verified_reads import describe_file
+
+_POLL_S = 0.02  # between two looks at a lock
 
 
 class Stage:
@@ -53,10 +56,27 @@ class Stage:
             StepRefused: this attempt has committed the part before; the stage is left for `abandon`.
             OSError: the part is not durable; the part is invisible again if the file system permits that rename.
         """
-        target = self._target
         write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))
         for directory, _, _ in os.walk(self.path, topdown=False, onerror=_raise):
             sync_directory(Path(directory))
+        # Both directories are opened before the rename, because the part is visible afterwards, and its trainer may
+        # count on it: a lack of descriptors or memory must not hide it again.
+        room = open_directory(self.path.parent)
+        try:
+            shelf = self._show()
+            try:
+                self._settle(shelf, room)
+            finally:
+                os.close(shelf)
+        finally:
+            os.close(room)
+        os.close(self._fd)
+        self._fd = -1
+        self._committed()
+
+    def _show(self) -> int:
+        """Rename the stage to its target, and return a descriptor of the directory that holds it then."""
+        target = self._target
         while True:
             try:
                 for parent in (target.parent.parent, target.parent):
@@ -64,23 +84,29 @@ class Stage:
                     with suppress(FileExistsError):
                         parent.mkdir(mode=0o700)
                     sync_directory(parent.parent)  # also if it existed: another rank may not have synced it
-                self.path.rename(target)
-                break
+                shelf = open_directory(target.parent)
+                try:
+                    # By the descriptor, because a removal and another rank may replace the directory meanwhile.
+                    os.rename(self.path, target.name, dst_dir_fd=shelf)
+                    return shelf
+                except BaseException:
+                    os.close(shelf)
+                    raise
             except OSError as error:
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                     raise StepRefused(f"{self.part} is already committed; a checkpoint is never overwritten") from error
                 if not isinstance(error, FileNotFoundError) or not self.path.exists():
                     raise  # otherwise a removal deleted the last other part and its directory: try again
+
+    def _settle(self, shelf: int, room: int) -> None:
+        """Make the rename durable, or take it back."""
         try:
-            sync_directory(target.parent)
-            sync_directory(self.path.parent)
+            os.fsync(shelf)
+            os.fsync(room)
         except OSError:
             with suppress(OSError):  # a part that may not be durable must not be visible, and would refuse another try
-                target.rename(self.path)
+                os.rename(self._target.name, self.path.name, src_dir_fd=shelf, dst_dir_fd=room)
             raise
-        os.close(self._fd)
-        self._fd = -1
-        self._committed()
 
     def abandon(self) -> None:
         """Remove the stage; harmless after `commit`. Files that a failing disk keeps are removed later as leftovers."""
@@ -165,6 +191,39 @@ def try_lock(path: Path) -> int | None:
         os.close(fd)
         return None
     return fd
+
+
+def is_settled(target: Path, wait_s: float) -> bool:
+    """Wait until the writer of a renamed stage has ended, and make the part durable; False if the part is gone.
+
+    Invariant: a writer keeps its lock through the rename and until it can no longer take the rename back.
+
+    Args:
+        target: the part's directory.
+        wait_s: how long a living writer is waited for, in seconds.
+
+    Raises:
+        TimeoutError: the writer still holds the lock.
+        OSError: the part may not be durable.
+    """
+    end = time.monotonic() + wait_s
+    while target.exists():
+        fd = try_lock(target)
+        if fd is not None:
+            try:
+                if not target.exists() or os.fstat(fd).st_ino != target.stat().st_ino:
+                    continue  # taken back between two lines
+                for directory in list(target.parents)[:3]:
+                    sync_directory(directory)
+                return True
+            except FileNotFoundError:
+                continue
+            finally:
+                os.close(fd)
+        if time.monotonic() >= end:
+            raise TimeoutError(f"{target}: its writer did not end within {wait_s:g} s")
+        time.sleep(_POLL_S)
+    return False
 
 
 def _raise(error: OSError) -> None:

@@ -29,7 +29,7 @@ from tierd.client.checkpointer import made_of
 from tierd.client.saving import handoff as client
 from tierd.client.saving import packets, pipeline
 from tierd.client.timings import USUAL
-from tierd.core.errors import SaveFailed
+from tierd.core.errors import DaemonUnavailable, SaveFailed
 from tierd.daemon import handoff
 from tierd.daemon.spool_space import FreedSpace
 from tierd.ipc import client as line_to_daemon
@@ -334,6 +334,58 @@ def test_a_snapshot_that_a_waking_daemon_commits_first_is_there_once(spool, daem
     events = [(one.what, one.step) for one in daemon.reconciler.journal.events]
     assert events.count(("persisted", 1)) == 1
     assert same(restored(spool)[1], 1)
+
+
+class Unsynced:
+    """Holds the daemon between its rename and the fsync behind it, which fails then."""
+
+    def __init__(self, spool, monkeypatch) -> None:
+        monkeypatch.setattr(messages, "BEAT", 60.0)
+        timed_client(monkeypatch, silence_s=0.2)
+        begun, self.go, real = threading.Event(), threading.Event(), os.fsync
+
+        def fsync(fd):
+            if spool.parts() and not begun.is_set():
+                begun.set()
+                assert self.go.wait(60)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            real(fd)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+
+def test_a_part_that_a_waking_daemon_takes_back_is_written_by_its_trainer(spool, daemon, monkeypatch):
+    daemon.handoff.room = None
+    hold = Unsynced(spool, monkeypatch)
+    asked, real = [], pipeline.is_settled
+
+    def is_settled(target, wait_s):
+        asked.append(target)
+        hold.go.set()  # the trainer has seen the part; now the daemon takes it back
+        return real(target, wait_s)
+
+    monkeypatch.setattr(pipeline, "is_settled", is_settled)
+    with tierd.Checkpointer(spool.root, "run") as ckpt:
+        wait_until(made_of(ckpt).handoff.renew)
+        ckpt.save(1, tensors(1)).wait(timeout=20)
+        assert asked == [spool.path(spool.parts()[0])] and ckpt.stats.failed == 0
+        wait_until(lambda: not daemon.handoff.busy)
+    assert same(restored(spool)[1], 1)
+
+
+def test_a_part_that_a_stopped_daemon_may_take_back_is_no_saved_one(spool, daemon, monkeypatch):
+    daemon.handoff.room = None
+    hold = Unsynced(spool, monkeypatch)
+    timed_client(monkeypatch, settled_s=0.1)
+    with tierd.Checkpointer(spool.root, "run") as ckpt:
+        wait_until(made_of(ckpt).handoff.renew)
+        save = ckpt.save(1, tensors(1))
+        with pytest.raises(SaveFailed) as failed:
+            save.wait(timeout=20)
+        assert isinstance(failed.value.__cause__, DaemonUnavailable)
+        hold.go.set()
+        wait_until(lambda: not daemon.handoff.busy)
+    assert spool.parts() == []
 
 
 def test_memory_is_touched_anew_before_training_needs_it(spool, daemon, monkeypatch):

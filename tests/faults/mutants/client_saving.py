@@ -113,6 +113,13 @@ MUTANTS = (
         "pytest tests/client/saving/test_handoff.py -k dies_over_it",
     ),
     Mutant(
+        "a part that the daemon may take back counts as durable",
+        _PIPELINE,
+        "                if is_settled(self._spool.path(manifest.part), settled_s):\n",
+        "                if is_settled(self._spool.path(manifest.part), settled_s) or True:\n",
+        f"{_TEST_STOPPED_DAEMON} -k takes_back",
+    ),
+    Mutant(
         "what changes is streamed behind training",
         _PIPELINE,
         "            if snapshot.returned:  # the daemon",

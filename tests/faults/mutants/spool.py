@@ -240,6 +240,13 @@ MUTANTS = (
         "pytest tests/spool/test_spool.py -k living_writers_stage",
     ),
     Mutant(
+        "a visible part is hidden for lack of a descriptor",
+        _STAGE,
+        "            os.fsync(shelf)\n",
+        "            sync_directory(self._target.parent)\n",
+        "pytest tests/spool/test_commit.py -k no_more_descriptors",
+    ),
+    Mutant(
         "a commit is not remembered",
         _STAGE,
         "        self._committed()\n",

@@ -176,8 +176,8 @@ MUTANTS = (
     Mutant(
         "a commit is answered before it is durable",
         "tierd/spool/stage.py",
-        """            sync_directory(target.parent)
-            sync_directory(self.path.parent)
+        """            os.fsync(shelf)
+            os.fsync(room)
 """,
         "            pass\n",
         _BY.format(30),

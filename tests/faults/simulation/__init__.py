@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         "a part's entry is not synced after the rename",
         "tierd/spool/stage.py",
-        "        sync_directory(target.parent)\n",
+        "            os.fsync(shelf)\n",
         "",
         _CUTS,
         "lost in a power cut",

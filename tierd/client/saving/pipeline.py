@@ -29,8 +29,8 @@ from tierd.spool.arena import Arena, available
 from tierd.spool.commit import CommittedPart, Room, Source, write_part, write_with_room
 from tierd.spool.conditions import condition
 from tierd.spool.direct_io import LARGE
-from tierd.spool.file_io import sync_directory
 from tierd.spool.spool import Spool
+from tierd.spool.stage import is_settled
 from tierd.state import cuda
 from tierd.state.tensor_file import pieces
 
@@ -251,19 +251,35 @@ class Pipeline:
                 raise error from None
         except DaemonUnavailable as error:
             log.warning("%s: %s; it is persisted here", manifest.part, error)
+            unanswered = error
         # A daemon that fell silent may still be reading this arena, so its content must not change.
         slot.drop()
         anew = self._anew(slot, len(files[TENSORS]))
         try:
-            return self._write(manifest, files)
-        except StepRefused:
-            # The daemon had renamed the part into place, and ended before it could answer.
-            for directory in list(self._spool.path(manifest.part).parents)[:3]:
-                sync_directory(directory)
-            return CommittedPart(size=given.size, direct=False, recycled=False)
+            return self._write_beside(manifest, given, files, unanswered)
         finally:
             if anew.ident:
                 anew.join()
+
+    def _write_beside(
+        self, manifest: Manifest, given: PendingHandoff, files: dict[str, memoryview], unanswered: DaemonUnavailable
+    ) -> CommittedPart:
+        """Write what a silent daemon may be writing, too; the first rename wins.
+
+        A daemon that was stopped between its rename and its fsync takes the rename back if the fsync fails, however
+        late it wakes. So a part that it renamed counts only after the daemon released its lock.
+        """
+        settled_s = self._line.timings.settled_s if self._line else 0.0
+        while True:
+            try:
+                return self._write(manifest, files)
+            except StepRefused:
+                log.debug("%s: the daemon has renamed it into place, and has not answered", manifest.part)
+            try:
+                if is_settled(self._spool.path(manifest.part), settled_s):
+                    return CommittedPart(size=given.size, direct=False, recycled=False)
+            except TimeoutError:
+                raise unanswered from None
 
     def _anew(self, slot: Slot, size: int) -> threading.Thread:
         """Touch other memory for `slot` concurrently with the write, because otherwise the next save, and training,
