@@ -14,6 +14,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
@@ -205,6 +206,21 @@ def make_private(directory: Path) -> None:
 def private(path: str, flags: int) -> int:
     """An `opener` for `open` that creates files for this user only, regardless of the umask."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def drop_cached(home: Path) -> None:
+    """Drop a file, or all files below a directory, from the page cache. Best effort.
+
+    A reader calls this before its second read, because a bit may have flipped in memory only.
+    """
+    with suppress(OSError):
+        for path in (home, *home.rglob("*")):
+            with suppress(CorruptChunk, OSError):
+                fd = open_plain(path)
+                try:
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                finally:
+                    os.close(fd)
 
 
 def open_plain(path: Path) -> int:

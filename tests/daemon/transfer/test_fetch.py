@@ -13,10 +13,11 @@ import pytest
 from support.doubles import Double, contents, damage, flip, flipped, is_chunk
 from support.world import CHUNK, RUN, commit, content, listing, part, read, reconciler
 
-from tierd.core.errors import CorruptChunk, StoreUnavailable
+from tierd.core.errors import CorruptChunk, ManifestError, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Stored
 from tierd.core.manifest_codec import decode, encode
 from tierd.core.seal import seal
+from tierd.daemon.transfer import download as download_module
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import export
 from tierd.daemon.transfer.fetch import fetch
@@ -59,6 +60,23 @@ def test_any_harm_to_a_local_file_is_healed(spool, harm, victim):
     asyncio.run(fetch(spool, PART, {"tier": store}))
     assert read(spool, PART) == FILES
     assert path.is_file() and not path.is_symlink()
+
+
+@pytest.mark.parametrize("of", ["bytes", "manifest"])
+def test_one_wrong_read_of_a_local_copy_is_no_corruption(spool, monkeypatch, of):
+    commit(spool, PART)
+    left = [CorruptChunk("a flipped bit") if of == "bytes" else ManifestError("a flipped bit")]
+    owner, name = (download_module, "read_chunk") if of == "bytes" else (Spool, "manifest")
+    real = getattr(owner, name)
+
+    def wrong_once(*arguments):
+        if left:
+            raise left.pop()
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, wrong_once)
+    assert asyncio.run(fetch(spool, PART, {})).chunks == 0, "no tier is needed, and none is there"
+    assert not left and read(spool, PART) == FILES
 
 
 def test_only_the_bad_chunk_is_written(spool):

@@ -8,9 +8,24 @@ _DEVICE_UPLOADS = "tierd/client/restoring/device_uploads.py"
 _SEARCH = "tierd/client/restoring/search.py"
 _SOURCE = "tierd/client/restoring/source.py"
 _TEST_DEVICE_UPLOADS = "pytest tests/client/restoring/test_device_uploads.py"
+_TEST_WRONG_READ = "pytest tests/client/restoring/test_one_wrong_read.py"
 _TEST_HEADS = "pytest tests/end_to_end/test_heads.py"
 
 MUTANTS = (
+    Mutant(
+        "one wrong read of ranges quarantines a part",
+        "tierd/client/restoring/ranged_reader.py",
+        "        if self._is_right_on_disk(part, wanted or {}):\n",
+        "        if False:\n",
+        f"{_TEST_WRONG_READ} -k reader_of_ranges",
+    ),
+    Mutant(
+        "one wrong read in a restore quarantines a part",
+        _SOURCE,
+        "            return *self._read(part), SPOOL  # right on the disk: only the first read was wrong\n",
+        "            raise CorruptChunk(str(local))\n",
+        f"{_TEST_WRONG_READ} -k restore_without",
+    ),
     Mutant(
         "ranks may want different entries",
         "tierd/client/restoring/consensus.py",

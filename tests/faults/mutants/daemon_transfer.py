@@ -15,6 +15,13 @@ _TEST_SHARED_ENCODING = "pytest tests/daemon/transfer/test_shared_encoding.py"
 
 MUTANTS = (
     Mutant(
+        "one wrong read of a chunk is believed by a fetch",
+        "tierd/daemon/transfer/download.py",
+        "                if not self._committed:\n                    raise\n",
+        "                raise\n",
+        "pytest tests/daemon/transfer/test_fetch.py -k 'one_wrong_read and bytes'",
+    ),
+    Mutant(
         "a buffer is another's before its user is done with it",
         "tierd/daemon/transfer/buffers.py",
         "        memory = self.take(size)\n",

@@ -32,9 +32,9 @@ from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.ipc.client import Link
 from tierd.ipc.messages import MAX_REQUEST, Fetch
 from tierd.spool.direct_io import LARGE, PAGE, memory_for
-from tierd.spool.file_io import open_plain
+from tierd.spool.file_io import drop_cached, open_plain
 from tierd.spool.spool import Spool
-from tierd.spool.verified_reads import read_chunks
+from tierd.spool.verified_reads import read_chunk, read_chunks
 
 _BATCH = 64 << 20  # bytes that are read at once, unless one entry is larger
 _RUNS = 1000  # runs of chunks for one file in one request
@@ -209,8 +209,25 @@ class Files(PartRanges):
             raise ObjectNotFound(f"{part} is not in the spool any more: {why}") from why
         if isinstance(why, OSError):
             raise StoreUnavailable(f"{part}: the spool cannot be read: {why}") from why
+        if self._is_right_on_disk(part, wanted or {}):
+            return  # the caller reads again
         self._spool.quarantine(part)
         raise CorruptChunk(f"local: {why}") from why
+
+    def _is_right_on_disk(self, part: PartId, wanted: Mapping[str, Sequence[tuple[int, int]]]) -> bool:
+        """Read the manifest and the wanted chunks once more, because one wrong read proves nothing about the disk."""
+        home = self._spool.path(part)
+        drop_cached(home)
+        try:
+            files = {file.path: file for file in self._spool.manifest(part).files}
+            for path, runs in wanted.items():
+                for index in (index for first, end in runs for index in range(first, end)):
+                    read_chunk(home / path, files[path], index)
+        except (CorruptChunk, ManifestError):
+            return False
+        except OSError as error:
+            raise StoreUnavailable(f"{part}: the spool cannot be read: {error}") from error
+        return True
 
     def _ask(self, part: PartId, wanted: Mapping[str, Sequence[tuple[int, int]]] | None) -> None:
         if self._link is None:

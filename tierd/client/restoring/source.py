@@ -41,6 +41,7 @@ from tierd.ipc.messages import Candidates, Fetch, Status, Wait
 from tierd.ipc.replies import read_member
 from tierd.spool.arena import Arena
 from tierd.spool.conditions import translated
+from tierd.spool.file_io import drop_cached
 from tierd.spool.spool import Spool
 from tierd.spool.verified_reads import bad_chunks, check_bytes
 
@@ -257,6 +258,14 @@ class NodeSource:
             raise local
         if isinstance(local, OSError):
             raise StoreUnavailable(f"{part}: the spool cannot be read: {local}") from local
+        drop_cached(self._spool.path(part))
+        try:
+            return *self._read(part), SPOOL  # right on the disk: only the first read was wrong
+        except (CorruptChunk, ManifestError) as error:
+            local = error.with_traceback(None)
+            self._forget()
+        except OSError as error:
+            raise StoreUnavailable(f"{part}: the spool cannot be read: {error}") from error
         self._spool.quarantine(part)
         raise CorruptChunk(f"local: {local}") from local
 

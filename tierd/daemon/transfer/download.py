@@ -33,7 +33,7 @@ from tierd.daemon.transfer.memory_budget import Budget
 from tierd.daemon.transfer.replicas import Replicas
 from tierd.spool.adopt import unshare
 from tierd.spool.direct_io import LARGE, PAGE, PIECE, reserve
-from tierd.spool.file_io import Buffer, flat, make_private, private
+from tierd.spool.file_io import Buffer, drop_cached, flat, make_private, private
 from tierd.spool.verified_reads import read_chunk
 
 _HANDS = 8  # chunks in transfer at once, as far as the budget permits
@@ -239,7 +239,13 @@ class _Download:
         try:
             if not self._committed and is_hole(target.path, offset, target.file.chunks[index].size):
                 return CorruptChunk(f"{target.path}: nothing was written there yet")
-            read_chunk(target.path, target.file, index)
+            try:
+                read_chunk(target.path, target.file, index)
+            except CorruptChunk:
+                if not self._committed:
+                    raise
+                drop_cached(target.path)  # one wrong read proves nothing about the disk
+                read_chunk(target.path, target.file, index)
         except (CorruptChunk, OSError) as error:
             return error.with_traceback(None)  # the traceback's frames would keep the read bytes in memory
         return None

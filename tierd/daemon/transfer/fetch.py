@@ -22,7 +22,7 @@ from tierd.daemon.transfer.download_files import make_way
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.daemon.transfer.replicas import Replicas
 from tierd.spool.conditions import translated
-from tierd.spool.file_io import sync_directory, write_file
+from tierd.spool.file_io import drop_cached, sync_directory, write_file
 from tierd.spool.spool import Spool
 from tierd.spool.stage import Stage, make_locked
 from tierd.stores.base import Store
@@ -112,7 +112,11 @@ async def fetch(
 
 def _local_manifest(spool: Spool, part: PartId) -> tuple[Manifest | None, ManifestError | OSError | None]:
     try:
-        return spool.manifest(part), None
+        try:
+            return spool.manifest(part), None
+        except ManifestError:
+            drop_cached(spool.path(part) / MANIFEST_NAME)  # one wrong read proves nothing about the disk
+            return spool.manifest(part), None
     except ObjectNotFound:
         return None, None
     except (ManifestError, OSError) as error:
