@@ -4,12 +4,58 @@ from __future__ import annotations
 
 from faults.rounds import Mutant
 
+_PRUNE = "tierd/daemon/tiers/prune.py"
+_REPAIRER = "tierd/daemon/scrub/repairer.py"
+_TEST_OLD_PROOFS = "pytest tests/daemon/scrub/test_old_proofs.py"
+
 MUTANTS = (
+    Mutant(
+        "a manifest is quarantined on the proof against another",
+        _PRUNE,
+        "            if judged is not None and data != judged:\n",
+        "            if False:\n",
+        f"{_TEST_OLD_PROOFS} -k was_judged",
+    ),
+    Mutant(
+        "a quarantine deletes the manifest that came meanwhile",
+        _PRUNE,
+        "            if await manifest_bytes(store, part) != data:\n",
+        "            if False:\n",
+        f"{_TEST_OLD_PROOFS} -k while_it_was_quarantined",
+    ),
+    Mutant(
+        "a process that was stopped goes on with its deletion",
+        _PRUNE,
+        "            if time.monotonic() > ends_s:  #",
+        "            if False:  #",
+        f"{_TEST_OLD_PROOFS} -k was_stopped",
+    ),
+    Mutant(
+        "a copy is quarantined that was repaired during the search for its chunk",
+        _REPAIRER,
+        "        if work.lost and not await work.are_repaired():\n",
+        "        if work.lost:\n",
+        f"{_TEST_OLD_PROOFS} -k 'during_the_search and chunk'",
+    ),
+    Mutant(
+        "a manifest that another node replaced is quarantined by the node with the part",
+        _REPAIRER,
+        "        if now is not None and (local is None or now.same_content(local)):\n",
+        "        if False:\n",
+        f"{_TEST_OLD_PROOFS} -k before_its_repair",
+    ),
+    Mutant(
+        "a fetch quarantines the manifest that replaced the one it read",
+        _REPAIRER,
+        "                if now == fetched.manifests.get(name):  #",
+        "                if True:  #",
+        f"{_TEST_OLD_PROOFS} -k during_a_fetch",
+    ),
     Mutant(
         "a restore fails over what cannot be set aside",
         "tierd/daemon/scrub/repairer.py",
-        "            with suppress(DeleteRefused):\n                await quarantine(stores[name], part)",
-        "            await quarantine(stores[name], part)",
+        "            with suppress(DeleteRefused, ObjectNotFound):\n",
+        "            with suppress(ObjectNotFound):\n",
         "pytest tests/daemon/tiers/test_append_only.py -k restore_goes_on",
     ),
     Mutant(

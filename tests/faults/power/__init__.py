@@ -285,14 +285,20 @@ MUTANTS = (
     Mutant(
         "a copy on a tier is set aside after it was taken away",
         "tierd/daemon/tiers/prune.py",
-        """        await put_manifest(store, part.quarantine_key, data)
-    await store.delete([part.manifest_key])
-    return True
+        """                await put_manifest(store, part.quarantine_key, data)  # an empty object is a mark
+            if await manifest_bytes(store, part) != data:
+                return False
+            if time.monotonic() > ends_s:  # the timeout acts only at the next wait, and that is in the deletion
+                raise late
+            await store.delete([part.manifest_key])
 """,
-        """        pass
-    await store.delete([part.manifest_key])
-    await put_manifest(store, part.quarantine_key, data)
-    return True
+        """                pass
+            if await manifest_bytes(store, part) != data:
+                return False
+            if time.monotonic() > ends_s:  # the timeout acts only at the next wait, and that is in the deletion
+                raise late
+            await store.delete([part.manifest_key])
+            await put_manifest(store, part.quarantine_key, data)
 """,
         _BY.format(54),
         "none is left of",

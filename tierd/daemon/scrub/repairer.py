@@ -14,10 +14,11 @@ from contextlib import suppress
 from tierd.core.errors import CorruptChunk, DeleteRefused, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest, Where
+from tierd.core.manifest_codec import decode
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.pause import Pause, at_once
 from tierd.daemon.scrub.tier_repair import TierRepairer
-from tierd.daemon.tiers.prune import quarantine
+from tierd.daemon.tiers.prune import manifest_bytes, quarantine
 from tierd.daemon.transfer.download import Progress, Wanted
 from tierd.daemon.transfer.fetch import Fetched, Partial, fetch
 from tierd.daemon.transfer.memory_budget import Budget
@@ -97,8 +98,10 @@ class Repairer:
         for name, reason in fetched.defects.items() if wanted is None else ():
             self._journal.counters["corruptions"] += 1
             self._journal.record("corrupt", name, part, f"it will be flushed again: {reason}")
-            with suppress(DeleteRefused):
-                await quarantine(stores[name], part)
+            with suppress(DeleteRefused, ObjectNotFound):
+                judged, now = await _manifest_now(stores[name], part)
+                if now == fetched.manifests.get(name):  # otherwise another node has replaced it since
+                    await quarantine(stores[name], part, judged)
         if fetched.chunks:
             self._journal.counters["healed_chunks"] += fetched.chunks
             self._journal.record(
@@ -164,15 +167,18 @@ class Repairer:
             await work.repair(manifest, bad)
         finally:
             self._report_repaired(tier, part, work, "")
-        if work.lost:
-            await self.quarantine(tier, part, work.lost[0])
+        # The search for a lost chunk may take minutes, and another node may repair the chunk meanwhile.
+        if work.lost and not await work.are_repaired():
+            judged, now = await _manifest_now(self._stores[tier], part)
+            if now == manifest:
+                await self.quarantine(tier, part, work.lost[0], judged)
         return work
 
     async def rebuild(self, tier: str, part: PartId, reason: str, pause: Pause = at_once) -> bool:
         """Repair a tier's manifest that is proven bad, and the chunks that it should name.
 
         If the spool has the part, the bad manifest is quarantined instead, and the plan flushes the part again. If the
-        manifest cannot be repaired, the copy is quarantined.
+        manifest cannot be repaired, the copy is quarantined. Nothing is done if another node has replaced it meanwhile.
 
         Args:
             tier: the tier's name.
@@ -184,17 +190,23 @@ class Repairer:
             Whether the tier's copy was repaired.
 
         Raises:
+            ObjectNotFound: the copy was deleted meanwhile.
             StoreUnavailable, StoreRefused: as `repair`.
         """
+        store, local = self._stores[tier], None
         silent: OSError | None = None  # a disk error proves nothing about the bytes
         try:
-            await asyncio.to_thread(self._spool.manifest, part)
-            await quarantine(self._stores[tier], part)
-            return False
+            local = await asyncio.to_thread(self._spool.manifest, part)
         except OSError as error:
             silent = error
         except (ObjectNotFound, ManifestError):
             pass
+        judged, now = await _manifest_now(store, part)
+        if now is not None and (local is None or now.same_content(local)):
+            return False  # another node has replaced it; a later read tells whether the copy is right
+        if local is not None:
+            await quarantine(store, part, judged)
+            return False
         work = TierRepairer(self._spool, self._stores, tier, part, self._budget, pause)
         try:
             await work.rebuild()
@@ -204,12 +216,12 @@ class Repairer:
                 raise StoreUnavailable(f"{SPOOL}: {silent}; {error}") from error
             work.lost.append(str(error))
         if work.lost:
-            await self.quarantine(tier, part, f"{reason}; {work.lost[0]}")
+            await self.quarantine(tier, part, f"{reason}; {work.lost[0]}", judged)
         return not work.lost
 
-    async def quarantine(self, tier: str, part: PartId, reason: str) -> None:
-        """Quarantine a tier's copy, if it has one."""
-        if await quarantine(self._stores[tier], part):
+    async def quarantine(self, tier: str, part: PartId, reason: str, judged: bytes | None = None) -> None:
+        """Quarantine a tier's copy, if it has one; with `judged`, only if its manifest is still these bytes."""
+        if await quarantine(self._stores[tier], part, judged):
             self._report_quarantined(tier, part, reason)
 
     def _report_quarantined(self, place: str, part: PartId, reason: str) -> None:
@@ -222,3 +234,12 @@ class Repairer:
         if work.repaired or also:
             sources = f" from {', '.join(sorted(work.sources))}" if work.repaired else ""
             self._journal.record("repaired", tier, part, f"{also}{work.repaired} chunks{sources}", chunks=work.repaired)
+
+
+async def _manifest_now(store: Store, part: PartId) -> tuple[bytes, Manifest | None]:
+    """Read a tier's manifest once more; return its bytes, and the manifest if it is readable."""
+    data = await manifest_bytes(store, part)
+    try:
+        return data, decode(data, part)
+    except ManifestError:
+        return data, None

@@ -62,6 +62,7 @@ class TierRepairer:
         self._copies = Replicas(part, stores)
         self.repaired = 0
         self.lost: list[str] = []
+        self._lost: list[Chunk] = []
         self.left: set[Where] = set()
         self.sources: set[str] = set()
 
@@ -97,6 +98,7 @@ class TierRepairer:
                     now = await self._repair(manifest, where)
                 except CorruptChunk as error:
                     self.lost.append(str(error))
+                    self._lost.append(chunk)
                     self.left.add(where)
                     continue
             if now is not chunk:
@@ -106,6 +108,15 @@ class TierRepairer:
             return manifest
         self.repaired += len(moved)
         return manifest.with_chunks({where: moved[manifest.chunk(where)] for where in self.left})
+
+    async def are_repaired(self) -> bool:
+        """Whether the chunks of `repair` that were lost are right now, because another node repaired them since."""
+        for chunk in self._lost:
+            async with self._budget.take(_weight(chunk)):
+                for one in chunk.chain():
+                    if not await self._is_right(one):
+                        return False
+        return True
 
     async def rebuild(self) -> None:
         """Replace the tier's manifest, which is proven bad, from another tier's manifest and the tier's own objects.

@@ -8,13 +8,15 @@ still holds shared chunks, the mark that stands there shows that the prune was c
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
 from typing import NamedTuple
 
-from tierd.core.errors import CorruptChunk, DeleteRefused, FormatTooNew, ManifestError, ObjectNotFound
+from tierd.core.errors import CorruptChunk, DeleteRefused, FormatTooNew, ManifestError, ObjectNotFound, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, chunks_prefix, quarantine_prefix
 from tierd.core.planning.place import Place
 from tierd.daemon.tiers.deletions import Confirm, Deletions, Pass
@@ -24,9 +26,10 @@ from tierd.daemon.tiers.objects import put_manifest, read_manifest
 from tierd.daemon.tiers.shared_chunks import mark_of
 from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.daemon.transfer.concurrency import each
-from tierd.stores.base import Store
+from tierd.stores.base import Store, octets
 
 _FEW = 16  # manifests that may be read while the marks block flushes
+_QUARANTINE_S = 60.0  # seconds
 _PAGE = 999  # chunks of other checkpoints after which a new listing is cheaper than reading on
 
 
@@ -160,22 +163,53 @@ def _of(run: str, key: str) -> CheckpointId | None:
     return CheckpointId.parse(run, key.split("/")[2])
 
 
-async def quarantine(store: Store, part: PartId) -> bool:
+async def manifest_bytes(store: Store, part: PartId) -> bytes:
+    """Return a part's manifest as it lies on a tier; empty if it is too large, or encrypted with another key."""
+    try:
+        return bytes(octets(await store.get(part.manifest_key)))
+    except (CorruptChunk, ManifestError):
+        return b""
+
+
+async def quarantine(
+    store: Store, part: PartId, judged: bytes | None = None, *, within_s: float = _QUARANTINE_S
+) -> bool:
     """Move a part's manifest to quarantine because its copy is proven corrupt. The chunks are kept for inspection.
 
+    Invariant: another manifest than the one that was judged is not deleted, because another node may have repaired
+    the copy since.
+
+    Args:
+        store: the tier's store.
+        part: the part.
+        judged: the `manifest_bytes` of the copy that is proven corrupt; None for those that are read now.
+        within_s: seconds from the first read until the deletion, at most. A process that was stopped in between knows
+            nothing of what others did meanwhile.
+
     Returns:
-        Whether there was a manifest.
+        Whether this call moved the manifest. If not, there is none, or another one than the one that was judged.
+
+    Raises:
+        StoreUnavailable: the manifest was not moved within `within_s`.
     """
+    late = StoreUnavailable(f"{part}: it was not quarantined within {within_s:.0f} s")
+    ends_s = time.monotonic() + within_s
     try:
-        data = await store.get(part.manifest_key)
+        async with asyncio.timeout(within_s):
+            data = await manifest_bytes(store, part)
+            if judged is not None and data != judged:
+                return False
+            try:  # a readable quarantined manifest is kept, because it may be the only record of its attempt's origin
+                await read_manifest(store, part, part.quarantine_key)
+            except (ObjectNotFound, ManifestError, FormatTooNew):
+                await put_manifest(store, part.quarantine_key, data)  # an empty object is a mark
+            if await manifest_bytes(store, part) != data:
+                return False
+            if time.monotonic() > ends_s:  # the timeout acts only at the next wait, and that is in the deletion
+                raise late
+            await store.delete([part.manifest_key])
     except ObjectNotFound:
         return False
-    # Too large, or encrypted with another key: an empty object suffices as a mark.
-    except (CorruptChunk, ManifestError):
-        data = b""
-    try:  # a readable quarantined manifest is kept, because it may be the only record of its attempt's origin
-        await read_manifest(store, part, part.quarantine_key)
-    except (ObjectNotFound, ManifestError, FormatTooNew):
-        await put_manifest(store, part.quarantine_key, data)
-    await store.delete([part.manifest_key])
+    except TimeoutError as error:
+        raise late from error
     return True

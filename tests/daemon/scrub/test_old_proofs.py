@@ -1,0 +1,182 @@
+"""Proofs that a copy is bad grow old: a copy that another node has repaired meanwhile is not quarantined."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+from support.doubles import Double, contents, flip, flipped, is_chunk, is_manifest
+from support.world import commit, converge, corrupt, part, read, reconciler
+
+from tierd.core.errors import StoreUnavailable
+from tierd.core.manifest_codec import decode, encode
+from tierd.daemon.scrub.repairer import Repairer
+from tierd.daemon.tiers.prune import manifest_bytes, quarantine
+from tierd.daemon.transfer.memory_budget import Budget
+from tierd.events.journal import Journal
+from tierd.spool.spool import Spool
+from tierd.stores.memory import MemoryStore
+
+PART = part(1)
+KEY = PART.manifest_key
+
+
+async def flushed(spool: Spool, *names: str) -> dict[str, Double]:
+    """Tiers that hold the part."""
+    commit(spool, PART)
+    stores = {name: Double() for name in names}
+    await converge(spool, stores)
+    return stores
+
+
+def replaced(data: bytes) -> bytes:
+    """A manifest of the same content that another tierd wrote."""
+    return encode(msgspec.structs.replace(decode(data), writer="another"))
+
+
+def put_there(store: Double, key: str, data: bytes) -> None:
+    """Have an object appear as if another node had put it."""
+    store.inner.objects[key] = data, 1_000_000
+
+
+def of_another_node(spool: Spool, stores) -> tuple[Repairer, Journal]:
+    """The repairer of a node that lacks the part."""
+    journal = Journal()
+    return Repairer(Spool(spool.root.parent / "other"), stores, journal, Budget()), journal
+
+
+async def is_usable(store: Double, data: bytes) -> bool:
+    objects = await contents(store.inner)
+    return objects.get(KEY) == data and PART.quarantine_key not in objects
+
+
+def test_another_manifest_than_the_one_that_was_judged_is_not_quarantined(spool):
+    async def work():
+        tier = (await flushed(spool, "tier"))["tier"]
+        good = await manifest_bytes(tier, PART)
+        assert not await quarantine(tier, PART, flipped(good)) and await is_usable(tier, good)
+        assert await quarantine(tier, PART, good) and not await is_usable(tier, good)
+        assert not await quarantine(tier, PART)
+
+    asyncio.run(work())
+
+
+def test_a_manifest_that_was_replaced_while_it_was_quarantined_is_not_deleted(spool):
+    async def work():
+        tier = (await flushed(spool, "tier"))["tier"]
+        good = await manifest_bytes(tier, PART)
+        await flip(tier.inner, KEY)
+        tier.before = lambda operation, key: put_there(tier, KEY, good) if operation == "put" else None
+        assert not await quarantine(tier, PART)
+        assert (await contents(tier.inner))[KEY] == good
+
+    asyncio.run(work())
+
+
+def stop() -> None:
+    """Stop the process for a moment: no task of it goes on."""
+    time.sleep(0.1)
+
+
+class Stopping(Double):
+    """Stops the process at the last read before the deletion: before its answer is there, or after."""
+
+    def __init__(self, inner: MemoryStore, at: str) -> None:
+        super().__init__(inner)
+        self.at = at
+
+    async def get(self, key, into=None):
+        last = key == KEY and ("get", KEY) in self.calls
+        if last and self.at == "before":
+            stop()
+        data = await super().get(key, into)
+        if last and self.at == "after":
+            stop()
+        return data
+
+
+@pytest.mark.parametrize("at", ["before", "after"])
+def test_a_process_that_was_stopped_in_a_quarantine_deletes_nothing(spool, at):
+    async def work():
+        tier = (await flushed(spool, "tier"))["tier"]
+        store = Stopping(tier.inner, at)
+        with pytest.raises(StoreUnavailable, match="was not quarantined"):
+            await quarantine(store, PART, within_s=0.05)
+        assert KEY in await contents(tier.inner) and ("delete", KEY) not in store.calls
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("what", ["chunk", "manifest", "nothing"])
+def test_a_copy_that_was_repaired_during_the_search_for_its_chunk_is_not_quarantined(spool, what):
+    async def work():
+        stores = await flushed(spool, "tier")
+        tier, pristine = stores["tier"], await contents(stores["tier"].inner)
+        good, manifest = pristine[KEY], decode(pristine[KEY], PART)
+        victim = next(key for key in pristine if is_chunk(key))
+        await flip(tier.inner, victim)
+        put = {"chunk": (victim, pristine[victim]), "manifest": (KEY, replaced(good)), "nothing": ()}[what]
+        listed = (
+            f"{PART.checkpoint.run}/chunks/"  # for the chunks of other checkpoints, the last place that is searched
+        )
+        tier.before = lambda operation, key: put_there(tier, *put) if key == listed and put else None
+        bad = [where for where, chunk in manifest.places() if victim.endswith(chunk.stored.key)]
+        repairer, journal = of_another_node(spool, stores)
+        work = await repairer.repair("tier", PART, manifest, bad)
+        assert work.lost, "it was judged when it was bad, so it is read again"
+        now = replaced(good) if what == "manifest" else good
+        assert await is_usable(tier, now) == (what != "nothing")
+        assert journal.counters["quarantined"] == (what == "nothing")
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("has_part", [True, False], ids=["with_the_part", "without_it"])
+def test_a_manifest_that_was_replaced_before_its_repair_is_not_quarantined(spool, has_part):
+    async def work():
+        stores = await flushed(spool, "tier")
+        good = await manifest_bytes(stores["tier"], PART)
+        repairer, journal = of_another_node(spool, stores)
+        if has_part:
+            repairer = Repairer(spool, stores, journal, Budget())
+        assert not await repairer.rebuild("tier", PART, "it was bad when it was read")
+        assert await is_usable(stores["tier"], good) and not journal.events
+
+    asyncio.run(work())
+
+
+def test_a_manifest_that_was_replaced_while_its_repair_asked_the_tiers_is_not_quarantined(spool):
+    async def work():
+        stores = await flushed(spool, "tier") | {"second": Double()}
+        tier, good = stores["tier"], await manifest_bytes(stores["tier"], PART)
+        await flip(tier.inner, KEY)
+        stores["second"].before = lambda operation, key: put_there(tier, KEY, good)
+        repairer, journal = of_another_node(spool, stores)
+        assert not await repairer.rebuild("tier", PART, "damaged")
+        assert await is_usable(tier, good) and not journal.events
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("bad", [is_manifest, is_chunk], ids=["manifest", "chunk"])
+def test_a_tiers_copy_that_was_replaced_during_a_fetch_is_not_quarantined(spool, bad):
+    async def work():
+        stores = await flushed(spool, "first", "second")
+        first, good = stores["first"], await manifest_bytes(stores["first"], PART)
+        for key in await contents(first.inner):
+            if bad(key):
+                await flip(first.inner, key)
+
+        def replace(operation: str, key: str) -> None:
+            if is_chunk(key):
+                put_there(first, KEY, replaced(good))
+
+        stores["second"].before = replace
+        corrupt(spool.path(PART) / "weights.bin")
+        daemon = reconciler(spool, stores)
+        assert await daemon.repairs.fetch(PART) == ("second",)
+        assert await is_usable(first, replaced(good)) and read(spool, PART)
+
+    asyncio.run(work())
