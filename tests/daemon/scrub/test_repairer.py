@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 from support.doubles import Double, contents, flip, flipped, is_chunk, is_manifest
@@ -168,5 +169,31 @@ def test_a_tier_found_bad_during_a_fetch_is_flushed_again(spool):
         async with running(reconciler(spool, {"first": first})) as daemon:
             await daemon.repairs.fetch(part(1))
         assert read(spool, part(1)) == content(1)
+
+    asyncio.run(work())
+
+
+def test_no_lock_is_left_of_a_part_that_was_fetched(spool):
+    def locks() -> int:
+        gc.collect()
+        return sum(type(one) is asyncio.Lock for one in gc.get_objects())
+
+    async def work():
+        store = MemoryStore()
+        for step in range(5):
+            commit(spool, part(step))
+        await converge(spool, {"tier": store})
+        daemon = reconciler(spool, {"tier": store})
+
+        async def restored(step: int) -> None:
+            daemon.repairs.hold(part(step))
+            await asyncio.gather(*[daemon.repairs.fetch(part(step)) for _ in range(3)])
+            daemon.repairs.release(part(step))
+
+        await restored(0)
+        before = locks()
+        for step in range(1, 5):
+            await restored(step)
+        assert locks() == before
 
     asyncio.run(work())

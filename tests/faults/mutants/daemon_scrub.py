@@ -10,6 +10,13 @@ _TEST_OLD_PROOFS = "pytest tests/daemon/scrub/test_old_proofs.py"
 
 MUTANTS = (
     Mutant(
+        "a daemon keeps a lock of every part that it fetched",
+        _REPAIRER,
+        "PartId, asyncio.Lock] = WeakValueDictionary()\n",
+        "PartId, asyncio.Lock] = {}  # type: ignore[assignment]\n",
+        "pytest tests/daemon/scrub/test_repairer.py -k no_lock",
+    ),
+    Mutant(
         "a manifest is quarantined on the proof against another",
         _PRUNE,
         "            if judged is not None and data != judged:\n",

@@ -7,9 +7,10 @@ asked, nothing is quarantined. A copy that is quarantined on a tier and right in
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from weakref import WeakValueDictionary
 
 from tierd.core.errors import CorruptChunk, DeleteRefused, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import PartId
@@ -37,7 +38,8 @@ class Repairer:
 
     def __init__(self, spool: Spool, stores: Mapping[str, Store], journal: Journal, budget: Budget) -> None:
         self._spool, self._stores, self._journal, self._budget = spool, stores, journal, budget
-        self._locks: defaultdict[PartId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # Weak, because a daemon meets many parts. The fetches that hold a lock or wait for it keep the lock.
+        self._locks: WeakValueDictionary[PartId, asyncio.Lock] = WeakValueDictionary()
         self.fetching: dict[PartId, Progress] = {}  # parts that are fetched now
         self.loose: set[str] = set()  # names of stages that were begun for some chunks only
         self._partials: dict[PartId, Partial] = {}
@@ -53,7 +55,8 @@ class Repairer:
 
     def release(self, part: PartId) -> None:
         self._readers -= Counter([part])
-        if not self._locks[part].locked():  # otherwise the running fetch does it at its end
+        lock = self._locks.get(part)
+        if lock is None or not lock.locked():  # otherwise the running fetch does it at its end
             self._let_go(part)
 
     def _let_go(self, part: PartId) -> None:
@@ -131,7 +134,8 @@ class Repairer:
         return True
 
     async def _fetch(self, part: PartId, wanted: Wanted | None, stores: Mapping[str, Store]) -> Fetched:
-        async with self._locks[part]:
+        lock = self._locks.setdefault(part, asyncio.Lock())
+        async with lock:
             progress = self.fetching[part] = Progress()
             partial = self._partials.setdefault(part, Partial(self._spool, part))
             if wanted is None:
