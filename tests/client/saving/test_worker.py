@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,31 @@ def test_a_worker_that_is_closed_at_any_line_of_giving_runs_a_job_or_refuses_it(
         worker = Worker("test")
         with at_line(moment, {"worker.py"}, worker.close):
             assert worker.drain(20)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_second_close_waits_for_the_jobs_as_well(interrupted):
+    """It comes from a handler at any line of the first, or after the first was interrupted at any line.
+
+    The interpreter closes the workers in an order, because the later ones give jobs to the earlier ones.
+    """
+    for moment in range(30):
+        worker, done, seen = Worker("test"), [], []
+
+        def close(worker=worker, done=done, seen=seen):
+            if interrupted:
+                raise KeyboardInterrupt
+            worker.close()
+            seen.append(bool(done))
+
+        worker.give(lambda done=done: (time.sleep(0.02), done.append(1)))
+        with at_line(moment, {"worker.py"}, close) as fired, suppress(KeyboardInterrupt):
+            worker.close()
+        worker.close()
+        assert done and all(seen), fired
+        if not fired:
+            break
+    assert 4 < moment < 29
 
 
 def test_a_worker_keeps_nothing_of_what_it_has_done_and_ends_with_its_owner():

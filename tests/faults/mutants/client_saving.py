@@ -22,6 +22,13 @@ MUTANTS = (
         "pytest tests/client/saving/test_worker.py -k runs_a_job_or_refuses_it",
     ),
     Mutant(
+        "a second close of a worker does not wait for its jobs",
+        "tierd/client/saving/worker.py",
+        "    running = _running.get(thread)\n",
+        "    running = _running.pop(thread, None)\n",
+        "pytest tests/client/saving/test_worker.py -k second_close",
+    ),
+    Mutant(
         "descriptors that a client did not ask for stay open",
         "tierd/client/saving/packets.py",
         "            finally:\n                close_fds(fds)",

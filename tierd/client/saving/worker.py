@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from tierd.core.errors import ConfigError
 
@@ -62,9 +63,11 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._jobs: _Jobs = queue.SimpleQueue()
         # A daemon thread, because the interpreter would join other threads before `_end_all` could end them.
-        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
-        _working[self._thread] = self._jobs
+        running = _Running(self._jobs, Latch())
+        self._thread = threading.Thread(target=_work, args=running, name=name, daemon=True)
         self._thread.start()
+        _running[self._thread] = running
+        _working.add(self._thread)
 
     def give(self, job: Callable[[], None]) -> None:
         """Queue a job. Raises `ConfigError` after `close`, or when the interpreter ends."""
@@ -94,10 +97,16 @@ class Worker:
         self._jobs.put(None)  # nobody queues jobs any more; those that are left are run
 
 
-_working: dict[threading.Thread, _Jobs] = {}
+class _Running(NamedTuple):
+    jobs: _Jobs
+    ended: Latch
 
 
-def _work(jobs: _Jobs) -> None:
+_working: set[threading.Thread] = set()  # that take jobs
+_running: dict[threading.Thread, _Running] = {}  # that have not ended
+
+
+def _work(jobs: _Jobs, ended: Latch) -> None:
     while (given := jobs.get()) is not None:
         job = _take(given)
         try:
@@ -106,7 +115,9 @@ def _work(jobs: _Jobs) -> None:
         except Exception:
             log.exception("a bug: this was to be somebody's value")
         del job  # releases what the job holds
-    _working.pop(threading.current_thread(), None)
+    _working.discard(threading.current_thread())
+    _running.pop(threading.current_thread(), None)
+    ended.open()
 
 
 def _take(given: list[Callable[[], None]]) -> Callable[[], None] | None:
@@ -118,13 +129,20 @@ def _take(given: list[Callable[[], None]]) -> Callable[[], None] | None:
 
 
 def _end(thread: threading.Thread) -> None:
-    jobs = _working.pop(thread, None)
-    if jobs is not None:
-        jobs.put(None)
-        thread.join()
+    """End a thread and wait for it, also if another caller has begun to, or was interrupted while it did."""
+    _working.discard(thread)
+    running = _running.get(thread)
+    if running is None:
+        return
+    running.jobs.put(None)
+    if thread is threading.current_thread():  # it ends after this job and those behind it
+        return
+    # Not `join`, which holds a lock between two of its lines. A thread of the parent is not alive in a forked process.
+    while thread.is_alive() and not running.ended.wait(_WAIT_S):
+        pass
 
 
 @atexit.register
 def _end_all() -> None:
-    for thread in reversed(list(_working)):  # the later ones may queue jobs for the earlier ones
+    for thread in reversed(list(_running)):  # the later ones may queue jobs for the earlier ones
         _end(thread)
