@@ -81,7 +81,9 @@ def test_a_repair_never_writes_to_the_programs_file(root: Path, spool: Spool, tm
     assert stored(spool) == right
 
 
-def test_a_file_of_its_own_is_not_copied_by_unshare(tmp_path: Path) -> None:
+def test_a_file_of_its_own_is_not_copied_by_unshare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), fsync(fd)))
     path = tmp_path / "file"
     path.write_bytes(b"data")
     inode = path.stat().st_ino
@@ -90,6 +92,7 @@ def test_a_file_of_its_own_is_not_copied_by_unshare(tmp_path: Path) -> None:
     os.link(path, tmp_path / "other")
     unshare(path)
     assert path.stat().st_ino != inode and path.read_bytes() == b"data" and len(list(tmp_path.iterdir())) == 2
+    assert synced == [path.stat().st_ino, tmp_path.stat().st_ino], "the data first, then the name"
     unshare(tmp_path / "missing")
 
 

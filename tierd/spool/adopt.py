@@ -72,17 +72,27 @@ def is_open_for_writing(fd: int) -> bool:
     return False
 
 
-def unshare(path: Path) -> None:
-    """Replace a file that has a second name by a copy, so that writing to it changes no other program's file."""
+def is_shared(path: Path) -> bool:
+    """Whether a plain file has a second name, by which another program may know it."""
     try:
-        if path.lstat().st_nlink < 2 or not path.is_file() or path.is_symlink():
-            return
+        return path.lstat().st_nlink > 1 and path.is_file() and not path.is_symlink()
     except FileNotFoundError:
+        return False
+
+
+def unshare(path: Path) -> None:
+    """Replace a file that has a second name by a durable copy, so that a write changes no other program's file."""
+    if not is_shared(path):
         return
     fresh = path.with_name(f".{secrets.token_hex(8)}")
     try:
         shutil.copyfile(path, fresh)
         fresh.chmod(0o600)
+        fd = os.open(fresh, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)  # before the rename, which a power loss could otherwise keep without the data
+        finally:
+            os.close(fd)
         fresh.replace(path)
     except OSError:
         fresh.unlink(missing_ok=True)

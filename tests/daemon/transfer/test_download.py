@@ -239,6 +239,43 @@ def _raise(error: Exception) -> None:
     raise error
 
 
+def linked(spool: Spool, tmp_path: Path) -> tuple[Path, Path]:
+    """A committed file that a program has under another name, as in a watched run; both paths."""
+    commit(spool, PART, FILES)
+    path, theirs = spool.path(PART) / "weights.bin", tmp_path / "theirs"
+    os.link(path, theirs)
+    return path, theirs
+
+
+def test_a_healthy_file_of_two_names_stays_shared(spool, store, tmp_path):
+    """A copy of each file of a watched run doubled its disk space."""
+    path, theirs = linked(spool, tmp_path)
+    assert not asyncio.run(fetch(spool, PART, {"tier": store})).chunks
+    assert path.samefile(theirs)
+
+
+@pytest.mark.parametrize("hands", [1, 8])
+@pytest.mark.parametrize("bad", [0, CHUNKS - 1])
+def test_a_file_of_two_names_is_copied_before_it_is_written(spool, store, tmp_path, monkeypatch, hands, bad):
+    """The program may write to a chunk that was right, until the copy is made."""
+    path, theirs = linked(spool, tmp_path)
+    theirs.write_bytes(flipped(path.read_bytes(), bad * CHUNK))
+    monkeypatch.setattr(download_module, "_HANDS", hands)
+    real, other = download_module.unshare, 1
+
+    def unshare(file):
+        if file == path:
+            theirs.write_bytes(flipped(theirs.read_bytes(), other * CHUNK))
+        real(file)
+
+    monkeypatch.setattr(download_module, "unshare", unshare)
+    progress = Progress()
+    assert asyncio.run(fetch(spool, PART, {"tier": store}, progress=progress)).chunks == 2
+    assert not path.samefile(theirs) and theirs.read_bytes() != FILES["weights.bin"]
+    assert read(spool, PART) == FILES
+    assert progress.done == progress.total == sum(map(len, FILES.values()))
+
+
 def test_each_file_is_synced_once(spool, store, monkeypatch):
     synced: list[str] = []
     real = os.fsync

@@ -15,6 +15,20 @@ _TEST_SHARED_ENCODING = "pytest tests/daemon/transfer/test_shared_encoding.py"
 
 MUTANTS = (
     Mutant(
+        "a chunk of a shared file is not checked in the file's copy",
+        "tierd/daemon/transfer/download.py",
+        "            target.right.append((index, offset))\n",
+        "            pass\n",
+        "pytest tests/daemon/transfer/test_download.py -k before_it_is_written",
+    ),
+    Mutant(
+        "a healthy file of two names is copied by a fetch",
+        "tierd/daemon/transfer/download.py",
+        "            bad = await self._checked(target, index, offset)\n",
+        "            await self._own(target)\n            bad = await self._checked(target, index, offset)\n",
+        "pytest tests/daemon/transfer/test_download.py -k healthy_file_of_two_names",
+    ),
+    Mutant(
         "one wrong read of a chunk is believed by a fetch",
         "tierd/daemon/transfer/download.py",
         "                if not self._committed:\n                    raise\n",
@@ -87,8 +101,8 @@ MUTANTS = (
     Mutant(
         "a repair writes to the program's file",
         "tierd/daemon/transfer/download.py",
-        "            unshare(path)",
-        "            pass",
+        "            await to_the_end(unshare, target.path)\n",
+        "",
         "pytest tests/watching/test_unit_watch.py -k repair_never_writes",
     ),
     Mutant(

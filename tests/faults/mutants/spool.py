@@ -37,6 +37,13 @@ MUTANTS = (
         "pytest tests/watching/test_unit_watch.py -k 'every_way and copy'",
     ),
     Mutant(
+        "a repaired file's copy is shown before it is durable",
+        "tierd/spool/adopt.py",
+        "            os.fsync(fd)  # before the rename, which",
+        "            pass  # before the rename, which",
+        "pytest tests/watching/test_unit_watch.py -k by_unshare",
+    ),
+    Mutant(
         "an arena can be cut short",
         _ARENA,
         "_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW",

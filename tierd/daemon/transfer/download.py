@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from tierd.daemon.transfer.download_files import (
 )
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.daemon.transfer.replicas import Replicas
-from tierd.spool.adopt import unshare
+from tierd.spool.adopt import is_shared, unshare
 from tierd.spool.direct_io import LARGE, PAGE, PIECE, reserve
 from tierd.spool.file_io import Buffer, drop_cached, flat, make_private, private
 from tierd.spool.verified_reads import read_chunk
@@ -102,11 +103,11 @@ async def download(
     """
     work = _Download(home, copies, budget, progress, committed, wanted, public)
     targets = await to_the_end(work.lay_out, manifest)
-    todo = chunks_to_do(targets)
+    work.queue.extend(chunks_to_do(targets))
 
     async def hand() -> None:
-        for target, index, offset in todo:
-            await work.bring(target, index, offset)
+        while work.queue:
+            await work.bring(*work.queue.popleft())
 
     try:
         await together(_HANDS, [hand() for _ in range(_HANDS)])
@@ -159,6 +160,7 @@ class _Download:
         self._home, self._copies, self._budget, self._progress = home, copies, budget, progress
         self._committed, self._wanted = committed, wanted
         self._buffers = Buffers()
+        self.queue: deque[tuple[Target, int, int]] = deque()
 
     def lay_out(self, manifest: Manifest) -> list[Target]:
         """Create every file with its size and blocks, so that a full disk fails before any transfer."""
@@ -184,13 +186,13 @@ class _Download:
     def _target(self, number: int, file: File) -> Target:
         path = self._home / file.path
         make_way(self._home, file.path)
-        if self._committed:
-            unshare(path)  # a part of a watched run may be a link to the program's own file
         try:
             size = path.lstat().st_size
         except FileNotFoundError:
             size = -1
         if size != file.size:
+            if self._committed:
+                unshare(path)  # a part of a watched run may be a link to the program's own file
             if self._private:
                 make_private(path.parent)
             else:
@@ -207,13 +209,13 @@ class _Download:
             finally:
                 os.close(fd)
         todo = range(len(file.chunks)) if self._wanted is None else _numbers(self._wanted[file.path])
-        return Target(number, file, path, size >= 0, set(todo))
+        return Target(number, file, path, size >= 0, set(todo), self._committed and is_shared(path))
 
     async def bring(self, target: Target, index: int, offset: int) -> None:
         """Make one chunk right in place, and sync the file after its last chunk."""
         size = target.file.chunks[index].size
         async with self._budget.take(self._copies.weight(target.number, index)) as hold:
-            bad = await to_the_end(self._defect, target, index, offset)
+            bad = await self._checked(target, index, offset)
             if bad is None:
                 self._progress.kept += size
             else:
@@ -222,6 +224,7 @@ class _Download:
                     raw = await self._fetched(target, index, memory[lead:], bad)
                     # The stored bytes are released; some raw bytes may pass through another buffer.
                     hold.keep(size + min(size, PIECE))
+                    await self._own(target)
                     target.open()
                     await to_the_end(self._write, target, raw, offset)
                 self._progress.written += 1
@@ -232,6 +235,35 @@ class _Download:
         self._progress.tiers = tuple(name for name in self._copies.stores if name in self._copies.used)
         self._progress.done += size
         self._progress.on_progress(self._progress)
+
+    async def _checked(self, target: Target, index: int, offset: int) -> CorruptChunk | OSError | None:
+        """Return why a chunk is not right in the file that is at the path once this returns."""
+        while True:
+            shared = target.shared
+            bad = await to_the_end(self._defect, target, index, offset)
+            if shared == target.shared:  # otherwise the file was replaced meanwhile
+                break
+        if shared and bad is None:
+            target.right.append((index, offset))
+        return bad
+
+    async def _own(self, target: Target) -> None:
+        """Replace a shared file by a copy before the first write; the chunks that were right are checked again there.
+
+        Not earlier, because a copy of each healthy file of a watched run would double its disk space.
+        """
+        async with target.lock:
+            if not target.shared:
+                return
+            await to_the_end(unshare, target.path)
+            target.shared = False
+            for index, offset in target.right:
+                size = target.file.chunks[index].size
+                self._progress.done -= size
+                self._progress.kept -= size
+                target.todo.add(index)
+                self.queue.append((target, index, offset))
+            target.right.clear()
 
     def _defect(self, target: Target, index: int, offset: int) -> CorruptChunk | OSError | None:
         if not target.found:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierd.core.manifest import File
@@ -23,6 +24,9 @@ class Target:
         path: its path on the disk.
         found: whether the file existed before.
         todo: the chunks that must still be right before the file is synced.
+        shared: whether another program may know the file by a second name, so that it must not be written.
+        right: index and offset of the chunks that were found right while the file was shared.
+        lock: held while the file is replaced by a copy of its own.
     """
 
     number: int
@@ -30,6 +34,9 @@ class Target:
     path: Path
     found: bool
     todo: set[int]
+    shared: bool = False
+    right: list[tuple[int, int]] = field(default_factory=list)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     fd: int = -1  # open from the first write to the sync, so that a failed write-back is noticed
 
     def open(self, flags: int = os.O_WRONLY) -> None:
