@@ -227,6 +227,30 @@ def test_receivers_are_those_of_the_new_configuration(node, spool, said):
     asyncio.run(work())
 
 
+def test_the_alert_of_a_receiver_that_was_taken_out_ends(node, spool, said, monkeypatch):
+    monkeypatch.setattr("tierd.events.notifier._PAUSE", 0.01)
+
+    async def alerts() -> list[str]:
+        return [one["place"] for one in (await ask(Link(spool), Status()))["status"]["alerts"]]
+
+    async def work():
+        node.configure("a")
+        without = node.file.read_text()
+        failing = f'[[notify]]\ncommand = ["{sys.executable}", "-c", "exit(1)"]\nevents = ["flushed"]\n'
+        node.file.write_text(without + failing)
+        async with node.serving():
+            for step in range(3):
+                commit(spool, part(step))
+            await until(lambda: said("notify[0]: failing"))
+            assert await alerts() == ["notify[0]"]
+            node.file.write_text(without)
+            await reload(said)
+            await until(lambda: said("notify[0]: works again"))
+            assert not await alerts()
+
+    asyncio.run(work())
+
+
 def test_a_restore_that_is_under_way_ends_with_the_stores_that_it_began_with(node, spool, said, monkeypatch):
     stores: list[Double] = []
     inner = Double().inner

@@ -96,7 +96,7 @@ def test_a_first_watch_that_was_killed_goes_on_as_it_began(root: Path, spool: Sp
     for step in (10, 20, 30, 40):
         save(root, f"a-{step}.pt", step)
 
-    class Killed(Exception):
+    class Killed(BaseException):
         pass
 
     class Killer(Reported):

@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -92,6 +93,27 @@ def test_a_status_names_what_is_not_taken_or_listed(root: Path) -> None:
         assert "is not taken: it is damaged" in problems()[0]
         path.write_bytes(whole)
         wait_until(lambda: problems() == [], 60)
+        daemon.call(end())
+
+
+def test_the_alert_of_a_watch_that_was_taken_out_ends(root: Path) -> None:
+    watch = WatchConfig(directory=str(root / "absent"), run="r")
+    with Daemon(root.parent / "spool", lambda: {"file": FileStore(root.parent / "tier")}, watch=(watch,)) as daemon:
+        reconciler = daemon.reconciler
+
+        async def begin() -> None:
+            daemon.task = daemon.loop.create_task(Intake(reconciler, lambda: None).run())  # type: ignore[attr-defined]
+
+        async def take_out() -> None:
+            reconciler.config = msgspec.structs.replace(reconciler.config, watch=())
+
+        async def end() -> None:
+            daemon.task.cancel()  # type: ignore[attr-defined]
+
+        daemon.call(begin())
+        wait_until(lambda: [one.doing for one in reconciler.journal.alerts()] == ["observe"], 60)
+        daemon.call(take_out())
+        wait_until(lambda: reconciler.journal.alerts() == (), 60)
         daemon.call(end())
 
 

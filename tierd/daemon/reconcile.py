@@ -43,6 +43,7 @@ from tierd.daemon.spool_space import SpoolSpace
 from tierd.daemon.tier_worker import TierWorker
 from tierd.daemon.tiers.tiers import Tiers
 from tierd.daemon.transfer.memory_budget import Budget
+from tierd.events.alerts import BACKLOG
 from tierd.events.journal import Journal
 from tierd.events.save_events import SaveEvents
 from tierd.spool.commit import CommittedPart
@@ -178,7 +179,8 @@ class Reconciler:
             assert self._next_config is not None
             config, stores, done = self._next_config
             for name in self.workers.keys() - {SPOOL, *stores}:
-                self.journal.worked((WORKER, name))  # end the alert of a tier that was removed
+                for kind in (WORKER, BACKLOG):  # end the alerts of a tier that was removed
+                    self.journal.worked((kind, name))
             self._configure(config, stores)
             self._phase.halted.clear()
             done.set()

@@ -17,6 +17,7 @@ from tierd.core.errors import ConfigError, TierdError
 from tierd.daemon.control import Control
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.systemd import notify
+from tierd.events.journal import Journal
 from tierd.events.notifier import Notifier
 from tierd.stores.base import Store
 
@@ -83,7 +84,8 @@ class Reload:
         before, self.notifier = self.notifier, notifier
         notifier.start(reconciler.journal)
         control.notifier = notifier
-        leaving = asyncio.ensure_future(_leave(before, opened, set(control.working)))
+        gone = _receivers(before) - _receivers(notifier)
+        leaving = asyncio.ensure_future(_leave(before, opened, set(control.working), gone, reconciler.journal))
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
 
@@ -96,10 +98,27 @@ class Reload:
         await self._opened.aclose()
 
 
-async def _leave(notifier: Notifier, opened: AsyncExitStack, working: set[asyncio.Future[dict[str, object]]]) -> None:
-    """Close the stores and receivers of the former configuration, once no request uses them any more."""
+def _receivers(notifier: Notifier) -> set[tuple[str, str]]:
+    """The name and address of every receiver. The name alone is only its place in the configuration."""
+    return {(one.name, one.to) for one in notifier.status()}
+
+
+async def _leave(
+    notifier: Notifier,
+    opened: AsyncExitStack,
+    working: set[asyncio.Future[dict[str, object]]],
+    gone: set[tuple[str, str]],
+    journal: Journal,
+) -> None:
+    """Close the stores and receivers of the former configuration, once no request uses them any more.
+
+    The alerts of the receivers that are `gone` end, because no later delivery would end them.
+    """
     try:
         await notifier.close()
+        await asyncio.sleep(0)  # the loop records the last tries of the receivers' threads first
+        for name, _ in gone:
+            journal.worked(("notify", name))
         if working:
             await asyncio.wait(working)
     finally:

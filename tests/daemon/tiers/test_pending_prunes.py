@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 from support.doubles import Double
 from support.world import RUN, commit, converge, part, reconciler, running, settle, until
 
@@ -41,6 +42,20 @@ def test_status_tells_how_many_copies_wait_to_be_pruned(spool):
             await settle(daemon)
             assert pending(daemon) == 0
             assert daemon.journal.counters["pruned"] == 5
+
+    asyncio.run(work())
+
+
+def test_the_backlog_alert_of_a_tier_that_was_taken_out_ends(spool):
+    async def work():
+        stores = {"tier": Double(), "gone": Double()}
+        stores["gone"].error = StoreUnavailable("its worker counts nothing")
+        async with running(reconciler(spool, stores)) as daemon:
+            daemon.journal.waiting("gone", 5, True)
+            assert "prune" in [alert.doing for alert in daemon.journal.alerts()]
+            config = msgspec.structs.replace(daemon.config, tier=daemon.config.tier[:1])
+            await daemon.reconfigure(config, {"tier": stores["tier"]})
+            assert daemon.journal.alerts() == ()
 
     asyncio.run(work())
 

@@ -12,6 +12,20 @@ _TEST_SPOOL_OBSERVER = "pytest tests/daemon/test_spool_observer.py"
 
 MUTANTS = (
     Mutant(
+        "the alert of a receiver outlives the receiver",
+        "tierd/daemon/reload.py",
+        '            journal.worked(("notify", name))\n',
+        "            pass\n",
+        "pytest tests/daemon/test_reload.py -k 'alert and taken_out'",
+    ),
+    Mutant(
+        "the backlog alert of a tier outlives the tier",
+        "tierd/daemon/reconcile.py",
+        "for kind in (WORKER, BACKLOG):",
+        "for kind in (WORKER,):",
+        "pytest tests/daemon/tiers/test_pending_prunes.py -k taken_out",
+    ),
+    Mutant(
         "notes of launches that live are swept",
         "tierd/daemon/rank_notes.py",
         "            alive.add(launch)\n",

@@ -77,6 +77,13 @@ MUTANTS = (
         f"{_TEST_IMPORT} -k nobody_foresaw",
     ),
     Mutant(
+        "the alert of a watch outlives the watch",
+        "tierd/daemon/intake/intake.py",
+        '                    self._reconciler.journal.worked(("watch", watch.run))  #',
+        "                    pass  #",
+        "pytest tests/watching/test_watch_ends.py -k taken_out",
+    ),
+    Mutant(
         "nobody learns of a unit that never rests",
         _UNIT_WATCH,
         "            self._refuse_restless()\n",

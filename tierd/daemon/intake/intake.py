@@ -78,6 +78,7 @@ class Intake:
                 wanted = self._reconciler.config.watch
                 for watch in self._watching.keys() - set(wanted):
                     await self._end(self._watching.pop(watch))
+                    self._reconciler.journal.worked(("watch", watch.run))  # end the alert of a watch that was removed
                 for watch in wanted:
                     if watch not in self._watching:
                         one = self._watching[watch] = WatchAtWork(watch)
