@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
+
+from tierd.own_thread import in_own_thread
 
 T = TypeVar("T")
 
@@ -19,30 +20,7 @@ async def in_thread(call: Callable[[], T], deadline_s: float) -> T:
     Raises:
         TimeoutError: the call has not returned; its thread is left alone.
     """
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T | None, error: Exception | None) -> None:
-        if answer.done():
-            return
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(value)  # type: ignore[arg-type]  # None is one of T's values then
-
-    def work() -> None:
-        value, failed = None, None
-        try:
-            value = call()
-        except Exception as error:
-            failed = error
-        try:
-            loop.call_soon_threadsafe(settle, value, failed)
-        except RuntimeError:  # the loop has ended
-            pass
-
-    threading.Thread(target=work, name="tierd-doctor", daemon=True).start()
-    return await within(answer, deadline_s)
+    return await within(in_own_thread(call, "tierd-doctor"), deadline_s)
 
 
 async def within(call: Awaitable[T], deadline_s: float) -> T:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from tierd.core.config import Config
 from tierd.core.errors import ConfigError
 from tierd.core.urls import parse_url
+from tierd.own_thread import in_own_thread
 
 # Seconds that a directory's mount may take to answer, because a hung mount must not block the other tiers.
 _ANSWER = 5.0
@@ -91,25 +91,8 @@ def _places(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 async def _resolved(path: str) -> _Directory:
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[_Directory] = loop.create_future()
-
-    def settle(found: _Directory) -> None:
-        if not answer.done():
-            answer.set_result(found)
-
-    def work() -> None:
-        found = _inspect(path)
-        try:
-            loop.call_soon_threadsafe(settle, found)
-        except RuntimeError:  # the directory answered after the loop had ended
-            pass
-
-    # This needs a dedicated thread, because the loop's pool would wait at its end for a thread that hangs in a dead
-    # mount.
-    threading.Thread(target=work, name="tierd-apart", daemon=True).start()
     try:
-        return await asyncio.wait_for(answer, _ANSWER)
+        return await asyncio.wait_for(in_own_thread(lambda: _inspect(path), "tierd-apart"), _ANSWER)
     except TimeoutError:
         return _Directory(path, Path(os.path.normpath(path)))
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from tierd.daemon.intake.directory_id import DirectoryId, compare
 from tierd.daemon.intake.watch_at_work import RunNotWatched
 from tierd.daemon.tiers.stamps import STALE_MS
 from tierd.daemon.timings import DaemonTimings
+from tierd.own_thread import in_own_thread
 from tierd.spool.spool import Spool, is_held
 from tierd.stores.base import ObjectInfo, Store, clear
 
@@ -192,7 +192,7 @@ class OtherWatches:
         key = record.spool, record.lock
         if (asked := self._asked.get(key)) is not None and not asked.done():
             return None
-        answer = self._asked[key] = _ask(record)
+        answer = self._asked[key] = in_own_thread(lambda: is_held(Path(record.spool), record.lock), "tierd-is-held")
         done, _ = await asyncio.wait([answer], timeout=_HELD_S)
         return answer.result() if done else None
 
@@ -260,20 +260,6 @@ class OtherWatches:
             at_ms=self._timings.now_ms(),
             every_s=self._timings.silent_s / 2,
         )
-
-
-def _ask(record: WatchRecord) -> asyncio.Future[bool | None]:
-    """Ask in a thread of its own whether a daemon holds a record's spool; the thread keeps no process from its end."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[bool | None] = loop.create_future()
-
-    def work() -> None:
-        held = is_held(Path(record.spool), record.lock)
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(answer.set_result, held)
-
-    threading.Thread(target=work, name="tierd-is-held", daemon=True).start()
-    return answer
 
 
 _decoder = msgspec.json.Decoder(WatchRecord)
