@@ -25,8 +25,8 @@ MUTANTS = (
     Mutant(
         "a prune reports a checkpoint that another process deleted",
         "tierd/daemon/tiers/prune.py",
-        "            return\n        except (CorruptChunk,",
-        "            pass\n        except (CorruptChunk,",
+        "            own.setdefault(part.checkpoint, []).append(part.manifest_key)\n",
+        "        own.setdefault(part.checkpoint, []).append(part.manifest_key)\n",
         f"{_TEST_LATE_LISTINGS} -k no_listing_shows",
     ),
     Mutant(

@@ -19,7 +19,8 @@ from tierd.core.manifest_codec import decode
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.pause import Pause, at_once
 from tierd.daemon.scrub.tier_repair import TierRepairer
-from tierd.daemon.tiers.prune import manifest_bytes, quarantine
+from tierd.daemon.tiers.objects import manifest_bytes
+from tierd.daemon.tiers.prune import quarantine
 from tierd.daemon.transfer.download import Progress, Wanted
 from tierd.daemon.transfer.fetch import Fetched, Partial, fetch
 from tierd.daemon.transfer.memory_budget import Budget

@@ -22,7 +22,7 @@ from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.pause import Pause, at_once
 from tierd.daemon.tiers.intents import naming
-from tierd.daemon.tiers.objects import get_stored, put_manifest, surely
+from tierd.daemon.tiers.objects import get_stored, manifest_bytes, put_manifest, surely
 from tierd.daemon.tiers.observe import missing_chunks
 from tierd.daemon.tiers.stamps import node
 from tierd.daemon.transfer.concurrency import to_the_end
@@ -289,11 +289,9 @@ class TierRepairer:
         owners = manifest.owners | {self._part.checkpoint}
         async with naming(self._store, self._part, data, owners, node(self._spool.root)):
             try:
-                await self._store.get(self._part.manifest_key)
+                await manifest_bytes(self._store, self._part)  # also if it is damaged
             except ObjectNotFound:
                 return  # and no prune of it begins before this context ends
-            except (CorruptChunk, ManifestError):
-                pass  # the manifest exists, damaged
             missing = await missing_chunks(self._store, manifest)
             if not missing:
                 await put_manifest(self._store, self._part.manifest_key, data, reread=True)

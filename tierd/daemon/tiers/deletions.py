@@ -11,12 +11,12 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound
+from tierd.core.errors import ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.place import Place
 from tierd.daemon.tiers.intents import Marks, sweep, why_kept
 from tierd.daemon.tiers.manifests import READERS, Manifests
-from tierd.daemon.tiers.objects import read_manifest
+from tierd.daemon.tiers.objects import manifest_bytes, read_manifest
 from tierd.daemon.tiers.shared_chunks import NamedChunks, SharedChunks, named_by
 from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.daemon.transfer.concurrency import each
@@ -155,11 +155,9 @@ class Pass:
 
         async def read(part: PartId) -> None:
             try:
-                await self.store.get(part.manifest_key)
+                await manifest_bytes(self.store, part)
             except ObjectNotFound:
                 lost.append(part)
-            except (CorruptChunk, ManifestError):  # too large, or encrypted with another key, and there
-                pass
 
         await each(READERS, read, unseen if self.to_delete else ())
         return min(lost, default=None)

@@ -64,6 +64,19 @@ async def read_manifest(store: Store, part: PartId | None, key: str = "", size: 
     return await surely(read)
 
 
+async def manifest_bytes(store: Store, part: PartId) -> bytes:
+    """Return a part's manifest as it lies on a tier; empty if it is too large, or encrypted with another key.
+
+    Raises:
+        ObjectNotFound: it is absent.
+        StoreUnavailable, StoreRefused: the tier could not be asked.
+    """
+    try:
+        return bytes(octets(await store.get(part.manifest_key)))
+    except (CorruptChunk, ManifestError):
+        return b""
+
+
 async def put_manifest(store: Store, key: str, data: Buffer, *, reread: bool = False) -> None:
     """Put a manifest, or the rest of one, and confirm it.
 

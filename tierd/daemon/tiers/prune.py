@@ -13,20 +13,20 @@ import itertools
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import NamedTuple
 
-from tierd.core.errors import CorruptChunk, DeleteRefused, FormatTooNew, ManifestError, ObjectNotFound, StoreUnavailable
+from tierd.core.errors import DeleteRefused, FormatTooNew, ManifestError, ObjectNotFound, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, chunks_prefix, quarantine_prefix
 from tierd.core.planning.place import Place
 from tierd.daemon.tiers.deletions import Confirm, Deletions, Pass
 from tierd.daemon.tiers.intents import deleting
 from tierd.daemon.tiers.manifests import READERS, Manifests
-from tierd.daemon.tiers.objects import put_manifest, read_manifest
+from tierd.daemon.tiers.objects import manifest_bytes, put_manifest, read_manifest
 from tierd.daemon.tiers.shared_chunks import mark_of
 from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.daemon.transfer.concurrency import each
-from tierd.stores.base import Store, octets
+from tierd.stores.base import Store
 
 _FEW = 16  # manifests that may be read while the marks block flushes
 _QUARANTINE_S = 60.0  # seconds
@@ -122,13 +122,9 @@ async def _add_unlisted(store: Store, own: dict[CheckpointId, list[str]], parts:
     """
 
     async def add(part: PartId) -> None:
-        try:
-            await store.get(part.manifest_key)
-        except ObjectNotFound:
-            return
-        except (CorruptChunk, ManifestError):  # too large, or encrypted with another key; it is deleted all the same
-            pass
-        own.setdefault(part.checkpoint, []).append(part.manifest_key)
+        with suppress(ObjectNotFound):
+            await manifest_bytes(store, part)
+            own.setdefault(part.checkpoint, []).append(part.manifest_key)
 
     await each(READERS, add, [part for part in parts if part.checkpoint not in own])
 
@@ -161,14 +157,6 @@ async def _lying(store: Store, run: str, going: Deletions) -> AsyncGenerator[str
 def _of(run: str, key: str) -> CheckpointId | None:
     """The checkpoint under whose name an object is stored: ``<run>/<sort>/<checkpoint>/…``."""
     return CheckpointId.parse(run, key.split("/")[2])
-
-
-async def manifest_bytes(store: Store, part: PartId) -> bytes:
-    """Return a part's manifest as it lies on a tier; empty if it is too large, or encrypted with another key."""
-    try:
-        return bytes(octets(await store.get(part.manifest_key)))
-    except (CorruptChunk, ManifestError):
-        return b""
 
 
 async def quarantine(
