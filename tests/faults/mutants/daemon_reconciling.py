@@ -97,7 +97,7 @@ MUTANTS = (
     Mutant(
         "an incomplete copy goes although it became wanted while the tiers were read",
         _PRUNER,
-        "else checkpoint in inventory.pins | inventory.needed\n",
+        "else checkpoint in wanted\n",
         "else False\n",
         "pytest tests/daemon/tiers/test_prune_confirmed.py -k incomplete_copy",
     ),
@@ -111,7 +111,7 @@ MUTANTS = (
     Mutant(
         "a copy that a tier lets nobody quarantine holds up all of the spool",
         _PRUNER,
-        "            worker.put_off(checkpoint, _REFUSED_S)\n            return\n",
+        "            worker.put_off(checkpoint, REFUSED_S)\n            return\n",
         "            raise\n",
         "pytest tests/daemon/tiers/test_append_only.py -k holds_up_no_other",
     ),

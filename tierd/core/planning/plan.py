@@ -91,6 +91,11 @@ class Planner:
         self._known = found
         return {run: plan for run, (_, _, plan) in found.items()}
 
+    def demand(self, inventory: Inventory, config: Config, run: str) -> Demand:
+        """A run's demand, from its cached plan."""
+        plan = self.runs(inventory, config).get(run)
+        return plan.demand if plan else Demand(inventory, config, run)
+
     def plan(
         self, inventory: Inventory, config: Config, backoff: Backoff, now: float, only: str | None = None
     ) -> tuple[Action, ...]:

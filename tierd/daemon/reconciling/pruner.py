@@ -22,13 +22,13 @@ from tierd.core.planning.eviction import complete_here, superseded
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL
 from tierd.core.planning.pruning import lost_to, relied_on, together
+from tierd.daemon.reconciling.repairs import REFUSED_S
 from tierd.daemon.reconciling.setup import Setup
 from tierd.daemon.tiers.prune import quarantine
 
 log = logging.getLogger("tierd.daemon")
 
 _ASKING_S = 60.0  # after which no other tier is asked for a further checkpoint of a batch
-_REFUSED_S = 3600.0  # until a quarantine is tried again on a tier that refuses deletions, or is full
 
 
 class Pruner:
@@ -54,7 +54,7 @@ class Pruner:
             if await self.release(checkpoint, action.reasons, reuse=not self._setup.live.is_low):
                 return
         except (DeleteRefused, StoreFull):  # a tier's copy is corrupt, and cannot be quarantined
-            worker.put_off(checkpoint, _REFUSED_S)
+            worker.put_off(checkpoint, REFUSED_S)
             return
         except (TierdError, OSError):  # other copies go first
             worker.put_off_stuck(checkpoint)
@@ -71,10 +71,10 @@ class Pruner:
         """Delete a checkpoint from a tier in one pass with others of its run that retention gives up there."""
         setup, live = self._setup, self._setup.live
         worker, place = setup.workers[first.tier], setup.tiers.observed.places[first.tier]
-        planned = setup.planner.plan(live.inventory(), setup.config, {}, 0.0, first.tier)
-        others = [one for one in planned if isinstance(one, Prune) and not worker.is_off(one.checkpoint)]
         before, run = live.inventory(), first.checkpoint.run
-        prunes = await self._held_elsewhere(together(first, others, place), Demand(before, setup.config, run))
+        planned = setup.planner.plan(before, setup.config, {}, 0.0, first.tier)
+        others = [one for one in planned if isinstance(one, Prune) and not worker.is_off(one.checkpoint)]
+        prunes = await self._held_elsewhere(together(first, others, place), self._demand(run))
 
         async def confirm(shown: Collection[CheckpointId]) -> frozenset[CheckpointId]:
             await live.observe()
@@ -116,7 +116,7 @@ class Pruner:
                 lacking = {name for name, seen in relied if not await self._holds(name, seen)}
             except (DeleteRefused, StoreFull) as error:  # the copy there is corrupt, and cannot be quarantined
                 log.warning("%s: %s is kept, because another copy is corrupt: %s", one.tier, one.checkpoint, error)
-                worker.put_off(one.checkpoint, _REFUSED_S)
+                worker.put_off(one.checkpoint, REFUSED_S)
             except (TierdError, OSError) as error:
                 log.info("%s: %s is kept, because another tier cannot be asked: %s", one.tier, one.checkpoint, error)
                 worker.put_off(one.checkpoint)
@@ -138,9 +138,12 @@ class Pruner:
         again."""
         corrupt = await self._setup.tiers.holds(tier, list(seen.parts()))
         for part in corrupt or ():
-            self._setup.journal.record("corrupt", tier, part, "it cannot be read; it will be flushed again")
-            await quarantine(self._setup.stores[tier], part)
+            await self._quarantine(tier, part, "it cannot be read")
         return corrupt == []
+
+    async def _quarantine(self, tier: str, part: PartId, why: str) -> None:
+        self._setup.journal.record("corrupt", tier, part, f"{why}; it will be flushed again")
+        await quarantine(self._setup.stores[tier], part)
 
     async def release(self, checkpoint: CheckpointId, reasons: tuple[str, ...], *, reuse: bool = False) -> bool:
         """Delete the spool's copy of a checkpoint if the tiers, asked once more, allow it.
@@ -197,8 +200,7 @@ class Pruner:
         parts = tuple(seen.parts()) if seen else ()
         lacking = await tiers.lacking({part: await asyncio.to_thread(self._readable, part) for part in parts})
         for name, part in lacking or ():
-            setup.journal.record("corrupt", name, part, "chunks are missing; it will be flushed again")
-            await quarantine(setup.stores[name], part)
+            await self._quarantine(name, part, "chunks are missing")
             tiers.observed.doubt(name)
         if lacking is not None:
             return None
@@ -211,7 +213,7 @@ class Pruner:
         live, tiers = self._setup.live, self._setup.tiers
         if self._are_aged():
             return False
-        demand = Demand(live.inventory(), self._setup.config, checkpoint.run)
+        demand = self._demand(checkpoint.run)
         is_late = checkpoint in superseded(demand)
         if is_late:
             others = [seen for seen in complete_here(demand.inventory, checkpoint.run) if seen.id != checkpoint]
@@ -222,10 +224,13 @@ class Pruner:
             return False
         # Reading those may have taken minutes. A pin, or another node's restore, that began meanwhile counts.
         await live.observe()
-        inventory = live.inventory()
-        demand = Demand(inventory, self._setup.config, checkpoint.run)
-        is_wanted = checkpoint not in superseded(demand) if is_late else checkpoint in inventory.pins | inventory.needed
+        demand = self._demand(checkpoint.run)
+        wanted = demand.inventory.pins | demand.inventory.needed
+        is_wanted = checkpoint not in superseded(demand) if is_late else checkpoint in wanted
         return not (is_wanted or self._are_aged())
+
+    def _demand(self, run: str) -> Demand:
+        return self._setup.planner.demand(self._setup.live.inventory(), self._setup.config, run)
 
     def _are_aged(self) -> bool:
         """Whether a tier's observation is too old to delete an only copy by it. If so, it is made anew."""

@@ -15,7 +15,7 @@ from tierd.daemon.transfer.download import Progress, Wanted
 
 log = logging.getLogger("tierd.daemon")
 
-_REFUSED = 3600.0  # seconds until a quarantine is tried again on a tier that refuses deletions
+REFUSED_S = 3600.0  # until a quarantine is tried again on a tier that refuses deletions, or is full
 
 
 class Repairs:
@@ -50,7 +50,7 @@ class Repairs:
         except TierdError as error:
             # Put the part off so that the worker acts on others first.
             if isinstance(error, DeleteRefused):
-                self._setup.workers[tier].put_off(part, _REFUSED)
+                self._setup.workers[tier].put_off(part, REFUSED_S)
             else:
                 self._setup.workers[tier].put_off_stuck(part)
             if tier == SPOOL:
