@@ -55,6 +55,14 @@ class Board:
         return {key: value for key, (seen, value) in found.items() if seen <= self._clock.now}
 
 
+def settle(ranks: Collection[Agreement], board: Board, clock: Clock) -> None:
+    """Let all ranks read and write notes until there is no more to say."""
+    for _ in range(20):
+        clock.now += 1.0
+        for one in ranks:
+            one.advance(board, clock.now)
+
+
 class Rank:
     """A rank that trains in steps with one collective each, and whose other thread reads and writes notes."""
 
@@ -183,10 +191,7 @@ def test_a_rank_that_asked_further_than_the_one_with_the_notice_decides_the_step
     first, second = Agreement(0, 2, "m/"), Agreement(1, 2, "m/")
     assert not first.due(4) and not second.due(4) and not second.due(5)
     first.offer(Notice("SIGTERM", "SIGTERM", 0.0))
-    for _ in range(20):
-        clock.now += 1.0
-        first.advance(board, clock.now)
-        second.advance(board, clock.now)
+    settle([first, second], board, clock)
     assert [first.due(5), second.due(6), first.due(6)] == [False, True, True]
     assert first.due(6) and not first.due(7) and not second.due(7), "once, and still at the same step"
 
@@ -198,10 +203,7 @@ def test_a_notice_before_a_restore_is_due_at_the_first_step_after_it() -> None:
     for one in ranks:
         assert not one.due(500)
     ranks[1].offer(Notice("SIGTERM", "SIGTERM", 0.0))
-    for _ in range(20):
-        clock.now += 1.0
-        for one in ranks:
-            one.advance(board, clock.now)
+    settle(ranks, board, clock)
     for one in ranks:
         one.restored()  # all ranks go back to step 100 instead of asking again
     assert [one.due(101) for one in ranks] == [True, True]
@@ -212,20 +214,14 @@ def test_the_same_notice_counts_once_and_another_one_again() -> None:
     board = Board(clock, random.Random(1))
     ranks = [Agreement(number, 2, "m/") for number in range(2)]
 
-    def settle() -> None:
-        for _ in range(20):
-            clock.now += 1.0
-            for one in ranks:
-                one.advance(board, clock.now)
-
     ranks[0].offer(Notice("SIGUSR1", "SIGUSR1", 0.0))
-    settle()
+    settle(ranks, board, clock)
     assert [one.due(1) for one in ranks] == [True, True]
     ranks[1].offer(Notice("SIGUSR1", "SIGUSR1", 5.0))  # the other rank's arrives late
-    settle()
+    settle(ranks, board, clock)
     assert [one.due(2) for one in ranks] == [False, False]
     ranks[1].offer(Notice("SIGTERM", "SIGTERM", 6.0))
-    settle()
+    settle(ranks, board, clock)
     assert [one.due(3) for one in ranks] == [True, True] and ranks[0].why == "SIGTERM"
 
 
@@ -235,18 +231,12 @@ def test_a_second_notice_does_not_replace_one_that_another_rank_has_met() -> Non
     board = Board(clock, random.Random(1))
     ranks = [Agreement(number, 2, "m/") for number in range(2)]
 
-    def settle() -> None:
-        for _ in range(20):
-            clock.now += 1.0
-            for one in ranks:
-                one.advance(board, clock.now)
-
     assert [one.due(10) for one in ranks] == [False, False]
     ranks[0].offer(Notice("ec2 terminate", "ec2 terminate", 100.0))
-    settle()
+    settle(ranks, board, clock)
     assert ranks[0].due(11)
     ranks[1].offer(Notice("SIGTERM", "SIGTERM", 120.0))
-    settle()
+    settle(ranks, board, clock)
     assert ranks[1].due(11), "as on rank 0"
     assert ranks[1].why == "ec2 terminate" and ranks[1].since_s <= 101.0, "a deadline counts from the first"
     assert [one.due(12) for one in ranks] == [True, True] and ranks[1].why == "SIGTERM"
@@ -258,10 +248,7 @@ def test_of_two_notices_that_are_due_at_one_step_the_earlier_counts() -> None:
     ranks = [Agreement(number, 2, "m/") for number in range(2)]
     for key in ("ec2 terminate", "SIGTERM"):
         ranks[0].offer(Notice(key, key, clock.now))
-        for _ in range(20):
-            clock.now += 1.0
-            for one in ranks:
-                one.advance(board, clock.now)
+        settle(ranks, board, clock)
     assert [one.due(1) for one in ranks] == [True, True] and [one.due(2) for one in ranks] == [False, False]
     assert (ranks[0].why, ranks[0].since_s) == ("ec2 terminate", 0.0)
 

@@ -108,10 +108,10 @@ class NoteExchange:
             said: this rank's message.
             why: what this rank does, for the others if this is rank 0, without which no exchange succeeds.
         """
-        told = threading.Event()
+        done = threading.Event()
         self._submit(lambda: self._tell(said, why))
-        self._submit(told.set)
-        told.wait(_LAST_S)
+        self._submit(done.set)
+        done.wait(_LAST_S)
 
     @contextmanager
     def attending(self) -> Iterator[None]:

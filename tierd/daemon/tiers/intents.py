@@ -29,14 +29,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from tierd.core.errors import StoreUnavailable, TierdError
-from tierd.core.ids import (
-    CheckpointId,
-    PartId,
-    flushing_prefix,
-    parse_pin,
-    pins_prefix,
-    pruning_prefix,
-)
+from tierd.core.ids import CheckpointId, PartId, flushing_prefix, parse_pin, pins_prefix, pruning_prefix
 from tierd.daemon.tiers.announcements import is_standing
 from tierd.daemon.tiers.stamps import STALE_MS, STAMP, age_ms, forget, is_over, stamp_now
 from tierd.daemon.timings import USUAL, DaemonTimings
