@@ -59,7 +59,7 @@ bench: $(READY)
 gpu: $(READY)
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no CUDA device: nothing was tested")'
 	$(BIN)/python -m pytest -q tests/client/saving/test_cuda.py tests/client/saving/test_device_copies.py tests/state/test_load.py \
-	  tests/client/restoring/test_device_uploads.py tests/client/saving/test_numa.py
+	  tests/client/restoring/test_device_uploads.py tests/client/saving/test_numa.py tests/end_to_end/test_resume_on_device.py
 	$(BIN)/tierd bench overhead --device cuda --sizes 1,4 --rounds 5 --dir . --out benchmarks/gpu
 
 $(VENV)/apart/.ready: constraints-deepspeed.txt $(READY)
