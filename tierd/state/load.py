@@ -95,7 +95,7 @@ def _load(
                     put_beside(target, given, meshes)
                 target.load_state_dict(meshes.put(given))
         except Exception as error:
-            before = f"; already loaded: {few(done)}" if done else "; nothing was loaded before it"
+            before = f"; already loaded: {few(done)}" if done else "; nothing was loaded before it, but it may have changed"
             raise as_both(type(error))(
                 f"{show(path)}: load_state_dict() raised {type(error).__name__}: {error}{before}"
             ) from error
