@@ -93,6 +93,13 @@ MUTANTS = (
         "pytest tests/daemon/tiers/test_pins.py -k may_not_see",
     ),
     Mutant(
+        "a pin does not wait for a prune by a node whose clock is behind",
+        _INTENTS,
+        "age_ms(mark[2], timings) > older and",
+        "600_000 > age_ms(mark[2], timings) > older and",
+        "pytest tests/daemon/tiers/test_pins.py -k clock_is_behind",
+    ),
+    Mutant(
         "a pass of prunes looks before it marks",
         _DELETIONS,
         "        await self.marks.put(self.to_delete | remembered)\n",
