@@ -110,6 +110,26 @@ def test_a_pin_does_not_report_success_while_a_node_whose_clock_is_behind_delete
     asyncio.run(work())
 
 
+@pytest.mark.parametrize("what", ["fails", "is_awaited"])
+def test_a_tier_gets_its_pin_whatever_happens_on_another(spool, what):
+    one = part(1).checkpoint
+
+    async def work():
+        first, second = Double(), Double()
+        async with deleting(first, "run", timings=QUICK) as marks:
+            await marks.put([one])
+            if what == "fails":
+                first.before = lambda operation, key: fail() if key == pin_key(one) else None
+            with pytest.raises(StoreUnavailable):
+                await pin(spool, [first, second], one, QUICK)
+        assert pin_key(one) in second.inner.objects
+
+    def fail() -> None:
+        raise StoreUnavailable("not now")
+
+    asyncio.run(work())
+
+
 def test_a_prune_that_is_cancelled_before_it_deletes_takes_its_marks_back():
     async def work():
         store = Double()

@@ -100,6 +100,13 @@ MUTANTS = (
         "pytest tests/daemon/tiers/test_pins.py -k clock_is_behind",
     ),
     Mutant(
+        "a tier that fails keeps the others from getting a pin",
+        "tierd/daemon/tiers/pins.py",
+        "    for answer in await asyncio.gather(*puts, return_exceptions=True):\n",
+        "    for answer in [await put for put in puts]:\n",
+        "pytest tests/daemon/tiers/test_pins.py -k gets_its_pin",
+    ),
+    Mutant(
         "a pass of prunes looks before it marks",
         _DELETIONS,
         "        await self.marks.put(self.to_delete | remembered)\n",

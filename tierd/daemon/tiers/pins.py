@@ -28,9 +28,13 @@ async def pin(
     """
     if spool:
         await asyncio.to_thread(spool.pin, checkpoint, pinned=True)
+    # First on every tier: one that fails, or whose prune is awaited, keeps no other tier from getting the pin.
+    puts = [store.put(pin_key(checkpoint), b"") for store in stores]
+    for answer in await asyncio.gather(*puts, return_exceptions=True):
+        if isinstance(answer, BaseException):
+            raise answer
     outlasts = False
     for store in stores:
-        await store.put(pin_key(checkpoint), b"")
         for _ in range(timings.mark_reads):
             # A mark that looks old counts too, because the pruning node's clock may be behind.
             if checkpoint not in await being_deleted(store, checkpoint.run, timings):
