@@ -72,6 +72,13 @@ MUTANTS = (
         "pytest tests/daemon/tiers/test_prune_confirmed.py -k 'went_meanwhile and one_rank'",
     ),
     Mutant(
+        "a pass reads each lost part under its marks",
+        _DELETIONS,
+        "            if lost:\n                return\n",
+        "",
+        "pytest tests/daemon/tiers/test_prune_confirmed.py -k one_loss",
+    ),
+    Mutant(
         "a pin reports success while the prune goes on",
         "tierd/daemon/tiers/pins.py",
         "        else:\n            raise StoreUnavailable(",
