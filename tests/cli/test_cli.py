@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 import time
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,15 +19,17 @@ import torch
 import tierd
 from tierd.cli import run
 from tierd.core.config import from_urls
-from tierd.core.ids import PartId
+from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import PATCHED
 from tierd.core.manifest_codec import decode
 from tierd.core.planning.inventory import Inventory
 from tierd.core.seal import seal
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.service import open_tiers
+from tierd.daemon.tiers.prune import Pruned, prune
 from tierd.ipc.protocol import PROTOCOL
 from tierd.spool.spool import Spool
+from tierd.stores.base import Store
 
 
 @pytest.fixture
@@ -232,6 +236,29 @@ def test_a_prune_of_more_than_a_batch(places: tuple[Path, Path], monkeypatch: py
     _, tier = places
     monkeypatch.setattr("tierd.cli.acting.prune.MOST_CHECKPOINTS", 1)
     assert run(["prune", str(tier), "--keep-last", "1"]) == 0
+    assert [path.name[:12] for path in tier.glob("r/manifests/*")] == ["000000000030"]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["this_batch", "next_batch"])
+def test_a_prune_goes_on_past_what_the_daemon_deleted_first(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], which: int
+) -> None:
+    _, tier = places
+    batches = []
+
+    async def meanwhile(store: Store, some: list[CheckpointId], **given: Any) -> Pruned:
+        if not batches:
+            step = (20, 10)[which]
+            for path in tier.glob(f"r/*/{step:012}.*"):
+                shutil.rmtree(path)
+        batches.append([one.step for one in some])
+        return await prune(store, some, **given)
+
+    monkeypatch.setattr("tierd.cli.acting.prune.MOST_CHECKPOINTS", 1)
+    monkeypatch.setattr("tierd.cli.acting.prune.prune_tier", meanwhile)
+    assert run(["prune", str(tier), "--keep-last", "1", "--json"]) == 0
+    assert batches == [[20], [10]]
+    assert not any("not there any more" in one["held"] for one in json.loads(capsys.readouterr().out)["verdicts"])
     assert [path.name[:12] for path in tier.glob("r/manifests/*")] == ["000000000030"]
 
 

@@ -15,6 +15,7 @@ from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.core.ids import pin_key
 from tierd.daemon.tiers.intents import deleting
 from tierd.daemon.tiers.pins import pin
+from tierd.daemon.tiers.prune import prune
 
 
 @pytest.mark.parametrize("deletes", [True, False])
@@ -60,7 +61,8 @@ def test_a_copy_in_the_spool_is_enough(spool):
     asyncio.run(work())
 
 
-def test_a_prune_that_does_not_end_is_told_and_one_that_was_cut_off_long_ago_is_not_awaited(spool):
+@pytest.mark.parametrize("age_s", [0, 86_000])
+def test_a_prune_that_does_not_end_is_told_also_if_it_may_have_been_cut_off(spool, age_s):
     one = part(1).checkpoint
 
     async def work():
@@ -68,11 +70,62 @@ def test_a_prune_that_does_not_end_is_told_and_one_that_was_cut_off_long_ago_is_
         commit(spool, part(1))
         async with deleting(store, "run", timings=QUICK) as marks:
             await marks.put([one])
-            with pytest.raises(StoreUnavailable, match="under way"):
-                await pin(spool, [store], one, QUICK)
-            assert one in spool.pins(), "it may be in time"
-            later = replace(QUICK, wall_ns=lambda: time.time_ns() + 601 * 10**9)
-            await pin(spool, [store], one, later)
+            later = replace(QUICK, wall_ns=lambda: time.time_ns() + age_s * 10**9)
+            with pytest.raises(StoreUnavailable, match=r"is pinned, but .* still there in 10 minutes"):
+                await pin(spool, [store], one, later)
+            assert one in spool.pins() and pin_key(one) in store.inner.objects, "it may be in time"
+            await pin(spool, [store], one, replace(QUICK, wall_ns=lambda: time.time_ns() + 86_401 * 10**9))
+
+    asyncio.run(work())
+
+
+def test_a_pin_does_not_report_success_while_a_node_whose_clock_is_behind_deletes(spool):
+    """The prune has listed the pins, and its mark looks 11 minutes old to the node that pins."""
+    one = part(1)
+
+    async def work():
+        store, asked, go = Double(), asyncio.Event(), asyncio.Event()
+        for step in (1, 2):
+            commit(spool, part(step))
+        await converge(spool, {"tier": store}, keep=100)
+        spool.remove([part(1), part(2)])
+
+        async def confirm(shown):
+            asked.set()
+            await go.wait()
+            return frozenset({one.checkpoint})
+
+        behind = replace(QUICK, wall_ns=lambda: time.time_ns() - 660 * 10**9)
+        pruning = asyncio.ensure_future(prune(store, [one.checkpoint], confirm=confirm, timings=behind))
+        await asked.wait()
+        pinning = asyncio.ensure_future(pin(spool, [store], one.checkpoint, QUICK))
+        await until(lambda: pin_key(one.checkpoint) in store.inner.objects)
+        await asyncio.sleep(0.05)
+        assert not pinning.done()
+        go.set()
+        assert (await pruning).gone == {one.checkpoint}
+        with pytest.raises(ObjectNotFound, match="is gone"):
+            await pinning
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("what", ["fails", "is_awaited"])
+def test_a_tier_gets_its_pin_whatever_happens_on_another(spool, what):
+    one = part(1).checkpoint
+
+    async def work():
+        first, second = Double(), Double()
+        async with deleting(first, "run", timings=QUICK) as marks:
+            await marks.put([one])
+            if what == "fails":
+                first.before = lambda operation, key: fail() if key == pin_key(one) else None
+            with pytest.raises(StoreUnavailable):
+                await pin(spool, [first, second], one, QUICK)
+        assert pin_key(one) in second.inner.objects
+
+    def fail() -> None:
+        raise StoreUnavailable("not now")
 
     asyncio.run(work())
 

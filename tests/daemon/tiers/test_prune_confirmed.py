@@ -7,11 +7,13 @@ import asyncio
 import pytest
 from daemon.transfer.test_relay import daemon as of_tiers
 from support.doubles import Double, flip, is_chunk, is_manifest
-from support.world import commit, converge, part, reconciler, running, settle, steps_on, until
+from support.world import RUN, commit, converge, part, reconciler, running, settle, steps_on, until
 
 from tierd.core.errors import DeleteRefused, StoreUnavailable
 from tierd.core.ids import pin_key
 from tierd.core.retention.policy import RetentionPolicy
+from tierd.daemon.tiers.manifests import READERS
+from tierd.daemon.tiers.prune import prune
 
 
 def once_marked(store: Double, act) -> list[str]:
@@ -113,6 +115,29 @@ def test_nothing_goes_for_the_sake_of_checkpoints_that_went_meanwhile(spool, ran
             await settle(daemon)
         assert any(part(3).checkpoint.name in key for key in marks), "it was not even to be deleted"
         assert {2, 3} <= set(steps_on(store.inner.objects)) and 1 not in steps_on(store.inner.objects)
+
+    asyncio.run(work())
+
+
+def test_one_loss_is_enough_to_end_a_pass(spool):
+    """Flushes and pins wait for its marks while it reads, and somebody may have deleted a thousand parts."""
+    lost = [part(2, rank=rank, world=4 * READERS) for rank in range(4 * READERS)]
+
+    async def work():
+        store = Double()
+        for one in (part(1), *lost):
+            commit(spool, one)
+        await converge(spool, {"tier": store})
+        daemon = reconciler(spool, {"tier": store})
+        daemon.requests.interest.add(RUN)
+        await daemon.observe("tier")
+        quarantine_there(store, *lost)
+        store.calls.clear()
+        store.delay = 0.001
+        done = await prune(store, {part(1).checkpoint}, seen=daemon.inventory().tiers["tier"])
+        assert done.is_stale and not done.gone
+        keys = {one.manifest_key for one in lost}
+        assert 0 < sum(operation == "get" and key in keys for operation, key in store.calls) <= READERS
 
     asyncio.run(work())
 

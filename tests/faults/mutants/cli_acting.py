@@ -12,9 +12,16 @@ MUTANTS = (
     Mutant(
         "a prune takes what its first batch deleted for a loss",
         "tierd/cli/acting/prune.py",
-        "                        left = left.without(deleted)\n",
-        "                        pass\n",
+        "others = all_going.difference(some)\n",
+        "others = frozenset(going)\n",
         "pytest tests/cli/test_cli.py -k more_than_a_batch",
+    ),
+    Mutant(
+        "a prune takes for a loss what the daemon deleted of a later batch",
+        "tierd/cli/acting/prune.py",
+        "others = all_going.difference(some)\n",
+        "others = gone\n",
+        "pytest tests/cli/test_cli.py -k deleted_first",
     ),
     Mutant(
         "a dry run says that what a flush protects would go",

@@ -72,6 +72,13 @@ MUTANTS = (
         "pytest tests/daemon/tiers/test_prune_confirmed.py -k 'went_meanwhile and one_rank'",
     ),
     Mutant(
+        "a pass reads each lost part under its marks",
+        _DELETIONS,
+        "            if lost:\n                return\n",
+        "",
+        "pytest tests/daemon/tiers/test_prune_confirmed.py -k one_loss",
+    ),
+    Mutant(
         "a pin reports success while the prune goes on",
         "tierd/daemon/tiers/pins.py",
         "        else:\n            raise StoreUnavailable(",
@@ -91,6 +98,20 @@ MUTANTS = (
         "            if checkpoint not in await being_deleted(",
         "            if True or checkpoint not in await being_deleted(",
         "pytest tests/daemon/tiers/test_pins.py -k may_not_see",
+    ),
+    Mutant(
+        "a pin does not wait for a prune by a node whose clock is behind",
+        _INTENTS,
+        "age_ms(mark[2], timings) > older and",
+        "600_000 > age_ms(mark[2], timings) > older and",
+        "pytest tests/daemon/tiers/test_pins.py -k clock_is_behind",
+    ),
+    Mutant(
+        "a tier that fails keeps the others from getting a pin",
+        "tierd/daemon/tiers/pins.py",
+        "    for answer in await asyncio.gather(*puts, return_exceptions=True):\n",
+        "    for answer in [await put for put in puts]:\n",
+        "pytest tests/daemon/tiers/test_pins.py -k gets_its_pin",
     ),
     Mutant(
         "a pass of prunes looks before it marks",

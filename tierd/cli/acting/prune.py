@@ -122,15 +122,16 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
             for one in asked:
                 verdicts = judge(Demand(inventory, where.config, one), name)
                 going = [verdict.id for verdict in verdicts if not verdict.keep and not dry_run]
-                gone, left = set[CheckpointId](), place
+                gone, all_going = set[CheckpointId](), frozenset(going)
                 held = await being_flushed(stores[name], one) if dry_run else {}
                 if going:  # a mark that cannot be deleted would delay flushes
                     await guard.check(f"{pruning_prefix(one)}none")
                 while going:
                     some, going = going[:MOST_CHECKPOINTS], going[MOST_CHECKPOINTS:]
-                    done = await prune_tier(stores[name], some, known=known, seen=left)
-                    for deleted in done.gone:
-                        left = left.without(deleted)
+                    # Without the other batches: a prune counts on the rest, and a daemon may have deleted them first.
+                    others = all_going.difference(some)
+                    counted = {one: seen for one, seen in place.checkpoints.items() if one not in others}
+                    done = await prune_tier(stores[name], some, known=known, seen=replace(place, checkpoints=counted))
                     gone |= done.gone
                     held |= dict.fromkeys(set(some) - done.gone, "nothing of it is left but what others name")
                     held |= done.held

@@ -142,7 +142,8 @@ class Pass:
     async def _lost(self, shown: Mapping[CheckpointId, Mapping[int, Collection[int]]]) -> PartId | None:
         """Return a part that the decision counted on and the tier has no more: another node may have quarantined it.
 
-        A part that the listing does not show is read, because some stores list what is there only after a while.
+        A part that the listing does not show is read, because some stores list what is there only after a while. The
+        first lost part ends the reads, because the marks hold up flushes and pins meanwhile.
         """
         counted = [seen for seen in self.seen.copies(self.marks.run) if seen.usable and seen.id not in self.to_delete]
         unseen = [
@@ -154,6 +155,8 @@ class Pass:
         lost: list[PartId] = []
 
         async def read(part: PartId) -> None:
+            if lost:
+                return
             try:
                 await manifest_bytes(self.store, part)
             except ObjectNotFound:

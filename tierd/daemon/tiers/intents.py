@@ -103,9 +103,9 @@ async def left_over(store: Store, run: str, timings: DaemonTimings = USUAL) -> s
 
 
 async def being_deleted(
-    store: Store, run: str, timings: DaemonTimings, who: str = "", older: float = -math.inf, younger: float = math.inf
+    store: Store, run: str, timings: DaemonTimings, who: str = "", older: float = -math.inf
 ) -> set[CheckpointId]:
-    """Return the checkpoints whose chunks are being deleted, by marks of an age between `older` and `younger`, in ms.
+    """Return the checkpoints whose chunks are being deleted, by marks that are older than `older` ms.
 
     Marks that have expired for `who`, as in `sweep`, do not count.
     """
@@ -113,7 +113,7 @@ async def being_deleted(
     found = {
         CheckpointId.parse(run, mark[1])
         for mark in marks
-        if mark and older < age_ms(mark[2], timings) < younger and not is_over(mark[2], mark[3], who, timings)
+        if mark and age_ms(mark[2], timings) > older and not is_over(mark[2], mark[3], who, timings)
     }
     return {checkpoint for checkpoint in found if checkpoint}
 

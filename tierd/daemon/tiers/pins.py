@@ -23,20 +23,28 @@ async def pin(
 
     Raises:
         ObjectNotFound: a prune that had begun before deleted the last copy. The pins are removed.
-        StoreUnavailable: such a prune does not end, or a tier does not answer.
+        StoreUnavailable: the mark of such a prune stays: the prune is slow, or was cut off. Or a tier does not answer.
+            The pin is kept.
     """
     if spool:
         await asyncio.to_thread(spool.pin, checkpoint, pinned=True)
+    # First on every tier: one that fails, or whose prune is awaited, keeps no other tier from getting the pin.
+    puts = [store.put(pin_key(checkpoint), b"") for store in stores]
+    for answer in await asyncio.gather(*puts, return_exceptions=True):
+        if isinstance(answer, BaseException):
+            raise answer
     outlasts = False
     for store in stores:
-        await store.put(pin_key(checkpoint), b"")
         for _ in range(timings.mark_reads):
-            # An older mark is of a prune that was cut off.
-            if checkpoint not in await being_deleted(store, checkpoint.run, timings, younger=1000 * DEADLINE_S):
+            # A mark that looks old counts too, because the pruning node's clock may be behind.
+            if checkpoint not in await being_deleted(store, checkpoint.run, timings):
                 break
             await asyncio.sleep(timings.mark_pause_s)
         else:
-            raise StoreUnavailable(f"{checkpoint} may be in the prune that is under way; pin it again to see")
+            raise StoreUnavailable(
+                f"{checkpoint} is pinned, but a prune that began before may be under way and delete it; "
+                f"if it is still there in {DEADLINE_S / 60:.0f} minutes, it is kept"
+            )
         outlasts |= bool([info async for info in store.scan(f"{manifests_prefix(checkpoint.run)}{checkpoint.name}/")])
     if not outlasts and not (spool and spool.parts_of(checkpoint)):
         await unpin(spool, stores, checkpoint)
