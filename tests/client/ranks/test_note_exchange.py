@@ -62,6 +62,7 @@ def test_every_rank_hears_what_every_rank_says(boards):
         said = [f"{turn} {rank}".encode() * 1000 for rank in range(3)]
         heard = together(*(lambda rank=rank, said=said: made[rank].exchange(said[rank], 20) for rank in range(3)))
         assert heard == [said] * 3
+        assert [one.turn for one in made] == [turn + 1] * 3
 
 
 def test_another_thread_leaves_notes_in_a_meeting_and_they_end_with_it(boards):

@@ -51,9 +51,16 @@ MUTANTS = (
     Mutant(
         "preemption: a notice before a restore is due at its old step",
         _AGREEMENT,
-        "Moment(self._asked.restores + 1, -1)",
+        "Moment(turn, -1)",
         "Moment(self._asked.restores, -1)",
         f"{_TEST_AGREEMENT} -k before_a_restore",
+    ),
+    Mutant(
+        "preemption: each rank counts the restores that succeeded there",
+        _AGREEMENT,
+        "Moment(turn, -1)",
+        "Moment(self._asked.restores + 1, -1)",
+        f"{_TEST_AGREEMENT} -k failed_on_one_rank",
     ),
     Mutant(
         "preemption: a rank that is gone is waited for without end",

@@ -58,7 +58,7 @@ class Notice(msgspec.Struct, frozen=True):
 
 
 class Moment(NamedTuple):
-    """When a rank asked: the number of restores before, which are made by all ranks together, and the step."""
+    """When a rank asked: after which restore (see `Agreement.restored`), and the step."""
 
     restores: int = 0
     step: int = -1
@@ -162,11 +162,16 @@ class Agreement:
         """Record a save that counts."""
         self._unsaved = False
 
-    def restored(self) -> None:
-        """Record that all ranks restored, and ask at earlier steps again."""
+    def restored(self, turn: int) -> None:
+        """Record that all ranks restored, and ask at earlier steps again.
+
+        Args:
+            turn: the same on every rank, and greater than at any earlier restore. It is no count of this rank's
+                restores, because one may succeed on other ranks only.
+        """
         with self._changed:
             self._answers()
-            self._asked = Moment(self._asked.restores + 1, -1)
+            self._asked = Moment(turn, -1)
 
     def _answers(self) -> bool:
         """Wait until this rank answers questions, at most `LATE_S` three times; return whether it does.

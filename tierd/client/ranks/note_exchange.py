@@ -129,6 +129,11 @@ class NoteExchange:
                 self._submit(done.set)
                 done.wait(_LAST_S)
 
+    @property
+    def turn(self) -> int:
+        """The number of exchanges in which this rank has taken part."""
+        return self._number
+
     def notes(self) -> tuple[Board, str]:
         """Return a board for another thread, and the prefix of this meeting's keys, which end with the meeting."""
         return self._board.beside(), f"{self._name}/"
