@@ -426,6 +426,32 @@ def test_the_thread_ends_with_its_meeting(boards):
     )
 
 
+def test_a_signal_handler_closes_while_the_thread_is_started(tmp_path):
+    """The handler interrupts the thread that holds the lock."""
+    made = NoteExchange(_quick(DirectoryBoard(tmp_path, "launch")), 0, 1, QUICK)
+    made.begin(20)
+    made.close()
+    handled: list[bool] = []
+
+    def work() -> None:
+        real = threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            real(thread)
+            if not handled and thread.name == "tierd-ranks":
+                handled.append(True)
+                made.close()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            made.exchange(b"", 20)
+
+    training = threading.Thread(target=work, daemon=True)
+    training.start()
+    training.join(20)
+    assert handled and not training.is_alive()
+
+
 def test_a_store_is_not_kept_alive():
     """Else a group that is made again at the same address finds the server of the one before, with its keys."""
     store = torch.distributed.HashStore()
