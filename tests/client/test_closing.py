@@ -20,6 +20,7 @@ from support.world import Daemon, commit, part, wait_until
 import tierd
 from tierd.client import acceptance, closing, outliving
 from tierd.client.acceptance import Acceptance
+from tierd.client.attachment import Attachment
 from tierd.client.outliving import namespace_ends_with_us, would_end
 from tierd.core.errors import ConfigError, DaemonUnavailable, SaveFailed, StoreRefused, StoreUnavailable
 from tierd.core.planning.unflushed import Remaining, TierTrouble, Unflushed
@@ -217,6 +218,25 @@ def test_close_says_so_where_no_daemon_answers(spool, caplog):
     saved(spool, 1, 2).close()
     [said] = warnings(caplog)
     assert said.startswith("closed: 2 saves (steps 1, 2) are in the spool, and on no tier that is known of: spool ")
+
+
+def test_a_signal_handler_renews_while_the_thread_that_it_interrupts_does(spool, monkeypatch):
+    """As `close` in a handler does while a restore registers with a daemon that answers slowly."""
+    attachment = Attachment(spool, None, "run")
+    attached: list[int] = []
+
+    def attach(to: object) -> None:
+        attached.append(1)
+        attachment.renew()
+        raise DaemonUnavailable("none")
+
+    monkeypatch.setattr(attachment, "_attach", attach)
+    for times in (1, 2):
+        training = threading.Thread(target=attachment.renew, daemon=True)
+        training.start()
+        training.join(20)
+        assert not training.is_alive()
+        assert len(attached) == times, "the handler leaves it to the call that it interrupted"
 
 
 def test_without_tiers_close_says_nothing(spool, caplog):

@@ -63,7 +63,8 @@ class Attachment:
         self._to = tuple(to) if to is not None else None
         self._link: Link | None = None
         self._silence = ""  # why the daemon cannot be asked, since it fell silent
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant, because a signal handler that closes may interrupt its holder
+        self._renewing = False  # whether the holder of the lock registers
         self._keeping: threading.Thread | None = None
         self._warned = ""  # the silence or version mismatch that was last logged
         self._reporting: threading.Thread | None = None  # the last thread that delivers an event
@@ -136,8 +137,14 @@ class Attachment:
             return
         try:
             with self._lock:
-                if not self._is_silent() and (self._silence or self._link is None or not self._link.alive()):
-                    self._attach(self._to)
+                if self._renewing:  # by the thread that a signal handler has interrupted, so no wait would end
+                    return
+                self._renewing = True
+                try:
+                    if not self._is_silent() and (self._silence or self._link is None or not self._link.alive()):
+                        self._attach(self._to)
+                finally:
+                    self._renewing = False
         except DaemonSilent as error:
             self._warn(error)
         except (TierdError, TimeoutError, OSError) as error:
@@ -221,9 +228,9 @@ class Attachment:
         config = from_urls(str(self._spool.root), to) if to is not None else None
         self._let_go()
         try:
-            self._link = self._reach(to)
-            self._link.greet()
-            answer = self._link.ask(Attach(run=self._run), None if to is not None else self._timings.names_s)
+            link = self._link = self._reach(to)  # a signal handler may close and forget it at any line
+            link.greet()
+            answer = link.ask(Attach(run=self._run), None if to is not None else self._timings.names_s)
         except VersionMismatch as error:
             # That daemon flushes what it finds in the spool, with or without a registration.
             self._let_go()

@@ -205,8 +205,22 @@ def test_a_notice_before_a_restore_is_due_at_the_first_step_after_it() -> None:
     ranks[1].offer(Notice("SIGTERM", "SIGTERM", 0.0))
     settle(ranks, board, clock)
     for one in ranks:
-        one.restored()  # all ranks go back to step 100 instead of asking again
+        one.restored(1)  # all ranks go back to step 100 instead of asking again
     assert [one.due(101) for one in ranks] == [True, True]
+
+
+def test_after_a_restore_that_failed_on_one_rank_and_one_more_all_ranks_are_due() -> None:
+    """An interrupt ended it on rank 1 after all had loaded, then all restored again."""
+    clock = Clock()
+    board = Board(clock, random.Random(2))
+    ranks = [Agreement(number, 2, "m/") for number in range(2)]
+    ranks[0].restored(2)
+    for one in ranks:
+        one.restored(5)
+        assert not one.due(500)
+    ranks[1].offer(Notice("SIGTERM", "SIGTERM", 0.0))
+    settle(ranks, board, clock)
+    assert [one.due(501) for one in ranks] == [True, True]
 
 
 def test_the_same_notice_counts_once_and_another_one_again() -> None:

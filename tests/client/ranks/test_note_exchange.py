@@ -62,6 +62,7 @@ def test_every_rank_hears_what_every_rank_says(boards):
         said = [f"{turn} {rank}".encode() * 1000 for rank in range(3)]
         heard = together(*(lambda rank=rank, said=said: made[rank].exchange(said[rank], 20) for rank in range(3)))
         assert heard == [said] * 3
+        assert [one.turn for one in made] == [turn + 1] * 3
 
 
 def test_another_thread_leaves_notes_in_a_meeting_and_they_end_with_it(boards):
@@ -423,6 +424,32 @@ def test_the_thread_ends_with_its_meeting(boards):
     assert together(*(lambda one=one: one.exchange(b"", 20) for one in made)) == [[b"", b""]] * 2, (
         "it can be used again"
     )
+
+
+def test_a_signal_handler_closes_while_the_thread_is_started(tmp_path):
+    """The handler interrupts the thread that holds the lock."""
+    made = NoteExchange(_quick(DirectoryBoard(tmp_path, "launch")), 0, 1, QUICK)
+    made.begin(20)
+    made.close()
+    handled: list[bool] = []
+
+    def work() -> None:
+        real = threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            real(thread)
+            if not handled and thread.name == "tierd-ranks":
+                handled.append(True)
+                made.close()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            made.exchange(b"", 20)
+
+    training = threading.Thread(target=work, daemon=True)
+    training.start()
+    training.join(20)
+    assert handled and not training.is_alive()
 
 
 def test_a_store_is_not_kept_alive():

@@ -12,6 +12,13 @@ _TEST_RANKS = "pytest tests/client/ranks/test_ranks.py"
 
 MUTANTS = (
     Mutant(
+        "a signal handler that closes waits for the registration that it interrupted",
+        _ATTACHMENT,
+        "        self._lock = threading.RLock() ",
+        "        self._lock = threading.Lock() ",
+        f"{_TEST_CLOSING} -k handler_renews",
+    ),
+    Mutant(
         "nobody is told that no tier accepts checkpoints",
         "tierd/client/acceptance.py",
         "            asked = True\n",

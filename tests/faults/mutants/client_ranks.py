@@ -12,6 +12,13 @@ _TEST_RANKS_ON_NODES = "pytest tests/client/ranks/test_ranks_on_nodes.py"
 
 MUTANTS = (
     Mutant(
+        "a signal handler that closes waits for the talk that it interrupted",
+        _MEETING,
+        "        self._lock = threading.RLock() ",
+        "        self._lock = threading.Lock() ",
+        f"{_TEST_MEETING} -k handler_closes",
+    ),
+    Mutant(
         "a rank that works gives no sign of life",
         _MEETING,
         "self._jobs.get(timeout=self._board.beat_s if self._inside else _IDLE_S)",

@@ -1,7 +1,8 @@
 """Let all ranks find a checkpoint due at the same step after a notice that any of them got.
 
     notice/<turn>/first     by any rank that has a notice: the notice (`Notice`)
-    notice/<turn>/<rank>    the last step at which the rank has asked whether a checkpoint is due (`_Asked`)
+    notice/<turn>/<rank>    the last step at which the rank has asked whether a checkpoint is due (`_Asked`); empty once
+                            the rank no longer waits for the word
     notice/<turn>/all       by rank 0: the step after which the checkpoint is due, or why there is none (`_Word`)
 
 A rank that reads `first` stops answering: its next question waits. Then it writes the last step at which it has asked.
@@ -11,15 +12,18 @@ be far into another step meanwhile: only notes are waited for, which another thr
 So ranks that wait for each other in a collective do not wait for ever.
 
 Invariant: between a rank's note and rank 0's word, the rank answers no question. So no rank has passed the step that
-follows the latest note. A rank that waits in vain gives the turn up and says so; it never waits longer than `LATE_S`
-three times, without the time in which its process was stopped. Before it gives up it reads once more, because the other
-ranks go by a word that was published while it was stopped.
+follows the latest note. A rank that waits in vain takes its note back, and waits once more for a word before it gives
+the turn up and says so. Rank 0 publishes a step only soon after it has read the notes, and none if a note was taken
+back. So all ranks go by the step or none does, unless a rank cannot read or write notes then, or rank 0 is stopped in
+the moment between its last look at the clock and the word. A rank never waits longer than `LATE_S` three times, without
+the time in which its process was stopped.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
@@ -54,7 +58,7 @@ class Notice(msgspec.Struct, frozen=True):
 
 
 class Moment(NamedTuple):
-    """When a rank asked: the number of restores before, which are made by all ranks together, and the step."""
+    """When a rank asked: after which restore (see `Agreement.restored`), and the step."""
 
     restores: int = 0
     step: int = -1
@@ -111,7 +115,12 @@ class Agreement:
         self._agreed: list[_Due] = []  # that no question met yet
         self._due_at: Moment | None = None
         self._next: tuple[str, float] = "", 0.0
+        self._waited_s = 0.0  # how long this rank has waited in this turn
+        self._polled_s = 0.0  # when that was last counted
+        self._end_s = 0.0  # how long it waits
+        self._taken_back = False  # its note
         self._note: bytes | None = None  # this rank's note, until it is written
+        self._owed: str | None = None  # the key of a note that is to be taken back, of a turn that training ended
         self._unsaved = False
         self.why: str | None = None
         self.since_s = 0.0
@@ -125,9 +134,9 @@ class Agreement:
         With one rank it stays due until a save counts, with several at the step at which it was first found due.
         """
         with self._changed:
-            question = self._question
             if not self._answers():
-                self._end(question, _Word(error="the thread that talks to the other ranks hangs"))
+                self._owed = self._key(self._question, str(self._rank))
+                self._end(self._question, _Word(error="the thread that talks to the other ranks hangs"))
             self._asked = max(self._asked, Moment(self._asked.restores, step))
             return self._is_due(step)
 
@@ -153,11 +162,16 @@ class Agreement:
         """Record a save that counts."""
         self._unsaved = False
 
-    def restored(self) -> None:
-        """Record that all ranks restored, and ask at earlier steps again."""
+    def restored(self, turn: int) -> None:
+        """Record that all ranks restored, and ask at earlier steps again.
+
+        Args:
+            turn: the same on every rank, and greater than at any earlier restore. It is no count of this rank's
+                restores, because one may succeed on other ranks only.
+        """
         with self._changed:
             self._answers()
-            self._asked = Moment(self._asked.restores + 1, -1)
+            self._asked = Moment(turn, -1)
 
     def _answers(self) -> bool:
         """Wait until this rank answers questions, at most `LATE_S` three times; return whether it does.
@@ -186,22 +200,39 @@ class Agreement:
             RuntimeError, OSError: the notes cannot be read or written. The turn ends without a checkpoint if that
                 lasts.
         """
-        question, frozen_s = self._question, self.frozen_s
-        if frozen_s is not None and now_s - frozen_s > 2 * LATE_S:
-            self._give_up(question, notes)
+        with self._changed:
+            question, frozen_s, owed = self._question, self.frozen_s, self._owed
+        if owed is not None:
+            notes.put(owed, b"")
+            self._owed = None
+        if frozen_s is None and not self._begin(notes, question, now_s):
             return
-        if frozen_s is None and not self._begin(notes, now_s):
-            return
-        if self._note is not None:
-            notes.put(self._key(str(self._rank)), self._note)
-            self._note = None
-        word = self._decide(notes, now_s, frozen_s or now_s) if self._rank == 0 else self._answer(notes)
-        if word is not None:
-            self._end(question, word)
+        # Time in which this process was stopped counts as one long poll: the other ranks may have been stopped as well.
+        self._waited_s += min(now_s - self._polled_s, LATE_S / 5 + self._seen_s)
+        self._polled_s = now_s
+        word = None
+        try:
+            word = self._talk(notes, question)
+        finally:
+            if word is None and self._waited_s > self._end_s:
+                word = _Word(error=f"rank {self._rank} got no word from rank 0")
+            if word is not None:
+                self._end(question, word)
 
-    def _begin(self, notes: Notes, now_s: float) -> bool:
+    def _talk(self, notes: Notes, question: int) -> _Word | None:
+        """Write this rank's note, or take it back if it has waited for long. Return the word if there is one."""
+        if not self._taken_back and self._waited_s > 1.5 * LATE_S:
+            notes.put(self._key(question, str(self._rank)), b"")
+            self._taken_back, self._note = True, None
+            self._end_s = self._waited_s + LATE_S / 2  # rank 0 may have read the note before
+        if self._note is not None:
+            notes.put(self._key(question, str(self._rank)), self._note)
+            self._note = None
+        return self._decide(notes, question) if self._rank == 0 else self._answer(notes, question)
+
+    def _begin(self, notes: Notes, question: int, now_s: float) -> bool:
         """Answer no question any more, if some rank has a notice."""
-        key = self._key("first")
+        key = self._key(question, "first")
         data = notes.read([key]).get(key)
         if data is None and not self._mine:
             return False
@@ -214,36 +245,38 @@ class Agreement:
             assert data is not None
             said = msgspec.json.decode(data, type=_First)
             self._next = said.why, now_s - self._seen_s - max(0.0, said.age_s)
+        self._waited_s, self._polled_s, self._end_s, self._taken_back = 0.0, now_s, 2 * LATE_S, False
         with self._changed:
             self.frozen_s, asked = now_s, self._asked
             self._note = msgspec.json.encode(_Asked(asked.restores, asked.step, tuple(self._mine)))
         return True
 
-    def _decide(self, notes: Notes, now_s: float, frozen_s: float) -> _Word | None:
-        keys = {self._key(str(rank)): rank for rank in range(self._world)}
+    def _decide(self, notes: Notes, question: int) -> _Word | None:
+        keys = {self._key(question, str(rank)): rank for rank in range(self._world)}
+        read_s = time.monotonic()
         found = notes.read(keys.keys())
-        if len(found) < self._world:
-            if now_s - frozen_s <= LATE_S:
-                return None
-            absent = [str(rank) for key, rank in keys.items() if key not in found]
-            word = _Word(error=f"rank {', '.join(absent[:10])} of {self._world} did not say where it is")
-        else:
+        absent = [str(rank) for key, rank in keys.items() if key not in found]
+        if gone := [str(keys[key]) for key, one in found.items() if not one]:
+            word = _Word(error=f"rank {', '.join(gone[:10])} of {self._world} got no word from rank 0 for long")
+        elif not absent:
             asked = [msgspec.json.decode(one, type=_Asked) for one in found.values()]
             latest = max(Moment(one.restores, one.step) for one in asked)
             every = tuple(sorted({key for one in asked for key in one.keys}))
             word = _Word(latest.restores, latest.step, every, self._next[0])
-        notes.put(self._key("all"), msgspec.json.encode(word))
+        elif self._waited_s > LATE_S:
+            word = _Word(error=f"rank {', '.join(absent[:10])} of {self._world} did not say where it is")
+        else:
+            return None
+        if self._question != question:
+            word = _Word(error="rank 0 has given up")
+        elif time.monotonic() - read_s > LATE_S / 4:  # a rank may have taken its note back, and waits twice that long
+            return None
+        notes.put(self._key(question, "all"), msgspec.json.encode(word))
         return word
 
-    def _give_up(self, question: int, notes: Notes) -> None:
-        word = _Word(error=f"rank {self._rank} got no word from rank 0")
-        try:
-            word = self._answer(notes) or word
-        finally:
-            self._end(question, word)
-
-    def _answer(self, notes: Notes) -> _Word | None:
-        data = notes.read([self._key("all")]).get(self._key("all"))
+    def _answer(self, notes: Notes, question: int) -> _Word | None:
+        key = self._key(question, "all")
+        data = notes.read([key]).get(key)
         return None if data is None else msgspec.json.decode(data, type=_Word)
 
     def _end(self, question: int, word: _Word) -> None:
@@ -261,5 +294,5 @@ class Agreement:
             self.frozen_s = None
             self._changed.notify_all()
 
-    def _key(self, last: str) -> str:
-        return f"{self._name}notice/{self._question}/{last}"
+    def _key(self, question: int, last: str) -> str:
+        return f"{self._name}notice/{question}/{last}"

@@ -48,7 +48,7 @@ class Preemption:
                 f"When(preemption={asked!r}): {ranks.world} ranks have no way to agree on the step of a notice: "
                 "initialise torch.distributed first"
             )
-        self._rank, self._world = ranks.rank, ranks.world
+        self._ranks, self._rank, self._world = ranks, ranks.rank, ranks.world
         self._cloud = _cloud(asked) if asked else None
         self._notes: Notes | None = None
         board, name = ranks.notes()
@@ -99,7 +99,7 @@ class Preemption:
 
     def restored(self) -> None:
         """Record that all ranks restored together."""
-        self._agreement.restored()
+        self._agreement.restored(self._ranks.turn)
 
     def begun_s(self) -> float:
         """Return when the last notice was given, monotonic seconds; without one, now."""

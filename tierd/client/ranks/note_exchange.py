@@ -73,7 +73,7 @@ class NoteExchange:
         self._mates: list[Mate] = []
         self._name, self._number, self._beats, self._said_count, self._ended = "", 0, 0, 0, 0
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant, because a signal handler that closes may interrupt its holder
         self._thread: threading.Thread | None = None
         self._inside = 0  # the number of open `attending` blocks
         self._moved = self._beaten = time.monotonic()
@@ -129,6 +129,11 @@ class NoteExchange:
                 self._submit(done.set)
                 done.wait(_LAST_S)
 
+    @property
+    def turn(self) -> int:
+        """The number of exchanges in which this rank has taken part."""
+        return self._number
+
     def notes(self) -> tuple[Board, str]:
         """Return a board for another thread, and the prefix of this meeting's keys, which end with the meeting."""
         return self._board.beside(), f"{self._name}/"
@@ -144,9 +149,9 @@ class NoteExchange:
             self._submit(left.set)
             left.wait(_LEAVE_S)
         with self._lock:
-            if self._thread is not None:
+            thread, self._thread = self._thread, None
+            if thread is not None:
                 self._jobs.put(None)
-                self._thread = None
 
     # -- in the thread ----------------------------------------------------------------------------------------------
 
@@ -154,8 +159,8 @@ class NoteExchange:
         with self._lock:
             self._jobs.put(job)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="tierd-ranks", daemon=True)
-                self._thread.start()
+                thread = self._thread = threading.Thread(target=self._work, name="tierd-ranks", daemon=True)
+                thread.start()
 
     def _work(self) -> None:
         while True:

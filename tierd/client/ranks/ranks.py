@@ -173,6 +173,11 @@ class Ranks:
         """
         return (None, "") if self._notes is None else self._notes.notes()
 
+    @property
+    def turn(self) -> int:
+        """How many messages this rank has given. It is the same on every rank when a `gather` has succeeded."""
+        return 0 if self._notes is None else self._notes.turn
+
     def close(self) -> None:
         """End the thread by which ranks talk. A later `gather` starts it again."""
         if self._notes is not None:
