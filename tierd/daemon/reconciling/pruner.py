@@ -73,8 +73,10 @@ class Pruner:
         setup, live = self._setup, self._setup.live
         worker, place = setup.workers[first.tier], setup.tiers.observed.places[first.tier]
         before, run = live.inventory(), first.checkpoint.run
-        planned = setup.planner.plan(before, setup.config, {}, 0.0, first.tier)
-        others = [one for one in planned if isinstance(one, Prune) and not worker.is_off(one.checkpoint)]
+        # Without the checkpoints that a full tier only holds for others: of these, one at a time goes.
+        planned = setup.planner.runs(before, setup.config).get(run)
+        retired = planned.prunes(first.tier) if planned else []
+        others = [one for one in retired if not worker.is_off(one.checkpoint)]
         prunes = await self._held_elsewhere(together(first, others, place), self._demand(run))
 
         async def confirm(shown: Collection[CheckpointId]) -> frozenset[CheckpointId]:
