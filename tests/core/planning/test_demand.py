@@ -17,7 +17,7 @@ from tierd.core.planning.demand import Demand
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL, Place
 from tierd.core.planning.plan import plan
-from tierd.core.planning.pruning import lost_to
+from tierd.core.planning.pruning import lost_to, relied_on
 from tierd.core.planning.verdicts import judge
 from tierd.core.report import report
 from tierd.core.retention.policy import Best, RetentionPolicy
@@ -255,10 +255,25 @@ def test_a_full_tier_gives_up_the_oldest_that_it_only_holds_and_before_it_is_sen
     first, *rest = planned(full, made)
     assert (first.checkpoint, first.tier, lost(full, made, first)) == (C[10], "a", ("b",))
     assert "full" in first.reasons[0] and "held for b" in first.reasons[0]
-    assert not [one for one in rest if isinstance(one, Prune)]
+    held = [one.checkpoint for one in rest if isinstance(one, Prune)]
+    assert held == [C[20], C[30]], "in case that the oldest cannot be deleted; the daemon deletes one at a time"
     # What no rule keeps goes before anything is given up.
     more = replace(world, tiers={**world.tiers, "a": solo(fast, C[5])}, full=frozenset({"a"}))
-    assert [one.checkpoint for one in prunes(more, made)] == [C[5]]
+    assert [one.checkpoint for one in prunes(more, made)] == [C[5], C[10], C[20], C[30]]
+
+
+def test_a_tier_relies_on_whole_copies_that_are_wanted_and_on_the_parts_of_one_that_may_become_whole():
+    half = Place.of({part(C[10], 0, 2): facts(10)})
+    made = config(LAST1, TENS, spool=LAST3)
+
+    def relied(here, there):
+        world = Inventory(Place(), {"a": here, "b": there})
+        return [name for name, _ in relied_on(Demand(world, made, C[10].run), "a", C[10])]
+
+    assert relied(solo(Place(), C[10]), solo(Place(), C[10])) == ["b"]
+    assert relied(half, half) == ["b"]
+    whole = Place.of({part(C[10], rank, 2): facts(10) for rank in (0, 1)})
+    assert relied(whole, half) == [], "it is held for b, so it goes only where the tier is full"
 
 
 # -- relays -----------------------------------------------------------------------------------------------------------

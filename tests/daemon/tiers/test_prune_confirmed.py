@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from daemon.transfer.test_relay import daemon as of_tiers
 from support.doubles import Double, flip, is_chunk, is_manifest
+from support.timed import timed
 from support.world import RUN, commit, converge, part, reconciler, running, settle, steps_on, until
 
 from tierd.core.errors import DeleteRefused, StoreUnavailable
@@ -243,5 +244,73 @@ def test_a_copy_that_another_tier_has_lost_holds_up_only_itself(spool):
                 await asyncio.sleep(0.02)
             found = [event for event in node.journal.events if event.what == "corrupt"]
             assert len(found) == 1, "and it is not told each minute"
+
+    asyncio.run(work())
+
+
+class Mute(Double):
+    """Answers nothing any more once `muted`."""
+
+    muted = False
+
+    async def _enter(self, operation: str, key: str) -> None:
+        await super()._enter(operation, key)
+        if self.muted:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["goes_on", "drains"])
+def test_a_tier_that_hangs_holds_up_no_flush_to_another(spool, monkeypatch, ends):
+    """Its worker sits in a put, so it counts as known, and a prune on the other tier relies on it."""
+    timed(monkeypatch, holds_s=0.05, stuck_s=60.0)
+
+    async def work():
+        near, far = Double(), Mute()
+        policies = RetentionPolicy(keep_last=4), RetentionPolicy(keep_last=1000)
+        node = of_tiers(spool, {"near": near, "far": far}, policies, keep_local=100)
+        async with running(node):
+            for step in range(4):
+                commit(spool, part(step))
+            await settle(node)
+            far.calls.clear()
+            far.muted = True
+            for step in range(4, 9):
+                commit(spool, part(step))
+                node.wake()
+                if not ends:
+                    await until(lambda step=step: step in steps_on(near.inner.objects))
+            if ends:
+                drain = asyncio.ensure_future(node.drain(60.0))
+                await until(lambda: {5, 6, 7, 8} <= set(steps_on(near.inner.objects)))
+                drain.cancel()
+            await until(lambda: not node.workers["near"].doing)
+            manifests = [step for operation, key in far.calls if operation == "get" for step in steps_on([key])]
+            asked = [step for step in manifests if step < 3]  # its own flush of step 4 reads that of step 3
+            assert len(asked) <= 1, "it is asked for one checkpoint, and then left alone for a while"
+
+    asyncio.run(work())
+
+
+def test_a_tier_that_never_answers_for_one_checkpoint_holds_up_only_that_one(spool, monkeypatch):
+    timed(monkeypatch, holds_s=0.05, stuck_s=0.2)
+
+    async def work():
+        near, far, rich = Double(), Double(), RetentionPolicy(keep_last=1000)
+        for step in range(6):
+            commit(spool, part(step))
+        async with running(of_tiers(spool, {"near": near, "far": far}, (rich, rich), keep_local=100)) as node:
+            await settle(node)
+        get = far.get
+
+        async def hang(key, into=None):
+            if key == part(0).manifest_key and node.workers["near"].doing:
+                await asyncio.Event().wait()
+            return await get(key, into)
+
+        policies = RetentionPolicy(keep_last=2), rich
+        node = of_tiers(spool, {"near": near, "far": far}, policies, keep_local=100)
+        far.get = hang
+        async with running(node):
+            await until(lambda: node.wake() or steps_on(near.inner.objects) == [0, 4, 5])
 
     asyncio.run(work())

@@ -207,6 +207,27 @@ MUTANTS = (
         f"{_TEST_DEMAND} -k what_went",
     ),
     Mutant(
+        "a full tier frees nothing while one prune is put off",
+        _PLAN,
+        "            urgent += found + prunes_when_full(",
+        "            urgent += found or prunes_when_full(",
+        f"{_TEST_DEMAND} -k gives_up_the_oldest",
+    ),
+    Mutant(
+        "a tier is asked for a copy that it is known not to have whole",
+        _PRUNING,
+        "        and not demand.lacking(other, checkpoint, copies.get(name))\n",
+        "",
+        f"{_TEST_DEMAND} -k relies_on",
+    ),
+    Mutant(
+        "an incomplete checkpoint is deleted although nobody asked the tier that hopes for it",
+        _PRUNING,
+        "demand.reasons(other, checkpoint, hoped=True)",
+        "demand.reasons(other, checkpoint)",
+        f"{_TEST_DEMAND} -k relies_on",
+    ),
+    Mutant(
         "a tier deletes before the spool what another tier may still want",
         _PRUNING,
         "    if None in inventory.tiers.values():\n",

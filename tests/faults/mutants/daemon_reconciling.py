@@ -139,8 +139,8 @@ MUTANTS = (
     Mutant(
         "a tier deletes what another tier was once seen to have",
         _PRUNER,
-        "                lacking = {name for name, seen in relied if not await self._holds(name, seen)}\n",
-        "                lacking = set[str]()\n",
+        "                    if not await self._holds(name, seen):\n",
+        "                    if False:\n",
         "pytest tests/daemon/tiers/test_prune_confirmed.py -k 'asked_before and gone'",
     ),
     Mutant(
@@ -156,6 +156,20 @@ MUTANTS = (
         "                worker.put_off(one.checkpoint)\n            else:\n",
         "                going.append(one)\n            else:\n",
         "pytest tests/daemon/tiers/test_prune_confirmed.py -k 'asked_before and no_answer'",
+    ),
+    Mutant(
+        "a tier that hangs is asked again for each checkpoint that another tier prunes",
+        _PRUNER,
+        "                self._rest_until[name] = time.monotonic() + rest_s\n",
+        "",
+        "pytest tests/daemon/tiers/test_prune_confirmed.py -k 'hangs and goes_on'",
+    ),
+    Mutant(
+        "a checkpoint for which another tier never answers is asked for first each time",
+        _PRUNER,
+        "                worker.put_off(one.checkpoint, rest_s)",
+        "                worker.put_off(one.checkpoint)",
+        "pytest tests/daemon/tiers/test_prune_confirmed.py -k never_answers",
     ),
     Mutant(
         "a local copy goes without another look at the tiers",

@@ -144,7 +144,7 @@ def _plan(
     for name in awake:
         found = [prune for one in plans.values() for prune in one.prunes(name)]
         if name in inventory.full:
-            urgent += found or prunes_when_full([one.demand for one in plans.values()], name)
+            urgent += found + prunes_when_full([one.demand for one in plans.values()], name)
         else:
             actions += found
     if here:

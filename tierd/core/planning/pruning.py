@@ -50,8 +50,11 @@ def tier_prunes(demand: Demand, name: str) -> Iterator[Prune]:
 
 
 def prunes_when_full(demands: Iterable[Demand], name: str) -> list[Prune]:
-    """The prune of the oldest checkpoint that a full tier only holds for other tiers. The next one is pruned after
-    another put has failed."""
+    """The prunes of the checkpoints that a full tier only holds for other tiers, oldest first.
+
+    The caller carries out one, and the next one only after another put has failed. All are listed, because the oldest
+    may be one that cannot be deleted for now.
+    """
     held = [
         verdict
         for demand in demands
@@ -62,17 +65,24 @@ def prunes_when_full(demands: Iterable[Demand], name: str) -> list[Prune]:
         for verdict in judge(demand, name)
         if verdict.held_for and not any(part.checkpoint == verdict.id for part in demand.inventory.busy)
     ]
-    if not held:
-        return []
-    oldest = min(held, key=lambda one: (one.id.attempt, one.id.step, one.id.run))
-    return [Prune(oldest.id, name, (f"{name} is full; it was {oldest.reasons[0]}",))]
+    held.sort(key=lambda one: (one.id.attempt, one.id.step, one.id.run))
+    return [Prune(one.id, name, (f"{name} is full; it was {one.reasons[0]}",)) for one in held]
 
 
 def relied_on(demand: Demand, name: str, checkpoint: CheckpointId) -> list[tuple[str, CheckpointCopy]]:
-    """The copies for whose sake a tier may delete a checkpoint: those of the other tiers that want it."""
+    """The copies for whose sake a tier may delete a checkpoint: those of the other tiers that want it.
+
+    A copy that is known to be unusable, or is incomplete, is none of them: a full tier gives up what it holds for such
+    a tier all the same.
+    """
     copies = demand.copies.get(checkpoint, {})
-    others = [(other, seen) for other, seen in copies.items() if other not in (SPOOL, name)]
-    return [(other, seen) for other, seen in others if demand.reasons(other, checkpoint)]
+    return [
+        (other, seen)
+        for other, seen in copies.items()
+        if other not in (SPOOL, name)
+        and not demand.lacking(other, checkpoint, copies.get(name))
+        and demand.reasons(other, checkpoint, hoped=True)
+    ]
 
 
 def together(first: Prune, actions: Iterable[Action], place: Place | None) -> list[Prune]:

@@ -40,6 +40,11 @@ class Phase:
         return time.monotonic() - self._ending < _ENDING
 
     @property
+    def ends(self) -> bool:
+        """Whether the daemon, the node or this configuration ends soon, so that no long action may go on."""
+        return self.draining or self.halted.is_set() or self.newest_first
+
+    @property
     def hurries(self) -> bool:
         """Whether flushes make no pauses."""
-        return self.draining or self.halted.is_set() or self.newest_first or time.monotonic() - self._hurried < _HURRY
+        return self.ends or time.monotonic() - self._hurried < _HURRY

@@ -28,7 +28,7 @@ from tierd.daemon.tiers.prune import quarantine
 
 log = logging.getLogger("tierd.daemon")
 
-_ASKING_S = 60.0  # after which no other tier is asked for a further checkpoint of a batch
+_ASKING_S = 10.0  # after which no other tier is asked for a further checkpoint of a batch
 
 
 class Pruner:
@@ -40,7 +40,8 @@ class Pruner:
 
     def __init__(self, setup: Setup, observe: Callable[[str], Awaitable[None]]) -> None:
         self._setup, self._observe = setup, observe
-        self._rest_on: dict[CheckpointId, PartId] = {}  # checkpoint whose prune waits -> copy to verify first
+        self._rest_on: dict[CheckpointId, PartId] = {}  # checkpoint whose prune waits -> the copy to verify first
+        self._rest_until: dict[str, float] = {}  # tier without an answer -> when to ask it again, monotonic
 
     async def prune(self, action: Prune) -> None:
         """Delete a checkpoint from a tier, or its copy from the spool; what cannot be deleted yet is put off."""
@@ -72,8 +73,10 @@ class Pruner:
         setup, live = self._setup, self._setup.live
         worker, place = setup.workers[first.tier], setup.tiers.observed.places[first.tier]
         before, run = live.inventory(), first.checkpoint.run
-        planned = setup.planner.plan(before, setup.config, {}, 0.0, first.tier)
-        others = [one for one in planned if isinstance(one, Prune) and not worker.is_off(one.checkpoint)]
+        # Without the checkpoints that a full tier only holds for others: of these, one at a time goes.
+        planned = setup.planner.runs(before, setup.config).get(run)
+        retired = planned.prunes(first.tier) if planned else []
+        others = [one for one in retired if not worker.is_off(one.checkpoint)]
         prunes = await self._held_elsewhere(together(first, others, place), self._demand(run))
 
         async def confirm(shown: Collection[CheckpointId]) -> frozenset[CheckpointId]:
@@ -107,18 +110,27 @@ class Pruner:
         """Return the prunes of checkpoints that every other tier holds that wants them, and put off the others.
 
         The tiers are asked, because their observations may be hours old, and take a manifest for usable that nobody
-        has read. They are asked before any mark is put, because marks hold up flushes and pins.
+        has read. They are asked before any mark is put, because marks hold up flushes and pins. Flushes to this tier
+        wait as well, so no answer is awaited for long.
         """
         going, lost, ends_s = [], set[str](), time.monotonic() + _ASKING_S
+        limit_s, rest_s = self._setup.timings.holds_s, self._setup.timings.stuck_s / 2
         for one in prunes:
-            worker, relied = self._setup.workers[one.tier], relied_on(demand, one.tier, one.checkpoint)
+            worker, relied = self._setup.workers[one.tier], dict(relied_on(demand, one.tier, one.checkpoint))
+            if any(time.monotonic() < self._rest_until.get(name, 0.0) for name in relied):
+                worker.put_off(one.checkpoint, rest_s)  # due before the one without an answer, which may never get any
+                continue
+            lacking, name = set[str](), ""
             try:
-                lacking = {name for name, seen in relied if not await self._holds(name, seen)}
+                for name, seen in relied.items():
+                    if not await self._holds(name, seen):
+                        lacking.add(name)
             except (DeleteRefused, StoreFull) as error:  # the copy there is corrupt, and cannot be quarantined
                 log.warning("%s: %s is kept, because another copy is corrupt: %s", one.tier, one.checkpoint, error)
                 worker.put_off(one.checkpoint, REFUSED_S)
             except (TierdError, OSError) as error:
                 log.info("%s: %s is kept, because another tier cannot be asked: %s", one.tier, one.checkpoint, error)
+                self._rest_until[name] = time.monotonic() + rest_s
                 worker.put_off(one.checkpoint)
             else:
                 lost |= lacking
@@ -126,11 +138,12 @@ class Pruner:
                     worker.put_off(one.checkpoint)
                 else:
                     going.append(one)
-            if time.monotonic() > ends_s:  # the others of the batch are left to the next one
+            if time.monotonic() > ends_s or self._setup.phase.ends:  # the others are left to the next batch
                 break
         for name in lost:
-            with suppress(TierdError, OSError):  # then it is unknown
-                await self._observe(name)
+            with suppress(TierdError, OSError):  # then it is unknown; an observation that takes longer goes on
+                async with asyncio.timeout(limit_s):
+                    await self._observe(name)
         return going
 
     async def _holds(self, tier: str, seen: CheckpointCopy) -> bool:
@@ -138,7 +151,8 @@ class Pruner:
         again."""
         corrupt = await self._setup.tiers.holds(tier, list(seen.parts()))
         for part in corrupt or ():
-            await self._quarantine(tier, part, "it cannot be read")
+            async with asyncio.timeout(self._setup.timings.holds_s):
+                await self._quarantine(tier, part, "it cannot be read")
         return corrupt == []
 
     async def _quarantine(self, tier: str, part: PartId, why: str) -> None:

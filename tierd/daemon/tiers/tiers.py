@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ from tierd.core.errors import (
     FormatTooNew,
     ManifestError,
     StoreRefused,
+    StoreUnavailable,
 )
 from tierd.core.ids import CheckpointId, PartId, pruning_prefix
 from tierd.core.manifest import Manifest
@@ -233,13 +235,16 @@ class Tiers:
             The parts whose copies there are proven corrupt; None if one of the parts is not there any more.
 
         Raises:
-            TierdError, OSError: the tier failed.
+            TierdError, OSError: the tier failed, or took longer than `holds_s` for one part.
         """
-        store = self._stores[tier]
+        store, limit_s = self._stores[tier], self._timings.holds_s
 
         async def held(part: PartId) -> bool | None:
             try:
-                return await holds(store, part, None)
+                async with asyncio.timeout(limit_s):  # of each part, because a checkpoint may have thousands
+                    return await holds(store, part, None)
+            except TimeoutError as error:
+                raise StoreUnavailable(f"{tier}: did not answer within {limit_s:g} s") from error
             except FormatTooNew:  # a newer tierd reads it, or one with another key
                 return True
 
