@@ -99,6 +99,7 @@ class Launch:
         self._refused = ""  # why nothing may be saved after them
         self._begun = False  # whether a restore has succeeded, or a save has begun
         self._changing = False  # whether one of them has come to load the state
+        self._later = ""  # why the state is still to be loaded after them
         self._origin: CheckpointId | None = None
         self._attempt: str | None = None
         self._talks = ranks.talk
@@ -235,7 +236,7 @@ class Launch:
         self._restores.add(mine)
         try:
             yield
-            self._refused, self._begun = "", True
+            self._refused, self._begun = self._later, True
         except BaseException as error:
             if self._changing or not self._begun:
                 self._refused = (
@@ -246,11 +247,15 @@ class Launch:
         finally:
             self._restores.discard(mine)
             if not self._restores:
-                self._changing = False
+                self._changing, self._later = False, ""
 
-    def loading(self) -> None:
-        """Record in a `restoring` block that the state is no longer what it was."""
-        self._changing = True
+    def loading(self, later: str = "") -> None:
+        """Record in a `restoring` block that the state is no longer that of this launch.
+
+        Args:
+            later: if another such block will load the state, why saves are refused until that one has succeeded.
+        """
+        self._changing, self._later = True, later
 
     def clock(self) -> Clock:
         """Return this rank's contribution to the next attempt's name."""
