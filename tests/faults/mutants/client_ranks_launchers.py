@@ -59,8 +59,8 @@ MUTANTS = (
     Mutant(
         "a restore inside another lifts its refusal",
         _LAUNCH,
-        "            if not self._restores:\n                self._changing = False\n",
-        "            self._changing = False\n",
+        "            if not self._restores:\n                self._changing, self._later",
+        "            if True:\n                self._changing, self._later",
         f"{_TEST_INTERRUPTED} -k inside_another",
     ),
     Mutant(
