@@ -174,9 +174,13 @@ def test_the_launch_goes_on_from_what_was_loaded(local, spool):
 def test_a_reader_that_the_launch_left_behind_is_refused(local):
     save(local, 3)
     save(local, 4)
-    for past in (lambda: save(local, 5), lambda: tierd.dcp.load(empty(), local, step=3)):
+    for step in (5, None):
         reader = tierd.dcp.StorageReader(local, step=3)
-        past()
+        if step is not None:
+            dcp.load(empty(), storage_reader=reader)
+            save(local, step)
+        else:
+            tierd.dcp.load(empty(), local, step=3)
         attempt = local.attempt
         with pytest.raises(CheckpointException, match="make a new one"):
             dcp.load(empty(), storage_reader=reader)
@@ -215,7 +219,11 @@ def test_an_interrupted_load_is_not_saved_until_one_succeeds(local, monkeypatch,
         patch.setattr("tierd.dcp.open_reader.OpenReader._prepare", interrupted)
         with pytest.raises((KeyboardInterrupt, CheckpointException)):
             load()
-        save(local, 4)  # nothing was loaded, because DCP still planned
+        if through == "load":
+            save(local, 4)  # nothing was loaded, because DCP still planned
+        else:  # the launch has gone on from the reader's checkpoint
+            with pytest.raises(CheckpointException, match=r"because a reader of run step 3 .* was made"):
+                save(local, 4)
         patch.undo()
         patch.setattr("tierd.dcp.open_reader.load_tensor", interrupted)
         with pytest.raises((KeyboardInterrupt, CheckpointException)):
@@ -226,6 +234,23 @@ def test_an_interrupted_load_is_not_saved_until_one_succeeds(local, monkeypatch,
         save(local, 5)
     load()
     save(local, 5)
+
+
+def test_a_load_through_a_reader_that_fails_while_dcp_plans_replaces_nothing(local, spool):
+    save(local, 3)
+    local.close()
+    refused = r"nothing is saved, because a reader of .*nothing has been loaded through it"
+    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        reader = tierd.dcp.StorageReader(checkpointer)
+        with pytest.raises(ConfigError, match=refused):  # as in a signal's handler
+            checkpointer.save(1, empty())
+        with pytest.raises(CheckpointException, match="new_head"):
+            dcp.load(empty() | {"new_head": torch.zeros(2)}, storage_reader=reader)
+        with pytest.raises(ConfigError, match=refused):
+            checkpointer.save(1, empty())
+        dcp.load(empty(), storage_reader=reader)
+        save(checkpointer, 4)
+    assert [part.checkpoint.step for part in spool.parts()] == [3, 4]
 
 
 def test_a_step_is_saved_once(local):

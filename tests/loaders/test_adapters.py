@@ -92,6 +92,33 @@ def test_lightnings_dictionary_is_refused_by_its_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.loaders
+def test_a_state_that_accelerate_loaded_in_part_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+
+    from tierd.adapters.accelerate import TierdStates
+
+    def refuses(directory: str) -> None:
+        raise RuntimeError("not with this shape")
+
+    accelerator = Accelerator(cpu=True)
+    for again in (False, True):
+        with tierd.Checkpointer(tmp_path, "run", rank=0, world_size=1, to=[]) as ckpt:
+            states = TierdStates(accelerator, ckpt)
+            if not again:
+                assert states.load() is None
+                states.save(3)
+                continue
+            with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="not with this shape"):
+                patch.setattr(accelerator, "load_state", refuses)
+                states.load()
+            with pytest.raises(ConfigError, match="nothing is saved, because the last restore failed"):
+                states.save(1)
+            assert (found := states.load()) and found.step == 3
+            states.save(4)
+
+
+@pytest.mark.loaders
 def test_a_trainer_that_was_not_asked_to_resume_does_not_begin(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from tierd.adapters.transformers import TierdCallback

@@ -103,6 +103,12 @@ class TierdStates:
             StoreUnavailable: another rank could not restore; the message names it and the reason.
             As `Checkpointer.restore`; and what `load_state` raises.
         """
+        with made_of(self._checkpointer).launch.restoring():  # until every rank has loaded: `restore` only verifies
+            return self._load(step, best, mode, options)
+
+    def _load(
+        self, step: int | None, best: str | None, mode: Literal["min", "max"], options: dict[str, Any]
+    ) -> Restored | None:
         found, error = None, None
         try:
             if self._accelerator.is_main_process:

@@ -17,7 +17,8 @@ class StorageReader(OpenReader):
     """Storage reader for `dcp.load`: the newest checkpoint of the run's timeline that every rank can read.
 
     Creating one is a collective of the launch's ranks. The checkpointer then resumes from that checkpoint, as after
-    `restore`. The number of ranks may differ from the number that saved.
+    `restore`, and refuses saves until `dcp.load` has read through it. The number of ranks may differ from the number
+    that saved.
 
     Args:
         step, attempt, best, mode: as for `Checkpointer.restore`.
@@ -46,6 +47,10 @@ class StorageReader(OpenReader):
         try:
             with made_of(checkpointer).ranks.attending(), self._launch.restoring():
                 if next(self.candidates(step, attempt), None) is not None:
+                    self._launch.loading(
+                        f"a reader of {self.checkpoint} was made, and nothing has been loaded through it: load on "
+                        "every rank, restore, or end"
+                    )
                     self.go_on()  # here, because every rank that passed the gather reaches this line
         except BaseException:
             self.close()

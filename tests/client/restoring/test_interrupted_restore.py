@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from support.preemption_fixtures import usual  # noqa: F401
 from support.ranks import Group
 
 import tierd
+from tierd.client.checkpointer import made_of
 from tierd.client.ranks import ranks as ranks_module
 from tierd.client.restoring.restorer import Restorer
-from tierd.core.errors import ConfigError, StateMismatch, StoreUnavailable
+from tierd.core.errors import CheckpointNotFound, ConfigError, StateMismatch, StoreUnavailable
 from tierd.spool.spool import Spool
 
 REFUSED = "nothing is saved, because the last restore failed"
@@ -136,6 +138,49 @@ def test_a_launch_that_had_begun_saves_on_after_a_restore_that_loaded_nothing(sp
         assert checkpointer.save(120, state(120)).part.checkpoint.attempt == attempt
     monkeypatch.undo()
     check_resumes(spool, 120)
+
+
+@pytest.mark.parametrize("step", [100, 99], ids=["another succeeds", "another fails"])
+def test_a_restore_inside_another_lifts_nothing(spool, history, step):
+    """Such as one in a signal's handler: the outer state is loaded in part all the same."""
+    with made(spool) as checkpointer:
+        checkpointer.restore(state(0))
+
+        def meanwhile() -> None:
+            with pytest.raises(CheckpointNotFound) if step == 99 else nullcontext():
+                checkpointer.restore(state(0), step=step)
+            with pytest.raises(ConfigError, match="a checkpoint is being restored"):
+                checkpointer.save(111, begun)
+            raise KeyboardInterrupt
+
+        begun = state(0, meanwhile)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.restore(begun)
+        with pytest.raises(ConfigError, match=REFUSED):
+            checkpointer.save(111, begun)
+    check_resumes(spool, 110)
+
+
+def test_a_restore_that_outlasts_another_does_not_say_for_good_that_one_runs(spool, history):
+    with made(spool) as checkpointer:
+        checkpointer.restore(state(0))
+        launch = made_of(checkpointer).launch
+        longer = ExitStack()  # in another thread
+        with launch.restoring():
+            longer.enter_context(launch.restoring())
+            launch.loading()
+        with pytest.raises(ConfigError, match="a checkpoint is being restored"):
+            checkpointer.save(111, state(111))
+        with pytest.raises(KeyboardInterrupt), longer:  # while the other one had come to load
+            raise KeyboardInterrupt
+        with pytest.raises(ConfigError, match=REFUSED):
+            checkpointer.save(111, state(111))
+        with launch.restoring():
+            longer.enter_context(launch.restoring())
+        with pytest.raises(StoreUnavailable), longer:
+            raise StoreUnavailable("the tier does not answer")
+        checkpointer.save(111, state(111)).wait()
+    check_resumes(spool, 111)
 
 
 @pytest.mark.parametrize("interrupted", [0, 1])

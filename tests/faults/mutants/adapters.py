@@ -19,6 +19,13 @@ MUTANTS = (
         "pytest tests/loaders/test_accelerate.py",
     ),
     Mutant(
+        "a state that Accelerate loaded in part is saved",
+        "tierd/adapters/accelerate.py",
+        "        with made_of(self._checkpointer).launch.restoring():",
+        "        if True:",
+        "pytest tests/loaders/test_adapters.py -k loaded_in_part",
+    ),
+    Mutant(
         "a file that stands for a checkpoint may be another run's",
         "tierd/adapters/lightning.py",
         '        if named is not None and named["run"] != self._checkpointer.run:\n',

@@ -97,6 +97,13 @@ MUTANTS = (
         f"{_TEST_DTENSORS} -k others_load",
     ),
     Mutant(
+        "a launch saves before anything is loaded through its reader",
+        "tierd/client/ranks/launch.py",
+        "self._refused, self._begun = self._later, True",
+        'self._refused, self._begun = "", True',
+        "pytest tests/dcp/test_dcp.py -k replaces_nothing",
+    ),
+    Mutant(
         "staged tensors are pickled before they are there",
         "tierd/dcp/stager.py",
         "            self.staged.wait()\n",

@@ -95,9 +95,11 @@ class Launch:
         self.shared = False  # whether another process may save for this launch: its steps show only in the spool
         self._spool, self._given, self._seen, self._saving = spool, attempt, seen, saving
         self._derived = False  # whether `_given` comes from SLURM's environment
-        self._refused = ""  # why nothing may be saved now
+        self._restores: set[object] = set()  # the `restoring` blocks that run now
+        self._refused = ""  # why nothing may be saved after them
         self._begun = False  # whether a restore has succeeded, or a save has begun
-        self._changing = False  # whether the restore that runs has come to load the state
+        self._changing = False  # whether one of them has come to load the state
+        self._later = ""  # why the state is still to be loaded after them
         self._origin: CheckpointId | None = None
         self._attempt: str | None = None
         self._talks = ranks.talk
@@ -160,8 +162,9 @@ class Launch:
             ConfigError: a restore runs, or the last one failed (`restoring`).
         """
         number = check_step(step)
-        if self._refused:
-            raise ConfigError(f"nothing is saved, because {self._refused}")
+        refused = "a checkpoint is being restored in this process" if self._restores else self._refused
+        if refused:
+            raise ConfigError(f"nothing is saved, because {refused}")
         part = PartId(CheckpointId(self.run, self.attempt, number), self.rank, self.world)
         # No other process uses a name that this launch made. A given name may have been used before.
         if number in self.steps or ((self.shared or self._given is not None) and self._spool.has(part)):
@@ -226,22 +229,33 @@ class Launch:
         The state may then be loaded in part, or other ranks may have loaded the checkpoint. If this launch had not
         begun, the state is not the run's at all, and its save would replace everything that the run has. Only a launch
         that had begun saves on after a failure that came before `loading`.
+
+        Blocks may overlap: a signal's handler restores, or another thread. The last one that ends decides.
         """
-        before, self._refused, self._changing = self._refused, "a checkpoint is being restored in this process", False
+        mine = object()
+        self._restores.add(mine)
         try:
             yield
+            self._refused, self._begun = self._later, True
         except BaseException as error:
-            failed = (
-                f"the last restore failed ({str(error) or type(error).__name__}): restore again on every rank, or end; "
-                "for a fresh start on purpose make another Checkpointer and do not call restore"
-            )
-            self._refused = before if self._begun and not self._changing else failed
+            if self._changing or not self._begun:
+                self._refused = (
+                    f"the last restore failed ({str(error) or type(error).__name__}): restore again on every rank, or "
+                    "end; for a fresh start on purpose make another Checkpointer and do not call restore"
+                )
             raise
-        self._refused, self._begun = "", True
+        finally:
+            self._restores.discard(mine)
+            if not self._restores:
+                self._changing, self._later = False, ""
 
-    def loading(self) -> None:
-        """Record in a `restoring` block that the state is no longer what it was."""
-        self._changing = True
+    def loading(self, later: str = "") -> None:
+        """Record in a `restoring` block that the state is no longer that of this launch.
+
+        Args:
+            later: if another such block will load the state, why saves are refused until that one has succeeded.
+        """
+        self._changing, self._later = True, later
 
     def clock(self) -> Clock:
         """Return this rank's contribution to the next attempt's name."""
