@@ -21,6 +21,34 @@ _TEST_UNIT_WATCH = "pytest tests/watching/test_unit_watch.py"
 
 MUTANTS = (
     Mutant(
+        "what a mount brings back becomes the newest",
+        "tierd/daemon/intake/taken.py",
+        "        taken = _gone(record.taken, shapes) | {path:",
+        "        taken = {path:",
+        f"{_TEST_ORDER} -k brings_back",
+    ),
+    Mutant(
+        "what was not taken yet becomes the newest when its mount returns",
+        "tierd/daemon/intake/taken.py",
+        "        waiting = _gone(record.waiting, shapes)\n",
+        "        waiting: dict[str, _Waiting] = {}\n",
+        f"{_TEST_ORDER} -k not_taken_yet",
+    ),
+    Mutant(
+        "an empty mount point begins a watch",
+        "tierd/daemon/intake/taken.py",
+        "        if not shapes:\n            return\n",
+        "",
+        f"{_TEST_ORDER} -k missing_mount",
+    ),
+    Mutant(
+        "a watch's record grows without end",
+        "tierd/daemon/intake/taken.py",
+        "            if files > _MOST_GONE:\n                break\n",
+        "",
+        f"{_TEST_ORDER} -k last_of_many",
+    ),
+    Mutant(
         "a failed write of a watch's record leaves a file",
         "tierd/daemon/intake/taken.py",
         "            finally:\n                fresh.unlink(missing_ok=True)",
