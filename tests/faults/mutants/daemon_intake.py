@@ -17,9 +17,45 @@ _TEST_IN_PLACE = "pytest tests/watching/test_in_place.py"
 _TEST_ORDER = "pytest tests/watching/test_order.py"
 _OTHER_WATCHES = "tierd/daemon/intake/other_watches.py"
 _TEST_OTHER_WATCHES = "pytest tests/watching/test_other_watches.py"
+_TEST_WATCH_ENDS = "pytest tests/watching/test_watch_ends.py"
 _TEST_UNIT_WATCH = "pytest tests/watching/test_unit_watch.py"
 
 MUTANTS = (
+    Mutant(
+        "nobody learns of a watch on a dead mount",
+        "tierd/daemon/intake/intake.py",
+        "                        self._report_silence(one)\n",
+        "                        pass\n",
+        f"{_TEST_WATCH_ENDS} --timeout 90 -k reported_until_it_answers",
+    ),
+    Mutant(
+        "a watch on a dead mount counts as idle",
+        "tierd/daemon/intake/intake.py",
+        "one.alive_s, one.idle = time.monotonic(), False",
+        "one.alive_s = time.monotonic()",
+        f"{_TEST_WATCH_ENDS} --timeout 90 -k reported_until_it_answers",
+    ),
+    Mutant(
+        "a dead mount keeps a daemon from its end",
+        "tierd/daemon/intake/watch_at_work.py",
+        "await asyncio.wait([work], timeout=_END_S)",
+        "await asyncio.wait([work])",
+        f"{_TEST_WATCH_ENDS} --timeout 30 -k keep_a_daemon_from_its_end",
+    ),
+    Mutant(
+        "a long listing counts as silence",
+        "tierd/watching/files.py",
+        "                self._going()\n",
+        "",
+        f"{_TEST_WATCH_ENDS} -k signs_of_life",
+    ),
+    Mutant(
+        "a long check of a checkpoint counts as silence",
+        "tierd/watching/files.py",
+        "        self._going()\n        data =",
+        "        data =",
+        f"{_TEST_WATCH_ENDS} -k signs_of_life",
+    ),
     Mutant(
         "what a mount brings back becomes the newest",
         "tierd/daemon/intake/taken.py",
@@ -492,8 +528,8 @@ MUTANTS = (
     Mutant(
         "what nobody foresaw ends a watch",
         "tierd/daemon/intake/intake.py",
-        "                except Exception as error:  # also",
-        "                except (OSError, StoreRefused, ConfigError) as error:  # also",
+        "            except Exception as error:  # also",
+        "            except (OSError, StoreRefused, ConfigError) as error:  # also",
         "pytest tests/watching/test_watch_ends.py -k nobody_foresaw",
     ),
     Mutant(

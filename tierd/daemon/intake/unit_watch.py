@@ -71,7 +71,7 @@ class UnitWatch:
         run: the run to save the units as.
         reports: where to report.
         room: frees disk space when a commit finds the disk full.
-        going: called before each chunk; if it raises `Stopped`, `observe` ends.
+        going: called before each name of a listing, each read and each chunk; if it raises `Stopped`, `observe` ends.
         settle_s: as for `Settling`.
 
     Attributes:
@@ -130,7 +130,7 @@ class UnitWatch:
             StoreRefused, ConfigError: it cannot be listed.
         """
         self._known, self._now_s, self.wanted = self._known.merged(known), now_s, None
-        with Tree(self._directory, skip=True) as tree:
+        with Tree(self._directory, skip=True, going=self._going) as tree:
             began = time.monotonic()
             listing = tree.listing()
             self.listing_s = time.monotonic() - began
