@@ -124,6 +124,28 @@ def test_a_unit_that_is_open_for_writing_waits(root: Path, spool: Spool) -> None
     assert len(reported.parts) == 1 and not watch.waiting
 
 
+def test_a_unit_that_stays_open_for_writing_is_not_read_and_is_reported_after_an_hour(
+    root: Path, spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = layouts.torch_save(root)
+    read, inspect_unit = [], unit_watch.inspect_unit
+    monkeypatch.setattr(unit_watch, "inspect_unit", lambda *given: (read.append(given), inspect_unit(*given))[1])
+    reported, told = Reported(), []
+    monkeypatch.setattr(reported, "not_taken", lambda name, why: told.append(why))
+    watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
+    with path.open("ab"):
+        for now_s in range(0, 3600, 300):
+            watch.observe(History(), float(now_s))
+        assert told == [] and watch.refused == {} and watch.waiting
+        for now_s in (3700, 3800, 3900):
+            watch.observe(History(), float(now_s))
+        assert told == [watch.refused[path.name]] and "open for writing for an hour" in told[0]
+        assert not watch.waiting, "a watch that ends when it is idle ends, and names it"
+    assert read == [] and reported.parts == []
+    watch.observe(History(), 4000.0)
+    assert len(reported.parts) == 1 and len(read) == 1 and watch.refused == {}
+
+
 def meddle(act: Callable[[Path], None], when: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program acts once: as the first of two files is checked, or as the last is taken."""
     inspect_unit, adopt_file, calls = unit_watch.inspect_unit, taking.adopt, [0]

@@ -22,6 +22,20 @@ _TEST_UNIT_WATCH = "pytest tests/watching/test_unit_watch.py"
 
 MUTANTS = (
     Mutant(
+        "a unit that stays open for writing is read again and again",
+        _UNIT_WATCH,
+        "        if self._is_open(tree, due):\n            return\n",
+        "",
+        f"{_TEST_UNIT_WATCH} -k stays_open",
+    ),
+    Mutant(
+        "nobody learns of a unit that stays open for writing",
+        _UNIT_WATCH,
+        "if self._now_s - since_s >= _RESTLESS_S:",
+        "if False:",
+        f"{_TEST_UNIT_WATCH} -k stays_open",
+    ),
+    Mutant(
         "nobody learns of a watch on a dead mount",
         "tierd/daemon/intake/intake.py",
         "                        self._report_silence(one)\n",
@@ -458,8 +472,8 @@ MUTANTS = (
     Mutant(
         "a unit that is open for writing is taken",
         "tierd/daemon/intake/taking.py",
-        "            if is_open_for_writing(source.descriptor):\n                raise Busy(",
-        "            if False:\n                raise Busy(",
+        "    if is_open_for_writing(descriptor):\n        raise Busy(",
+        "    if False:\n        raise Busy(",
         f"{_TEST_UNIT_WATCH} -k open_for_writing_waits",
     ),
     Mutant(
