@@ -10,9 +10,13 @@ import torch
 from support import layouts
 from support.watched_run import RUN, Reported, observed, take
 
+from tierd.daemon.intake import taken
+from tierd.daemon.intake.taken import TakenUnits
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.spool.spool import Spool
+from tierd.watching.listing import ListedEntry
 from tierd.watching.naming import History
+from tierd.watching.settle import Shape
 
 HOUR = 3600
 
@@ -224,3 +228,65 @@ def test_a_rewrite_that_another_node_took_is_not_taken_again(root: Path, spool: 
             for now_s in (1.0, 2.0, 3.0):
                 watch.observe(observed(spool), 10.0 * number + now_s)
     assert (len(reported[0].parts), len(reported[1].parts)) == (2, 0)
+
+
+def prune(spool: Spool, *steps: int) -> None:
+    spool.remove([part for part in spool.parts(RUN) if part.checkpoint.step in steps])
+
+
+@pytest.mark.parametrize("meanwhile", [(), ("b-5.pt",)])
+def test_what_a_mount_brings_back_is_what_it_was(meanwhile: tuple[str, ...], root: Path, spool: Spool) -> None:
+    """The directory is an empty mount point for a while, or one in which the program had saved without its mount."""
+    for step in (10, 20, 30, 40, 50):
+        save(root, f"a-{step}.pt", 100_000 + step)
+    take(spool, root)
+    prune(spool, 10, 20, 30)
+    away = root.rename(root.with_name("away"))
+    root.mkdir()
+    for name in meanwhile:
+        save(root, name, 100_000)
+    take(spool, root)
+    for path in root.iterdir():
+        path.rename(away / path.name)
+    root.rmdir()
+    away.rename(root)
+    assert take(spool, root).parts == []
+    assert [step for step in newest_first(spool) if step != 5] == [50, 40]
+
+
+def test_what_was_not_taken_yet_keeps_its_place_without_its_mount(root: Path, spool: Spool) -> None:
+    save(root, "a-10.pt", 100_010)
+    save(root, "a-50.pt", 100_050)
+    UnitWatch(spool, root, RUN, Reported(), settle_s=0.0).observe(History(), 1.0)  # killed, or the spool was full
+    old = (root / "a-10.pt").rename(root.with_name("a-10.pt"))
+    assert [part.checkpoint.step for part in take(spool, root).parts] == [50]
+    old.rename(root / "a-10.pt")
+    assert [part.checkpoint.step for part in take(spool, root).parts] == [10]
+    assert newest_first(spool) == [50, 10]
+
+
+def test_a_new_spool_beside_a_missing_mount_begins_with_the_mount(root: Path, spool: Spool, tmp_path: Path) -> None:
+    for step in (10, 50):
+        save(root, f"a-{step}.pt", 100_000 + step)
+    take(spool, root)
+    prune(spool, 10)
+    fresh, empty = Spool(tmp_path / "fresh"), tmp_path / "empty"
+    empty.mkdir()
+    watch, reported = UnitWatch(fresh, empty, RUN, Reported(), settle_s=0.0), Reported()
+    watch.observe(observed(spool), 1.0)
+    watch = UnitWatch(fresh, root, RUN, reported, settle_s=0.0)
+    for now_s in (2.0, 3.0):
+        watch.observe(observed(spool), now_s)
+    (newest,) = (part.checkpoint for part in spool.parts(RUN))
+    assert [part.checkpoint.step for part in reported.parts] == [10] and reported.parts[0].checkpoint < newest
+
+
+def test_the_record_remembers_the_last_of_many_that_are_gone(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taken, "_MOST_GONE", 2)
+    shapes: dict[str, Shape] = {name: ((name, ListedEntry("file", 1, 1)),) for name in "abcd"}
+    record = TakenUnits(spool, RUN)
+    for name in "abcd":
+        record.see({name: shapes[name]}, None)
+        record.add(name, shapes[name])
+    record = TakenUnits(spool, RUN)
+    assert [name for name in "abcd" if record.has(name, shapes[name])] == ["b", "c", "d"]

@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,16 +124,51 @@ def test_a_unit_that_is_open_for_writing_waits(root: Path, spool: Spool) -> None
     assert len(reported.parts) == 1 and not watch.waiting
 
 
-def meddled(act: Callable[[Path], None], when: int, root: Path, spool: Spool) -> tuple[UnitWatch, Reported]:
-    """A watch beside a program that acts once: as the first of two files is checked (1), or the last is taken (4)."""
-    reported, calls = Reported(), [0]
+def test_a_unit_that_stays_open_for_writing_is_not_read_and_is_reported_after_an_hour(
+    root: Path, spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = layouts.torch_save(root)
+    read, inspect_unit = [], unit_watch.inspect_unit
+    monkeypatch.setattr(unit_watch, "inspect_unit", lambda *given: (read.append(given), inspect_unit(*given))[1])
+    reported, told = Reported(), []
+    monkeypatch.setattr(reported, "not_taken", lambda name, why: told.append(why))
+    watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
+    with path.open("ab"):
+        for now_s in range(0, 3600, 300):
+            watch.observe(History(), float(now_s))
+        assert told == [] and watch.refused == {} and watch.waiting
+        for now_s in (3700, 3800, 3900):
+            watch.observe(History(), float(now_s))
+        assert told == [watch.refused[path.name]] and "open for writing for an hour" in told[0]
+        assert not watch.waiting, "a watch that ends when it is idle ends, and names it"
+    assert read == [] and reported.parts == []
+    watch.observe(History(), 4000.0)
+    assert len(reported.parts) == 1 and len(read) == 1 and watch.refused == {}
 
-    def going() -> None:
+
+def meddle(act: Callable[[Path], None], when: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program acts once: as the first of two files is checked, or as the last is taken."""
+    inspect_unit, adopt_file, calls = unit_watch.inspect_unit, taking.adopt, [0]
+
+    def checked(*given: Any) -> Any:
         calls[0] += 1
-        if calls[0] == when:
+        if when == "checked" and calls[0] == 1:
             act(root)
+        return inspect_unit(*given)
 
-    return UnitWatch(spool, root, RUN, reported, going=going, settle_s=0.0), reported
+    def taken(*given: Any, going: Callable[[], None], **more: Any) -> Any:
+        calls[0] += 1
+
+        def acts() -> None:
+            if when == "taken" and calls[0] == 3:
+                calls[0] += 1
+                act(root)
+            going()
+
+        return adopt_file(*given, going=acts, **more)
+
+    monkeypatch.setattr(unit_watch, "inspect_unit", checked)
+    monkeypatch.setattr(taking, "adopt", taken)
 
 
 def rewrite(root: Path) -> None:
@@ -157,11 +193,15 @@ def replace(root: Path) -> None:
     fresh.replace(path)
 
 
-@pytest.mark.parametrize("when", [1, 4])
+@pytest.mark.parametrize("when", ["checked", "taken"])
 @pytest.mark.parametrize("act", [rewrite, rotate, grow, replace])
-def test_a_unit_that_changes_while_it_is_taken_is_not_kept(act, when: int, root: Path, spool: Spool) -> None:  # type: ignore[no-untyped-def]
+def test_a_unit_that_changes_while_it_is_taken_is_not_kept(
+    act: Callable[[Path], None], when: str, root: Path, spool: Spool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layouts.torchtitan(root)
-    watch, reported = meddled(act, when, root, spool)
+    meddle(act, when, root, monkeypatch)
+    reported = Reported()
+    watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
     for now_s in (1.0, 2.0):
         watch.observe(History(), now_s)
     assert reported.parts == [] and spool.parts() == [] and reported.failures == []

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import msgspec
 import pytest
@@ -12,11 +15,13 @@ import torch
 from safetensors.torch import save_file
 from support import layouts
 from support.timed import timed
+from support.watched_run import watching
 from support.world import Daemon, commit, part, wait_until
 
 from tierd.cli import run
 from tierd.core.config import WatchConfig
-from tierd.daemon.intake import unit_watch
+from tierd.daemon.intake import intake, unit_watch, watch_at_work
+from tierd.daemon.intake.directory_id import DirectoryId
 from tierd.daemon.intake.intake import Intake
 from tierd.daemon.status import status
 from tierd.spool.spool import Spool
@@ -185,3 +190,56 @@ def test_a_file_that_may_not_be_read_is_told_and_lets_a_watch_end(root: Path, mo
     monkeypatch.setattr(files.Tree, "opened", refused)
     assert watched(root) == 9
     assert "cannot be read" in caplog.text and "Permission denied" in caplog.text
+
+
+@pytest.fixture
+def dead(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, Event]]:
+    """Set the first event, and the mount does not answer until the second is set."""
+    dies, answers, identify = Event(), Event(), intake.identify
+
+    def hangs(directory: Path) -> DirectoryId:
+        if dies.is_set():
+            answers.wait(60)
+        return identify(directory)
+
+    monkeypatch.setattr(intake, "identify", hangs)
+    yield dies, answers
+    answers.set()
+
+
+def test_a_dead_mount_is_reported_until_it_answers(root: Path, dead: tuple[Event, Event], monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    dies, answers = dead
+    monkeypatch.setattr(watch_at_work, "SILENT_S", 0.5)
+    layouts.torch_save(root)
+    with watching(root.parent, "spool") as daemon:
+        journal, at_work = daemon.reconciler.journal, daemon.intake  # type: ignore[attr-defined]
+        wait_until(lambda: not at_work.busy, 60)
+        dies.set()
+        (one,) = at_work._watching.values()
+        wait_until(lambda: not one.idle and [alert.doing for alert in journal.alerts()] == ["observe"], 20)
+        wait_until(lambda: "has not answered for" in str(at_work.failure), 20)
+        answers.set()
+        wait_until(lambda: not at_work.busy and at_work.failure is None and journal.alerts() == (), 60)
+
+
+def test_a_dead_mount_does_not_keep_a_daemon_from_its_end(root: Path, dead: tuple[Event, Event], monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    dies, answers = dead
+    monkeypatch.setattr(watch_at_work, "_END_S", 0.1)
+    with watching(root.parent, "spool") as daemon:
+        wait_until(lambda: not daemon.intake.busy, 60)  # type: ignore[attr-defined]
+        dies.set()
+        (one,) = daemon.intake._watching.values()  # type: ignore[attr-defined]
+        wait_until(lambda: one.alive_s is not None and time.monotonic() - one.alive_s > 0.3, 60)
+    assert not answers.is_set(), "the end did not wait for the mount"
+
+
+def test_a_long_listing_gives_signs_of_life(root: Path) -> None:
+    layouts.torch_save(root)
+    signs: list[None] = []
+    with files.Tree(root, going=lambda: signs.append(None)) as tree:
+        entries = tree.listing().entries
+        assert len(signs) == len(entries) > 0
+        (name,) = entries
+        with tree.opened(name, entries[name]) as source:
+            source.read(0, 1)
+    assert len(signs) == len(entries) + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -31,6 +31,7 @@ class Tree:
         directory: the directory.
         skip: list a directory below it that may not be read as one special file, instead of raising, and skip names
             that are not UTF-8, because no manifest can have them.
+        going: called before each name is listed and before each read; what it raises ends the work.
 
     Attributes:
         unreadable: the directories that the last listing skipped.
@@ -40,8 +41,8 @@ class Tree:
         OSError: the directory cannot be opened.
     """
 
-    def __init__(self, directory: Path, *, skip: bool = False) -> None:
-        self._shown, self._skip = directory, skip
+    def __init__(self, directory: Path, *, skip: bool = False, going: Callable[[], None] = lambda: None) -> None:
+        self._shown, self._skip, self._going = directory, skip, going
         self.unreadable: list[str] = []
         self.unnamed: list[str] = []
         self._root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -112,6 +113,7 @@ class Tree:
         directories = []
         with self._opened(path, _DIRECTORY) as descriptor:
             for name in _names(descriptor):
+                self._going()
                 if name.startswith(OWN):
                     continue
                 if self._skip and (shown := os.fsencode(name).decode(errors="backslashreplace")) != name:
@@ -184,7 +186,7 @@ class Tree:
             with self._opened(path, _FILE) as descriptor:
                 _compare(listed, descriptor)
                 try:
-                    yield OpenFile(descriptor, listed.size)
+                    yield OpenFile(descriptor, listed.size, self._going)
                 finally:
                     _compare(listed, descriptor)
                     self._compare_name(path, listed)
@@ -223,10 +225,11 @@ def _compare(listed: ListedEntry, descriptor: int) -> None:
 class OpenFile:
     """An open file as a source of a fixed size. `descriptor` is open for reading while the file is."""
 
-    def __init__(self, descriptor: int, size: int) -> None:
-        self.descriptor, self.size = descriptor, size
+    def __init__(self, descriptor: int, size: int, going: Callable[[], None]) -> None:
+        self.descriptor, self.size, self._going = descriptor, size, going
 
     def read(self, offset: int, length: int) -> bytes:
+        self._going()
         data = os.pread(self.descriptor, length, offset)
         while len(data) < length:
             more = os.pread(self.descriptor, length - len(data), offset + len(data))

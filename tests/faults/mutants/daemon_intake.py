@@ -17,9 +17,87 @@ _TEST_IN_PLACE = "pytest tests/watching/test_in_place.py"
 _TEST_ORDER = "pytest tests/watching/test_order.py"
 _OTHER_WATCHES = "tierd/daemon/intake/other_watches.py"
 _TEST_OTHER_WATCHES = "pytest tests/watching/test_other_watches.py"
+_TEST_WATCH_ENDS = "pytest tests/watching/test_watch_ends.py"
 _TEST_UNIT_WATCH = "pytest tests/watching/test_unit_watch.py"
 
 MUTANTS = (
+    Mutant(
+        "a unit that stays open for writing is read again and again",
+        _UNIT_WATCH,
+        "        if self._is_open(tree, due):\n            return\n",
+        "",
+        f"{_TEST_UNIT_WATCH} -k stays_open",
+    ),
+    Mutant(
+        "nobody learns of a unit that stays open for writing",
+        _UNIT_WATCH,
+        "if self._now_s - since_s >= _RESTLESS_S:",
+        "if False:",
+        f"{_TEST_UNIT_WATCH} -k stays_open",
+    ),
+    Mutant(
+        "nobody learns of a watch on a dead mount",
+        "tierd/daemon/intake/intake.py",
+        "                        self._report_silence(one)\n",
+        "                        pass\n",
+        f"{_TEST_WATCH_ENDS} --timeout 90 -k reported_until_it_answers",
+    ),
+    Mutant(
+        "a watch on a dead mount counts as idle",
+        "tierd/daemon/intake/intake.py",
+        "one.alive_s, one.idle = time.monotonic(), False",
+        "one.alive_s = time.monotonic()",
+        f"{_TEST_WATCH_ENDS} --timeout 90 -k reported_until_it_answers",
+    ),
+    Mutant(
+        "a dead mount keeps a daemon from its end",
+        "tierd/daemon/intake/watch_at_work.py",
+        "await asyncio.wait([work], timeout=_END_S)",
+        "await asyncio.wait([work])",
+        f"{_TEST_WATCH_ENDS} --timeout 30 -k keep_a_daemon_from_its_end",
+    ),
+    Mutant(
+        "a long listing counts as silence",
+        "tierd/watching/files.py",
+        "                self._going()\n",
+        "",
+        f"{_TEST_WATCH_ENDS} -k signs_of_life",
+    ),
+    Mutant(
+        "a long check of a checkpoint counts as silence",
+        "tierd/watching/files.py",
+        "        self._going()\n        data =",
+        "        data =",
+        f"{_TEST_WATCH_ENDS} -k signs_of_life",
+    ),
+    Mutant(
+        "what a mount brings back becomes the newest",
+        "tierd/daemon/intake/taken.py",
+        "        taken = _gone(record.taken, shapes) | {path:",
+        "        taken = {path:",
+        f"{_TEST_ORDER} -k brings_back",
+    ),
+    Mutant(
+        "what was not taken yet becomes the newest when its mount returns",
+        "tierd/daemon/intake/taken.py",
+        "        waiting = _gone(record.waiting, shapes)\n",
+        "        waiting: dict[str, _Waiting] = {}\n",
+        f"{_TEST_ORDER} -k not_taken_yet",
+    ),
+    Mutant(
+        "an empty mount point begins a watch",
+        "tierd/daemon/intake/taken.py",
+        "        if not shapes:\n            return\n",
+        "",
+        f"{_TEST_ORDER} -k missing_mount",
+    ),
+    Mutant(
+        "a watch's record grows without end",
+        "tierd/daemon/intake/taken.py",
+        "            if files > _MOST_GONE:\n                break\n",
+        "",
+        f"{_TEST_ORDER} -k last_of_many",
+    ),
     Mutant(
         "a failed write of a watch's record leaves a file",
         "tierd/daemon/intake/taken.py",
@@ -394,8 +472,8 @@ MUTANTS = (
     Mutant(
         "a unit that is open for writing is taken",
         "tierd/daemon/intake/taking.py",
-        "            if is_open_for_writing(source.descriptor):\n                raise Busy(",
-        "            if False:\n                raise Busy(",
+        "    if is_open_for_writing(descriptor):\n        raise Busy(",
+        "    if False:\n        raise Busy(",
         f"{_TEST_UNIT_WATCH} -k open_for_writing_waits",
     ),
     Mutant(
@@ -464,8 +542,8 @@ MUTANTS = (
     Mutant(
         "what nobody foresaw ends a watch",
         "tierd/daemon/intake/intake.py",
-        "                except Exception as error:  # also",
-        "                except (OSError, StoreRefused, ConfigError) as error:  # also",
+        "            except Exception as error:  # also",
+        "            except (OSError, StoreRefused, ConfigError) as error:  # also",
         "pytest tests/watching/test_watch_ends.py -k nobody_foresaw",
     ),
     Mutant(

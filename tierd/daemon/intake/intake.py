@@ -1,6 +1,7 @@
-"""The watches of a daemon: one thread for each `[[watch]]`, at idle priority.
+"""The watches of a daemon: one call at a time for each `[[watch]]`, in a thread at idle priority.
 
-Invariant: a watch that fails delays nothing else; it is tried again. Its thread has ended when `run` has.
+Invariant: a watch that fails, or whose directory does not answer, delays nothing else. It is tried again. Its
+thread has ended when `run` has, unless its call hangs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,9 +23,8 @@ from tierd.daemon.intake.other_watches import OtherWatches
 from tierd.daemon.intake.reports import ToReconciler
 from tierd.daemon.intake.taker import Taker
 from tierd.daemon.intake.unit_watch import UnitWatch
-from tierd.daemon.intake.watch_at_work import TRIES, RunNotWatched, WatchAtWork, run_in
+from tierd.daemon.intake.watch_at_work import SILENT_S, TRIES, RunNotWatched, WatchAtWork, run_in
 from tierd.daemon.reconcile import Reconciler
-from tierd.priority import lower
 from tierd.spool.commit import Room
 from tierd.stores.base import Store
 from tierd.watching.naming import history
@@ -83,12 +82,12 @@ class Intake:
                     if watch not in self._watching:
                         one = self._watching[watch] = WatchAtWork(watch)
                         one.task = asyncio.ensure_future(self._watch(one))
+                for one in self._watching.values():
+                    if one.is_silent():
+                        self._report_silence(one)
                 await asyncio.sleep(1.0)
         finally:
-            for one in self._watching.values():
-                one.ending = True
-            for one in self._watching.values():
-                await self._end(one)
+            await asyncio.gather(*(self._end(one) for one in self._watching.values()))
 
     async def _end(self, one: WatchAtWork) -> None:
         one.ending = True
@@ -118,39 +117,48 @@ class Intake:
         run = one.watch.run
         reports = ToReconciler(self._reconciler, run)
         watch: UnitWatch | None = None
-        with ThreadPoolExecutor(1, thread_name_prefix="tierd-watch", initializer=lower) as pool:
-            log.info("watching %s as run %s", one.watch.directory, run)
-            while True:
-                self._stay_interested(run)
-                try:
-                    if watch is None:
-                        await self._check_run(run)
-                        watch = await run_in(pool, one, self._make, one, reports)
-                    directory = await run_in(pool, one, identify, Path(one.watch.directory))
-                    if alone := await others.may_go_on(directory, time.monotonic()):
-                        await self._observe_watch(pool, one, watch, taker)
-                        await self._share_pins(run)
-                    one.idle, one.tries, one.error = alone and not watch.waiting, 0, None
-                    self._warn(one, watch, others)
-                    rest_s = max(self._reconciler.timings.watch_s, _SHARE * watch.listing_s)
-                except Exception as error:  # also what nobody foresaw: a watch that ended would end without a word
-                    if not isinstance(error, OSError | StoreRefused | ConfigError):
-                        log.exception("%s: a look failed", one.watch.directory)
-                    one.tries, one.error = one.tries + 1, error
-                    rest_s = min(_RETRY_S, self._reconciler.timings.watch_s * 2**one.tries)
-                    self._reconciler.journal.failed(("watch", run), "observe", SPOOL, one.watch.directory, str(error))
-                    log.warning("%s: it cannot be watched now: %s", one.watch.directory, error)
-                else:
-                    self._reconciler.journal.worked(("watch", run))
-                await asyncio.sleep(rest_s)
+        log.info("watching %s as run %s", one.watch.directory, run)
+        while True:
+            self._stay_interested(run)
+            try:
+                if watch is None:
+                    await self._check_run(run)
+                    watch = await run_in(one, self._make, one, reports)
+                directory = await run_in(one, identify, Path(one.watch.directory))
+                if alone := await others.may_go_on(directory, time.monotonic()):
+                    await self._observe_watch(one, watch, taker)
+                    await self._share_pins(run)
+                one.idle, one.tries, one.error = alone and not watch.waiting, 0, None
+                self._warn(one, watch, others)
+                rest_s = max(self._reconciler.timings.watch_s, _SHARE * watch.listing_s)
+            except Exception as error:  # also what nobody foresaw: a watch that ended would end without a word
+                if not isinstance(error, OSError | StoreRefused | ConfigError):
+                    log.exception("%s: a look failed", one.watch.directory)
+                self._failed(one, error)
+                rest_s = min(_RETRY_S, self._reconciler.timings.watch_s * 2**one.tries)
+            else:
+                self._reconciler.journal.worked(("watch", run))
+            await asyncio.sleep(rest_s)
 
-    async def _observe_watch(self, pool: ThreadPoolExecutor, one: WatchAtWork, watch: UnitWatch, taker: Taker) -> None:
+    def _failed(self, one: WatchAtWork, error: Exception) -> None:
+        """Report that a directory cannot be watched now."""
+        one.tries, one.error = one.tries + 1, error
+        thing, directory = ("watch", one.watch.run), one.watch.directory
+        self._reconciler.journal.failed(thing, "observe", SPOOL, directory, str(error))
+        log.warning("%s: it cannot be watched now: %s", directory, error)
+
+    def _report_silence(self, one: WatchAtWork) -> None:
+        """Report a call that may hang, as a failed try, and again if it goes on."""
+        one.alive_s, one.idle = time.monotonic(), False
+        self._failed(one, TimeoutError(f"it has not answered for {SILENT_S:g} s; look at its mount"))
+
+    async def _observe_watch(self, one: WatchAtWork, watch: UnitWatch, taker: Taker) -> None:
         """Look once; take what is due if no other node does. What another node took is known only after it is done."""
         run = one.watch.run
 
         async def observe(may_take: bool) -> None:
             known = history(self._reconciler.inventory(), run)
-            await run_in(pool, one, watch.observe, known, time.monotonic(), may_take=may_take)
+            await run_in(one, watch.observe, known, time.monotonic(), may_take=may_take)
 
         await observe(taker.held)
         if watch.wanted is not None and await taker.may_take(watch.wanted, time.monotonic()):

@@ -5,13 +5,16 @@ kept, are taken once more when a daemon starts.
 
 It also holds, for each unit that was not taken yet, the newest checkpoint when the unit was first seen. A unit that
 appears later is never older than that one, whatever its files' times are. Without the record, times alone order.
+
+Invariant: a unit that was gone for some time comes back as what it was, because a directory may be an empty mount point
+for that time, or partly unreadable. If it came back as new, it would sort after the newest checkpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -21,7 +24,9 @@ from tierd.spool.spool import Spool
 from tierd.watching.settle import Shape
 
 _WATCHED = "watched"
+_MOST_GONE = 10_000  # files of the units that are gone and are remembered; about 1 MB of the record
 _Sizes: TypeAlias = dict[str, tuple[int, int]]  # by file: its size in bytes, its time of modification in ns
+_T = TypeVar("_T", _Sizes, "_Waiting")
 
 
 class _Waiting(msgspec.Struct, frozen=True):
@@ -76,16 +81,20 @@ class TakenUnits:
         self._write(record)
 
     def see(self, shapes: Mapping[str, Shape], newest: CheckpointId | None) -> None:
-        """Record a listing, and forget the units that are not in it any more. Raises nothing.
+        """Record a listing. Raises nothing.
+
+        A listing without units changes nothing and begins no record, because it may be of an empty mount point.
 
         Args:
             shapes: the units of the listing, by path.
             newest: the newest checkpoint that is known.
         """
+        if not shapes:
+            return
         record, newest = self._record or _Record({}, {}), newest if self._record else None
         after = (newest.attempt, newest.step) if newest else None
-        taken = {path: sizes for path, sizes in record.taken.items() if path in shapes}
-        waiting = {}
+        taken = _gone(record.taken, shapes) | {path: one for path, one in record.taken.items() if path in shapes}
+        waiting = _gone(record.waiting, shapes)
         for path, shape in shapes.items():
             if taken.get(path) != (sizes := _sizes(shape)):
                 was = record.waiting.get(path)
@@ -112,6 +121,20 @@ class TakenUnits:
                 fresh.replace(self._path)
             finally:
                 fresh.unlink(missing_ok=True)  # of a failed write, as on a full disk
+
+
+def _gone(units: Mapping[str, _T], shapes: Mapping[str, Shape]) -> dict[str, _T]:
+    """Return the units that a listing lacks, in order, without the first ones if they are of too many files."""
+    found: dict[str, _T] = {}
+    files = 0
+    for path in reversed(list(units)):
+        if path not in shapes:
+            one = units[path]
+            files += len(one.sizes if isinstance(one, _Waiting) else one)
+            if files > _MOST_GONE:
+                break
+            found[path] = one
+    return dict(reversed(found.items()))
 
 
 def _sizes(shape: Shape) -> _Sizes:

@@ -38,6 +38,18 @@ class StagedUnit:
     how: Mapping[How, int]
 
 
+def check_closed(tree: Tree, unit: Unit, entries: Mapping[str, ListedEntry]) -> None:
+    """Check, before much is read, that no process has a file open for writing; arguments and errors as `stage_unit`."""
+    for path in unit.files:
+        with tree.opened(path, entries[path]) as source:
+            _check_closed(source.descriptor, path)
+
+
+def _check_closed(descriptor: int, path: str) -> None:
+    if is_open_for_writing(descriptor):
+        raise Busy(f"{path}: a process has it open for writing")
+
+
 def stage_unit(
     tree: Tree,
     unit: Unit,
@@ -67,8 +79,7 @@ def stage_unit(
         target = stage.path / path
         make_private(target.parent)
         with tree.opened(path, entries[path]) as source:
-            if is_open_for_writing(source.descriptor):
-                raise Busy(f"{path}: a process has it open for writing")
+            _check_closed(source.descriptor, path)
             # A name with a step is used for one save. A name without one is written again, and a link would change.
             link = unit.step is not None
             file, how = adopt(source.descriptor, source.size, target, path, link=link, going=going)

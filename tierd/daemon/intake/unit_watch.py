@@ -22,7 +22,7 @@ from tierd.core.manifest import Manifest
 from tierd.daemon.intake.ordering import Ordering
 from tierd.daemon.intake.outward_links import OutwardLinks
 from tierd.daemon.intake.taken import TakenUnits
-from tierd.daemon.intake.taking import Busy, stage_unit
+from tierd.daemon.intake.taking import Busy, check_closed, stage_unit
 from tierd.daemon.intake.watch_at_work import Stopped
 from tierd.formats.byte_source import ByteSource
 from tierd.spool.commit import CommittedPart, Room
@@ -71,7 +71,7 @@ class UnitWatch:
         run: the run to save the units as.
         reports: where to report.
         room: frees disk space when a commit finds the disk full.
-        going: called before each chunk; if it raises `Stopped`, `observe` ends.
+        going: called before each name of a listing, each read and each chunk; if it raises `Stopped`, `observe` ends.
         settle_s: as for `Settling`.
 
     Attributes:
@@ -97,6 +97,7 @@ class UnitWatch:
         self._taken = TakenUnits(spool, run)
         self._ordering = Ordering(self._settling, self._taken)
         self._off: dict[str, float] = {}  # by unit, until when it is not tried
+        self._open: dict[str, float] = {}  # by unit, since when a process has it open for writing
         self._known = History()
         self.wanted: CheckpointId | None = None
         self._now_s = self.listing_s = 0.0
@@ -130,7 +131,7 @@ class UnitWatch:
             StoreRefused, ConfigError: it cannot be listed.
         """
         self._known, self._now_s, self.wanted = self._known.merged(known), now_s, None
-        with Tree(self._directory, skip=True) as tree:
+        with Tree(self._directory, skip=True, going=self._going) as tree:
             began = time.monotonic()
             listing = tree.listing()
             self.listing_s = time.monotonic() - began
@@ -186,11 +187,34 @@ class UnitWatch:
         if not may_take:
             self.wanted = named.checkpoint
             return
+        if self._is_open(tree, due):
+            return
         found = self._inspect(due, opener)
         if found.status != "sound":
             self._refuse(tree, due, found)
             return
         self._take(tree, due, described, named, made)
+
+    def _is_open(self, tree: Tree, due: Due) -> bool:
+        """Whether a process has a file of a unit open for writing. Other errors are left to the check of the unit."""
+        try:
+            check_closed(tree, due.unit, dict(due.shape))
+        except Busy as error:
+            self._busy(due.unit.path, error)
+            return True
+        except (Changed, OSError):
+            return False
+        self._open.pop(due.unit.path, None)
+        return False
+
+    def _busy(self, path: str, error: Busy) -> None:
+        """Wait for a process to close a unit; report that after an hour."""
+        since_s = self._open.setdefault(path, self._now_s)
+        if self._now_s - since_s >= _RESTLESS_S:
+            self._try_again(path, f"{error} for an hour, and it is taken when that ends")
+        else:
+            self._off[path] = self._now_s + _OPEN_S
+            log.info("%s", error)
 
     def _step(self, due: Due, described: Described, made: datetime) -> int | None:
         """Return a unit's step; None for a unit that has none while others have one."""
@@ -211,7 +235,10 @@ class UnitWatch:
         return True
 
     def _forget(self) -> None:
-        """Forget the refused units that are gone, or that changed."""
+        """Forget the refused units that are gone, or that changed, and all else of those that are gone."""
+        self._off = {path: until_s for path, until_s in self._off.items() if self._settling.is_seen(path)}
+        self._open = {path: since_s for path, since_s in self._open.items() if self._settling.is_seen(path)}
+        self._stepless = {path for path in self._stepless if self._settling.is_seen(path)}
         self._unread = {path for path in self._unread if self._settling.is_seen(path)}
         kept = {path for path in self.refused if path in self._unread or self._settling.is_judged(path)}
         self.refused = {path: why for path, why in self.refused.items() if path in kept}
@@ -292,8 +319,7 @@ class UnitWatch:
                     raise
                 self._commit(tree, due, described, named, made)
         except Busy as error:
-            self._off[path] = self._now_s + _OPEN_S
-            log.info("%s", error)
+            self._busy(path, error)
         except (Changed, CorruptChunk) as error:
             self._changed(due, str(error))
         except StepRefused:  # it was committed since the spool was observed

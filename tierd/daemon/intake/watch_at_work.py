@@ -1,24 +1,31 @@
 """The state of one `[[watch]]` at work, and calls in its thread.
 
-Invariant: the thread has ended its call when `run_in` returns or raises, also if it was cancelled.
+Invariant: the call has ended when `run_in` returns or raises, also if it was cancelled. The exception is a call that
+hangs, as on a dead mount: it is left behind, and ends at its next name or chunk if the mount ever answers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import logging
+import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from tierd.core.config import WatchConfig
 from tierd.core.errors import ConfigError
+from tierd.own_thread import in_own_thread
+from tierd.priority import lower
+
+log = logging.getLogger("tierd.daemon")
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 TRIES = 3  # failed tries in a row after which nothing waits for a directory
+SILENT_S = 60.0  # seconds without a sign of life after which a call counts as a failed try
+_END_S = 20.0  # seconds for which the end of a watch waits for its call
 
 
 class RunNotWatched(ConfigError):
@@ -39,6 +46,8 @@ class WatchAtWork:
         tries: how many times in a row the directory could not be watched.
         error: why it cannot be watched.
         refused: the units that are not taken as they are, by path, and why.
+        alive_s: when the call that runs last gave a sign of life, or last counted as a failed try, by the monotonic
+            clock, in seconds; None if none runs.
     """
 
     watch: WatchConfig
@@ -47,6 +56,7 @@ class WatchAtWork:
     tries: int = 0
     error: Exception | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
+    alive_s: float | None = None
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @property
@@ -54,21 +64,40 @@ class WatchAtWork:
         """Whether nothing is left to take, or the directory cannot be watched."""
         return self.idle or self.tries >= TRIES or isinstance(self.error, RunNotWatched)
 
+    def is_silent(self) -> bool:
+        """Whether a call runs that may hang."""
+        return self.alive_s is not None and time.monotonic() - self.alive_s >= SILENT_S
+
     def going(self) -> None:
+        """Give a sign of life. Raises `Stopped` if the call has to end."""
         if self.ending:
             raise Stopped
+        self.alive_s = time.monotonic()
 
 
-async def run_in(
-    pool: ThreadPoolExecutor, one: WatchAtWork, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-) -> T:
-    """Run a call in the watch's thread. If cancelled, have the call end, and wait for that."""
-    work = asyncio.get_running_loop().run_in_executor(pool, functools.partial(call, *args, **kwargs))
+async def run_in(one: WatchAtWork, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a call in a thread of its own, at idle priority. If cancelled, have it end, and wait `_END_S` for that."""
+
+    def at_idle_priority() -> T:
+        lower()
+        return call(*args, **kwargs)
+
+    one.alive_s = time.monotonic()
+    work = in_own_thread(at_idle_priority, "tierd-watch")
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
         one.ending = True
-        await asyncio.wait([work])
-        if not work.cancelled():
-            work.exception()  # retrieved, so that asyncio does not warn
+        await asyncio.wait([work], timeout=_END_S)
+        if not work.done():
+            log.warning("%s does not answer: a thread that waits for it is left behind", one.watch.directory)
+        work.add_done_callback(_retrieve)
         raise
+    finally:
+        one.alive_s = None
+
+
+def _retrieve(work: asyncio.Future[T]) -> None:
+    """Retrieve an error, so that asyncio does not warn."""
+    if not work.cancelled():
+        work.exception()
