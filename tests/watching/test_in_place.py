@@ -135,7 +135,7 @@ def test_what_was_there_is_not_deleted_after_a_kill(can_exchange: bool, renames:
         monkeypatch.setattr(in_place, "_exchange", lambda *given: False)
     with suppress(Killed):
         in_place._swap_in(fresh.parent, root, "checkpoint-5")
-    in_place._clear(root, root / in_place.RESTORED)
+    in_place._clear(root / in_place.RESTORED)
     assert "the program's" in [path.read_text() for path in root.rglob("file")]
 
 

@@ -10,6 +10,8 @@ _IN_PLACE = "tierd/daemon/intake/in_place.py"
 _ORDERING = "tierd/daemon/intake/ordering.py"
 _PREPARE = "tierd/daemon/intake/prepare.py"
 _UNIT_WATCH = "tierd/daemon/intake/unit_watch.py"
+_DIRECTORY_LOCK = "tierd/daemon/intake/directory_lock.py"
+_TEST_DIRECTORY_LOCK = "pytest tests/watching/test_directory_lock.py"
 _TEST_PREPARE_LEAVES = "pytest tests/watching/test_prepare_leaves.py"
 _TEST_BUCKET = "pytest tests/watching/test_import_bucket.py"
 _TEST_IMPORT = "pytest tests/watching/test_import.py"
@@ -20,6 +22,41 @@ _TEST_OTHER_WATCHES = "pytest tests/watching/test_other_watches.py"
 _TEST_UNIT_WATCH = "pytest tests/watching/test_unit_watch.py"
 
 MUTANTS = (
+    Mutant(
+        "a second restore clears what the first puts in place",
+        "tierd/daemon/intake/chosen.py",
+        "    async with alone_in(directory):\n",
+        "    if True:\n",
+        f"{_TEST_DIRECTORY_LOCK} -k second_restore",
+    ),
+    Mutant(
+        "a second prepare lists the directory while the first changes it",
+        _PREPARE,
+        "    async with alone_in(directory):\n",
+        "    if directory.mkdir(parents=True, exist_ok=True) is None:\n",
+        f"{_TEST_DIRECTORY_LOCK} -k second_prepare",
+    ),
+    Mutant(
+        "prepare moves a unit away that another restore holds",
+        _PREPARE,
+        "suppress(CheckpointNotFound, NotWatched)",
+        "suppress(CheckpointNotFound, ConfigError)",
+        f"{_TEST_DIRECTORY_LOCK} -k put_right",
+    ),
+    Mutant(
+        "a directory's lock is held in a file that was removed",
+        _DIRECTORY_LOCK,
+        "if os.path.samestat(os.fstat(lock), path.stat()):",
+        "if path.exists():",
+        f"{_TEST_DIRECTORY_LOCK} -k was_removed",
+    ),
+    Mutant(
+        "a lock's file stays in an empty directory",
+        _DIRECTORY_LOCK,
+        "                if [*directory.iterdir()] == [directory / NAME]:\n",
+        "                if not [*directory.iterdir()]:\n",
+        f"{_TEST_DIRECTORY_LOCK} -k stays_empty",
+    ),
     Mutant(
         "a failed write of a watch's record leaves a file",
         "tierd/daemon/intake/taken.py",

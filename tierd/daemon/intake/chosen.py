@@ -15,6 +15,7 @@ import msgspec
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
 from tierd.core.save_policy import Goal
+from tierd.daemon.intake.directory_lock import alone_in
 from tierd.daemon.intake.in_place import PutBack, put_back, write_whole
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.concurrency import to_the_end
@@ -53,16 +54,20 @@ async def put_back_chosen(
     progress: Progress,
     best: Goal | None,
 ) -> PutBack:
-    """Put a checkpoint back as `put_back` does, and write down if it was chosen; the newest one ends a choice."""
-    put = await put_back(stores, run, directory, step, attempt, progress, best)
-    if step is None and attempt is None and best is None:
-        (directory / NAME).unlink(missing_ok=True)
+    """Put a checkpoint back as `put_back` does, and write down if it was chosen; the newest one ends a choice.
+
+    The directory is made if it does not exist. Raises as `put_back` and `alone_in`.
+    """
+    async with alone_in(directory):
+        put = await put_back(stores, run, directory, step, attempt, progress, best)
+        if step is None and attempt is None and best is None:
+            (directory / NAME).unlink(missing_ok=True)
+            return put
+        made = history(await observe_places(None, stores, run, chunks=False), run).made
+        newest = max(made.values(), default=datetime(1, 1, 1, tzinfo=UTC))
+        text = msgspec.json.encode(Chosen(run, put.step, put.attempt, newest)).decode()
+        await to_the_end(write_whole, directory / NAME, text)
         return put
-    made = history(await observe_places(None, stores, run, chunks=False), run).made
-    newest = max(made.values(), default=datetime(1, 1, 1, tzinfo=UTC))
-    text = msgspec.json.encode(Chosen(run, put.step, put.attempt, newest)).decode()
-    await to_the_end(write_whole, directory / NAME, text)
-    return put
 
 
 def read_chosen(directory: Path, run: str) -> Chosen | None:
