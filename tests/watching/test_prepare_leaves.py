@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from support import layouts
 from support.watched_run import RUN, files, flush, take
 from support.world import commit, part
@@ -122,6 +123,19 @@ def test_a_pointer_to_nothing_is_corrected(node: Node, text: str | None, capsys)
         (node.root / "latest").write_text(text)
     assert node.prepare(capsys)["pointers"] == ["latest"]
     assert (node.root / "latest").read_text() == "global_step20"
+
+
+@pytest.mark.parametrize(("age_s", "named"), [(0, "global_step30"), (1000, "global_step20")])
+def test_a_pointer_to_a_newer_unit_that_cannot_be_checked_is_left(node: Node, age_s: int, named: str, capsys) -> None:
+    deepspeed(node.root, 10, 20)
+    node.taken()
+    deepspeed(node.root, 30)
+    torch.save({}, node.root / "global_step30" / "extra.pt", _use_new_zipfile_serialization=False)
+    aged(node.root / "global_step30", age_s)
+    shutil.rmtree(node.root / "global_step10")
+    shutil.rmtree(node.root / "global_step20")
+    assert node.verdicts(capsys) == {"global_step20": "missing", "global_step30": "unknown"}
+    assert (node.root / "latest").read_text() == named
 
 
 def test_a_chosen_step_on_a_new_node_is_not_overtaken(tmp_path: Path, capsys) -> None:

@@ -23,6 +23,20 @@ _TEST_UNIT_WATCH = "pytest tests/watching/test_unit_watch.py"
 
 MUTANTS = (
     Mutant(
+        "prepare points back past a newer unit that it left",
+        _PREPARE,
+        '    if one.verdict != "unknown" or _is_newer(newest, known, one):\n',
+        "    if True:\n",
+        f"{_TEST_PREPARE_LEAVES} -k 'cannot_be_checked and step30'",
+    ),
+    Mutant(
+        "an older unit that cannot be checked stays named beside a newer one",
+        _PREPARE,
+        '    if one.verdict != "unknown" or _is_newer(newest, known, one):\n',
+        '    if one.verdict != "unknown":\n',
+        f"{_TEST_PREPARE_LEAVES} -k 'cannot_be_checked and step20'",
+    ),
+    Mutant(
         "a second restore clears what the first puts in place",
         "tierd/daemon/intake/chosen.py",
         "    async with alone_in(directory):\n",

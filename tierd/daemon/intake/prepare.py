@@ -273,10 +273,18 @@ async def _newest(
     newest = on_tiers[0].checkpoint
     if any((one.replaced or one.verdict == "unknown") and one.step == newest.step for one in judged):
         return None
+    point = not any(_keeps_pointer(one, newest, known, directory) for one in judged)
     try:
-        return await put_back(stores, run, directory, newest.step, newest.attempt, progress)
+        return await put_back(stores, run, directory, newest.step, newest.attempt, progress, point=point)
     except CheckpointNotFound:
         return None
+
+
+def _keeps_pointer(one: _Judged, newest: CheckpointId, known: History, directory: Path) -> bool:
+    """Whether the program's pointers name a unit that cannot be checked, and is as new as the newest checkpoint."""
+    if one.verdict != "unknown" or _is_newer(newest, known, one):
+        return False
+    return is_named(directory, one.unit.layout.program, one.unit.path, one.unit.files)
 
 
 def _is_newer(checkpoint: CheckpointId, known: History, one: _Judged) -> bool:
