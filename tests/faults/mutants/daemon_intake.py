@@ -23,6 +23,13 @@ _TEST_UNIT_WATCH = "pytest tests/watching/test_unit_watch.py"
 
 MUTANTS = (
     Mutant(
+        "each failed exchange leaves a checkpoint in quarantine",
+        _IN_PLACE,
+        "        target.rename(fresh)  # or each",
+        "        pass  # or each",
+        f"{_TEST_IN_PLACE} -k failed_exchange",
+    ),
+    Mutant(
         "prepare points back past a newer unit that it left",
         _PREPARE,
         '    if one.verdict != "unknown" or _is_newer(newest, known, one):\n',

@@ -194,7 +194,12 @@ def _swap_in(fresh: Path, directory: Path, name: str) -> str | None:
     target = _free_name(directory, name)
     # In quarantine before the exchange, because the next command deletes what an interrupted one left in `RESTORED`.
     fresh.rename(target)
-    if not _exchange(target, final):
+    try:
+        exchanged = _exchange(target, final)
+    except OSError:
+        target.rename(fresh)  # or each try would leave a whole checkpoint in quarantine
+        raise
+    if not exchanged:
         target.rename(fresh)
         final.rename(target)
         fresh.rename(final)
