@@ -164,6 +164,28 @@ def test_a_choice_ends_with_newer_checkpoints_or_by_the_newest(tmp_path: Path, c
     assert node.restore() == 0 and not (node.root / CHOSEN).exists()
 
 
+def test_a_choice_passes_over_no_later_save_for_a_time_in_the_future(tmp_path: Path, capsys) -> None:
+    first = Node(tmp_path, "first")
+    plain(first.root, 5, 6)
+    aged(first.root, -3600)
+    first.taken()
+    node = Node(tmp_path, "back")
+    assert node.restore("--step", "5") == 0
+    layouts.pt(first.root / "a-7.pt")
+    first.taken()
+    assert node.verdicts(capsys) == {"a-5.pt": "verified", "a-7.pt": "missing"}
+
+
+@pytest.mark.parametrize(("year", "found"), [("2001", ["a-6.pt"]), ("2060", [])])
+def test_a_choice_that_an_older_tierd_wrote_is_obeyed(node: Node, year: str, found: list[str], capsys) -> None:
+    plain(node.root, 6)
+    node.taken()
+    (node.root / "a-6.pt").unlink()
+    choice = {"run": RUN, "step": 5, "attempt": "0" * 12 + "-" + "0" * 8, "passed_over": f"{year}-01-01T00:00:00Z"}
+    (node.root / CHOSEN).write_text(json.dumps(choice))
+    assert [*node.verdicts(capsys)] == found
+
+
 def test_a_choice_that_cannot_be_read_is_named(node: Node, capsys) -> None:
     plain(node.root, 5)
     node.taken()

@@ -23,6 +23,13 @@ _TEST_UNIT_WATCH = "pytest tests/watching/test_unit_watch.py"
 
 MUTANTS = (
     Mutant(
+        "a choice of an older tierd is not obeyed",
+        "tierd/daemon/intake/chosen.py",
+        "            return made > self.passed_over\n",
+        "            return True\n",
+        f"{_TEST_PREPARE_LEAVES} -k 'older_tierd and 2060'",
+    ),
+    Mutant(
         "each failed exchange leaves a checkpoint in quarantine",
         _IN_PLACE,
         "        target.rename(fresh)  # or each",
@@ -270,15 +277,15 @@ MUTANTS = (
     Mutant(
         "prepare fetches what a person passed over",
         "tierd/daemon/intake/chosen.py",
-        "or made > self.passed_over",
-        "or made <= self.passed_over",
+        "return one > CheckpointId(self.run",
+        "return one <= CheckpointId(self.run",
         f"{_TEST_PREPARE_LEAVES} -k not_overtaken",
     ),
     Mutant(
         "a choice outlives what the program saved since",
         "tierd/daemon/intake/chosen.py",
-        "or made > self.passed_over",
-        "",
+        "return one > CheckpointId(self.run, self.newest_attempt, self.newest_step)",
+        "return False",
         f"{_TEST_PREPARE_LEAVES} -k choice_ends",
     ),
     Mutant(
