@@ -116,8 +116,8 @@ MUTANTS = (
     Mutant(
         "a kill leaves the program's former file where the next command deletes it",
         _IN_PLACE,
-        "    fresh.rename(target)\n    if not _exchange(target, final):\n        target.rename(fresh)\n",
-        "    if _exchange(fresh, final):\n        fresh.rename(target)\n    else:\n",
+        "    fresh.rename(target)\n    try:\n        exchanged = _exchange(target, final)\n",
+        "    try:\n        exchanged = _exchange(fresh, final)\n        fresh.rename(target)\n",
         f"{_TEST_IN_PLACE} -k after_a_kill",
     ),
     Mutant(
