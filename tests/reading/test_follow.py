@@ -16,7 +16,8 @@ from support.world import content, part, wait_until
 
 import tierd
 from tierd.cli import run
-from tierd.core.errors import ConfigError, StoreUnavailable
+from tierd.core.errors import ConfigError, SpoolFull, StoreUnavailable
+from tierd.reading import commands
 from tierd.reading.commands import parse_command, substitute
 from tierd.reading.tiers import RunOnTiers
 
@@ -213,6 +214,44 @@ def test_a_corrupt_checkpoint_is_not_given_to_a_command(full, tier, tmp_path):
     chunk.write_bytes(right)  # repaired
     assert followed(tier, home, command) == 0
     assert len(log.read_text().split()) == 1
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_partial_download_is_kept_while_its_checkpoint_may_be_due(full, tier, tmp_path, monkeypatch, silent):
+    home = tmp_path / "home"
+    gone, broken = (home / f".{part(step).checkpoint.name}.partial" for step in (1, 2))
+    for path in (gone, broken):
+        path.mkdir(mode=0o700, parents=True)
+        (path / "some").write_bytes(b"bytes")
+    arrive(full, tier, 2)
+    for chunk in [path for path in (tier / RUN / "chunks").rglob("*") if path.is_file()]:
+        chunk.write_bytes(b"decayed")
+    observe = RunOnTiers.observe
+
+    def observed(self):
+        found = observe(self)
+        self.unreached = {"other": "it rests"} if silent else {}
+        return found
+
+    monkeypatch.setattr(RunOnTiers, "observe", observed)
+    assert followed(tier, home, "test -d {directory}") == 12
+    assert broken.exists() and gone.exists() == silent
+
+
+def test_a_full_disk_ends_no_follower(full, tier, tmp_path, monkeypatch, capsys):
+    arrive(full, tier, 1)
+    arrive(full, tier, 2)
+    export_one = commands.export_one
+
+    def full_once(stores, candidate, *rest):
+        if candidate.checkpoint.step == 1:
+            raise SpoolFull("no space is left")
+        return export_one(stores, candidate, *rest)
+
+    monkeypatch.setattr(commands, "export_one", full_once)
+    assert followed(tier, tmp_path / "home", "test -d {directory}") == 12
+    out = capsys.readouterr().out
+    assert "no space is left" in out and out.count(": delivered") == 1
 
 
 @pytest.mark.parametrize(

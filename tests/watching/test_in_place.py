@@ -135,8 +135,22 @@ def test_what_was_there_is_not_deleted_after_a_kill(can_exchange: bool, renames:
         monkeypatch.setattr(in_place, "_exchange", lambda *given: False)
     with suppress(Killed):
         in_place._swap_in(fresh.parent, root, "checkpoint-5")
-    in_place._clear(root, root / in_place.RESTORED)
+    in_place._clear(root / in_place.RESTORED)
     assert "the program's" in [path.read_text() for path in root.rglob("file")]
+
+
+def test_a_failed_exchange_leaves_nothing_in_quarantine(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = root / in_place.RESTORED / "checkpoint-5"
+    for path in (root / "checkpoint-5", fresh):
+        path.mkdir(parents=True)
+
+    def busy(*_: object) -> bool:
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(in_place, "_exchange", busy)
+    with pytest.raises(OSError, match="busy"):
+        in_place._swap_in(fresh, root, "checkpoint-5")
+    assert fresh.is_dir() and list((root / in_place.QUARANTINE).iterdir()) == []
 
 
 def test_a_link_on_the_way_is_not_followed(home: Home, capsys: pytest.CaptureFixture[str]) -> None:

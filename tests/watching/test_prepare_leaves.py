@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from support import layouts
 from support.watched_run import RUN, files, flush, take
 from support.world import commit, part
@@ -124,6 +125,19 @@ def test_a_pointer_to_nothing_is_corrected(node: Node, text: str | None, capsys)
     assert (node.root / "latest").read_text() == "global_step20"
 
 
+@pytest.mark.parametrize(("age_s", "named"), [(0, "global_step30"), (1000, "global_step20")])
+def test_a_pointer_to_a_newer_unit_that_cannot_be_checked_is_left(node: Node, age_s: int, named: str, capsys) -> None:
+    deepspeed(node.root, 10, 20)
+    node.taken()
+    deepspeed(node.root, 30)
+    torch.save({}, node.root / "global_step30" / "extra.pt", _use_new_zipfile_serialization=False)
+    aged(node.root / "global_step30", age_s)
+    shutil.rmtree(node.root / "global_step10")
+    shutil.rmtree(node.root / "global_step20")
+    assert node.verdicts(capsys) == {"global_step20": "missing", "global_step30": "unknown"}
+    assert (node.root / "latest").read_text() == named
+
+
 def test_a_chosen_step_on_a_new_node_is_not_overtaken(tmp_path: Path, capsys) -> None:
     first = Node(tmp_path, "first")
     plain(first.root, 5, 6, 7)
@@ -148,6 +162,28 @@ def test_a_choice_ends_with_newer_checkpoints_or_by_the_newest(tmp_path: Path, c
     assert node.verdicts(capsys) == {"a-5.pt": "verified", "a-7.pt": "missing"}
     assert node.restore("--step", "5") == 0 and (node.root / CHOSEN).exists()
     assert node.restore() == 0 and not (node.root / CHOSEN).exists()
+
+
+def test_a_choice_passes_over_no_later_save_for_a_time_in_the_future(tmp_path: Path, capsys) -> None:
+    first = Node(tmp_path, "first")
+    plain(first.root, 5, 6)
+    aged(first.root, -3600)
+    first.taken()
+    node = Node(tmp_path, "back")
+    assert node.restore("--step", "5") == 0
+    layouts.pt(first.root / "a-7.pt")
+    first.taken()
+    assert node.verdicts(capsys) == {"a-5.pt": "verified", "a-7.pt": "missing"}
+
+
+@pytest.mark.parametrize(("year", "found"), [("2001", ["a-6.pt"]), ("2060", [])])
+def test_a_choice_that_an_older_tierd_wrote_is_obeyed(node: Node, year: str, found: list[str], capsys) -> None:
+    plain(node.root, 6)
+    node.taken()
+    (node.root / "a-6.pt").unlink()
+    choice = {"run": RUN, "step": 5, "attempt": "0" * 12 + "-" + "0" * 8, "passed_over": f"{year}-01-01T00:00:00Z"}
+    (node.root / CHOSEN).write_text(json.dumps(choice))
+    assert [*node.verdicts(capsys)] == found
 
 
 def test_a_choice_that_cannot_be_read_is_named(node: Node, capsys) -> None:

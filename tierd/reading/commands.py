@@ -15,11 +15,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tierd.core.errors import ConfigError
+from tierd.core.errors import ConfigError, SpoolFull
 from tierd.core.ids import CheckpointId
 from tierd.core.timeline.candidates import Candidate
 from tierd.daemon.transfer.download import Progress
@@ -129,10 +129,10 @@ class CommandFollower:
         all_there = True
         with Delivered(self.home / STATE, self.tiers.run, self._wait) as delivered:
             self._settle(delivered)
-            self._clear(delivered)
             found = rounds(self.tiers, delivered, latest=latest, period_s=period_s, once=once)
             for number, due in enumerate(found):
                 all_there = True
+                self._clear({name_of(self.tiers.run, listed) for listed in due})
                 for listed in due:
                     one = name_of(self.tiers.run, listed)
                     failures, next_try = self._tries.get(one, (0, 0))
@@ -162,12 +162,15 @@ class CommandFollower:
         path.unlink()
         return one, int(status)
 
-    def _clear(self, delivered: Delivered) -> None:
-        """Remove the files of a delivery that was interrupted; a partial download of one that is due is kept."""
+    def _clear(self, due: Collection[CheckpointId]) -> None:
+        """Remove the files of a delivery that was interrupted, but for a partial download of one that is still due.
+
+        A checkpoint that was pruned, or passed over for a newer one, is not. A tier that does not answer may have one.
+        """
         for path in self.home.iterdir():
             hidden = path.name.startswith(".") and path.name.endswith(".partial")
             one = CheckpointId.parse(self.tiers.run, path.name.removeprefix(".").removesuffix(".partial"))
-            if one is not None and (not hidden or one in delivered):
+            if one is not None and not (hidden and (one in due or self.tiers.unreached)):
                 remove(path)
 
     def _deliver(self, listed: Listed, delivered: Delivered) -> bool:
@@ -181,7 +184,7 @@ class CommandFollower:
                 self.tiers.loop.run(work)
             else:
                 check_manifests(self.tiers, listed)
-        except UNFIT as error:
+        except (*UNFIT, SpoolFull) as error:
             return self._report(one, None, str(error))
         values = {"directory": str(directory), "step": str(one.step), "attempt": one.attempt, "run": one.run}
         keeper = [sys.executable, "-I", "-S", "-c", _KEEPER, str(self.home.absolute() / _ENDED), one.name]

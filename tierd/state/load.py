@@ -95,9 +95,9 @@ def _load(
                     put_beside(target, given, meshes)
                 target.load_state_dict(meshes.put(given))
         except Exception as error:
-            before = f"; already loaded: {few(done)}" if done else "; nothing was loaded before it, but it may have changed"
+            before = f"already loaded: {few(done)}" if done else "nothing was loaded before it, but it may have changed"
             raise as_both(type(error))(
-                f"{show(path)}: load_state_dict() raised {type(error).__name__}: {error}{before}"
+                f"{show(path)}: load_state_dict() raised {type(error).__name__}: {error}; {before}"
             ) from error
         done.append(show(path))
     for key, saved in restored.items():

@@ -10,6 +10,8 @@ _IN_PLACE = "tierd/daemon/intake/in_place.py"
 _ORDERING = "tierd/daemon/intake/ordering.py"
 _PREPARE = "tierd/daemon/intake/prepare.py"
 _UNIT_WATCH = "tierd/daemon/intake/unit_watch.py"
+_DIRECTORY_LOCK = "tierd/daemon/intake/directory_lock.py"
+_TEST_DIRECTORY_LOCK = "pytest tests/watching/test_directory_lock.py"
 _TEST_PREPARE_LEAVES = "pytest tests/watching/test_prepare_leaves.py"
 _TEST_BUCKET = "pytest tests/watching/test_import_bucket.py"
 _TEST_IMPORT = "pytest tests/watching/test_import.py"
@@ -99,6 +101,69 @@ MUTANTS = (
         f"{_TEST_ORDER} -k last_of_many",
     ),
     Mutant(
+        "a choice of an older tierd is not obeyed",
+        "tierd/daemon/intake/chosen.py",
+        "            return made > self.passed_over\n",
+        "            return True\n",
+        f"{_TEST_PREPARE_LEAVES} -k 'older_tierd and 2060'",
+    ),
+    Mutant(
+        "each failed exchange leaves a checkpoint in quarantine",
+        _IN_PLACE,
+        "        target.rename(fresh)  # or each",
+        "        pass  # or each",
+        f"{_TEST_IN_PLACE} -k failed_exchange",
+    ),
+    Mutant(
+        "prepare points back past a newer unit that it left",
+        _PREPARE,
+        '    if one.verdict != "unknown" or _is_newer(newest, known, one):\n',
+        "    if True:\n",
+        f"{_TEST_PREPARE_LEAVES} -k 'cannot_be_checked and step30'",
+    ),
+    Mutant(
+        "an older unit that cannot be checked stays named beside a newer one",
+        _PREPARE,
+        '    if one.verdict != "unknown" or _is_newer(newest, known, one):\n',
+        '    if one.verdict != "unknown":\n',
+        f"{_TEST_PREPARE_LEAVES} -k 'cannot_be_checked and step20'",
+    ),
+    Mutant(
+        "a second restore clears what the first puts in place",
+        "tierd/daemon/intake/chosen.py",
+        "    async with alone_in(directory):\n",
+        "    if True:\n",
+        f"{_TEST_DIRECTORY_LOCK} -k second_restore",
+    ),
+    Mutant(
+        "a second prepare lists the directory while the first changes it",
+        _PREPARE,
+        "    async with alone_in(directory):\n",
+        "    if directory.mkdir(parents=True, exist_ok=True) is None:\n",
+        f"{_TEST_DIRECTORY_LOCK} -k second_prepare",
+    ),
+    Mutant(
+        "prepare moves a unit away that another restore holds",
+        _PREPARE,
+        "suppress(CheckpointNotFound, NotWatched)",
+        "suppress(CheckpointNotFound, ConfigError)",
+        f"{_TEST_DIRECTORY_LOCK} -k put_right",
+    ),
+    Mutant(
+        "a directory's lock is held in a file that was removed",
+        _DIRECTORY_LOCK,
+        "if os.path.samestat(os.fstat(lock), path.stat()):",
+        "if path.exists():",
+        f"{_TEST_DIRECTORY_LOCK} -k was_removed",
+    ),
+    Mutant(
+        "a lock's file stays in an empty directory",
+        _DIRECTORY_LOCK,
+        "                if [*directory.iterdir()] == [directory / NAME]:\n",
+        "                if not [*directory.iterdir()]:\n",
+        f"{_TEST_DIRECTORY_LOCK} -k stays_empty",
+    ),
+    Mutant(
         "a failed write of a watch's record leaves a file",
         "tierd/daemon/intake/taken.py",
         "            finally:\n                fresh.unlink(missing_ok=True)",
@@ -129,8 +194,8 @@ MUTANTS = (
     Mutant(
         "a kill leaves the program's former file where the next command deletes it",
         _IN_PLACE,
-        "    fresh.rename(target)\n    if not _exchange(target, final):\n        target.rename(fresh)\n",
-        "    if _exchange(fresh, final):\n        fresh.rename(target)\n    else:\n",
+        "    fresh.rename(target)\n    try:\n        exchanged = _exchange(target, final)\n",
+        "    try:\n        exchanged = _exchange(fresh, final)\n        fresh.rename(target)\n",
         f"{_TEST_IN_PLACE} -k after_a_kill",
     ),
     Mutant(
@@ -290,15 +355,15 @@ MUTANTS = (
     Mutant(
         "prepare fetches what a person passed over",
         "tierd/daemon/intake/chosen.py",
-        "or made > self.passed_over",
-        "or made <= self.passed_over",
+        "return one > CheckpointId(self.run",
+        "return one <= CheckpointId(self.run",
         f"{_TEST_PREPARE_LEAVES} -k not_overtaken",
     ),
     Mutant(
         "a choice outlives what the program saved since",
         "tierd/daemon/intake/chosen.py",
-        "or made > self.passed_over",
-        "",
+        "return one > CheckpointId(self.run, self.newest_attempt, self.newest_step)",
+        "return False",
         f"{_TEST_PREPARE_LEAVES} -k choice_ends",
     ),
     Mutant(

@@ -11,6 +11,27 @@ _TEST_READER = "pytest tests/reading/test_reader.py"
 
 MUTANTS = (
     Mutant(
+        "a follower keeps the partial download of a checkpoint that is gone",
+        _COMMANDS,
+        "not (hidden and (one in due or self.tiers.unreached))",
+        "not hidden",
+        f"{_TEST_FOLLOW} -k 'may_be_due and False'",
+    ),
+    Mutant(
+        "a follower removes what a silent tier may have",
+        _COMMANDS,
+        "(one in due or self.tiers.unreached)",
+        "one in due",
+        f"{_TEST_FOLLOW} -k 'may_be_due and True'",
+    ),
+    Mutant(
+        "a full disk ends a follower",
+        _COMMANDS,
+        "except (*UNFIT, SpoolFull) as error:",
+        "except UNFIT as error:",
+        f"{_TEST_FOLLOW} -k full_disk",
+    ),
+    Mutant(
         "a command's status is not recorded",
         _COMMANDS,
         '        if status == "0":',

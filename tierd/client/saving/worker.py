@@ -76,7 +76,7 @@ class Worker:
         # After the put, because `close` in another thread or in a signal handler may come at any moment, and a job
         # behind its None is run by nobody.
         if self._thread not in _working and _take(given):
-            raise ConfigError("closed, or the interpreter is ending: nothing more runs here, so save and restore before")
+            raise ConfigError("closed, or the interpreter is ending: nothing more runs here; save and restore before")
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Return when all queued jobs have run, or after `timeout_s`; return whether all have."""

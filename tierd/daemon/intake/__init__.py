@@ -9,6 +9,7 @@
 - `taken`: the record of what was taken, beside the spool's other records.
 - `intake`: the watches of a daemon, each in a thread of its own.
 - `manifests`: a manifest from the first place that has it right.
+- `directory_lock`: one command at a time in a program's directory.
 - `in_place`: a checkpoint from the tiers back into a directory.
 - `prepare`: verifies a directory before a launch, and replaces what is damaged.
 

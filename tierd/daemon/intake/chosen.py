@@ -7,7 +7,7 @@ so the choice never has to be taken back.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
 from tierd.core.save_policy import Goal
+from tierd.daemon.intake.directory_lock import alone_in
 from tierd.daemon.intake.in_place import PutBack, put_back, write_whole
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.concurrency import to_the_end
@@ -31,17 +32,24 @@ class Chosen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         run, step, attempt: the checkpoint.
-        passed_over: when the newest checkpoint was made that the tiers had then.
+        passed_over: when the newest checkpoint was made that the tiers had then, in a record of an older tierd.
+        newest_attempt, newest_step: the newest checkpoint that the tiers had then. Its time may be in the future.
     """
 
     run: str
     step: int
     attempt: str
-    passed_over: datetime
+    passed_over: datetime | None = None
+    newest_attempt: str = ""
+    newest_step: int = 0
 
     def permits(self, one: CheckpointId, made: datetime) -> bool:
         """Whether `prepare` may fetch a checkpoint: it is the chosen one, or was made after the choice."""
-        return (one.step, one.attempt) == (self.step, self.attempt) or made > self.passed_over
+        if (one.step, one.attempt) == (self.step, self.attempt):
+            return True
+        if self.passed_over is not None:
+            return made > self.passed_over
+        return one > CheckpointId(self.run, self.newest_attempt, self.newest_step)
 
 
 async def put_back_chosen(
@@ -53,16 +61,21 @@ async def put_back_chosen(
     progress: Progress,
     best: Goal | None,
 ) -> PutBack:
-    """Put a checkpoint back as `put_back` does, and write down if it was chosen; the newest one ends a choice."""
-    put = await put_back(stores, run, directory, step, attempt, progress, best)
-    if step is None and attempt is None and best is None:
-        (directory / NAME).unlink(missing_ok=True)
+    """Put a checkpoint back as `put_back` does, and write down if it was chosen; the newest one ends a choice.
+
+    The directory is made if it does not exist. Raises as `put_back` and `alone_in`.
+    """
+    async with alone_in(directory):
+        put = await put_back(stores, run, directory, step, attempt, progress, best)
+        if step is None and attempt is None and best is None:
+            (directory / NAME).unlink(missing_ok=True)
+            return put
+        known = history(await observe_places(None, stores, run, chunks=False), run)
+        newest = max({*known.made, *known.unread, CheckpointId(run, put.attempt, put.step)})
+        chosen = Chosen(run, put.step, put.attempt, newest_attempt=newest.attempt, newest_step=newest.step)
+        text = msgspec.json.encode(chosen).decode()
+        await to_the_end(write_whole, directory / NAME, text)
         return put
-    made = history(await observe_places(None, stores, run, chunks=False), run).made
-    newest = max(made.values(), default=datetime(1, 1, 1, tzinfo=UTC))
-    text = msgspec.json.encode(Chosen(run, put.step, put.attempt, newest)).decode()
-    await to_the_end(write_whole, directory / NAME, text)
-    return put
 
 
 def read_chosen(directory: Path, run: str) -> Chosen | None:
@@ -79,4 +92,5 @@ def read_chosen(directory: Path, run: str) -> Chosen | None:
         return None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not what `tierd restore --into` writes ({error}); remove it") from None
-    return found if found.run == run and found.passed_over.tzinfo else None
+    is_usable = found.passed_over.tzinfo is not None if found.passed_over else bool(found.newest_attempt)
+    return found if found.run == run and is_usable else None

@@ -11,14 +11,15 @@ import ctypes
 import errno
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tierd.core.errors import ConfigError, ManifestError
 from tierd.core.manifest import Manifest
 from tierd.core.save_policy import Goal
+from tierd.daemon.intake.directory_lock import writing
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import Exported, export
@@ -33,7 +34,10 @@ QUARANTINE = ".tierd-quarantine"
 _LAST = (".index", ".index.json")  # a file that names others is put in place after them
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
-_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+class NotWatched(ConfigError):
+    """No `tierd watch` took the checkpoint, so it has no place in a directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ async def put_back(
     Args:
         stores: the tiers.
         run: the run.
-        directory: the program's directory; it is made if it does not exist.
+        directory: the program's directory. The caller holds it by `alone_in`.
         step: this step only; None for any.
         attempt: this attempt only; None for any.
         progress: updated during the restore.
@@ -86,35 +90,22 @@ async def put_back(
         point: also write the pointers that the program follows.
 
     Raises:
-        ConfigError: the run was not watched, in which case nothing is fetched; or the directory cannot be used.
+        NotWatched: nothing is fetched.
+        ConfigError: the directory cannot be used.
         CheckpointNotFound, StoreUnavailable, SpoolFull: as `export` raises them.
         ManifestError: the description in the checkpoint is unsafe.
     """
     target = directory / RESTORED
-    with _writing(directory):
-        await to_the_end(_clear, directory, target)
+    with writing(directory):
+        await to_the_end(_clear, target)
         exported = await export(stores, run, target, step, attempt, progress, best=best, accept=_check_watched)
         return await to_the_end(place, directory, target, exported, point=point)
-
-
-@contextmanager
-def _writing(directory: Path) -> Iterator[None]:
-    """Say of a write below the directory that is forbidden, where that is, and what to do."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _FORBIDDEN:
-            raise
-        raise ConfigError(
-            f"{directory}: this account may not write there: {error.strerror}; run the command as the account that "
-            "owns the directory"
-        ) from error
 
 
 def _check_watched(manifest: Manifest) -> None:
     if not any(file.path == UNIT_NAME for file in manifest.files):
         one = manifest.part.checkpoint
-        raise ConfigError(
+        raise NotWatched(
             f"run {one.run!r} step {one.step}: no `tierd watch` took it, so it has no place in a directory; "
             f"`tierd restore URL --run {one.run} --to EMPTY` gives its files"
         )
@@ -149,7 +140,7 @@ def quarantine_files(directory: Path, paths: Iterable[str]) -> list[str]:
     """Move files or directories to `.tierd-quarantine/`; return their new paths in the directory."""
     moved = []
     for path in paths:
-        with _writing(directory), suppress(FileNotFoundError):
+        with writing(directory), suppress(FileNotFoundError):
             target = _free_name(directory, path)
             (directory / path).rename(target)
             sync_directory((directory / path).parent)
@@ -158,8 +149,7 @@ def quarantine_files(directory: Path, paths: Iterable[str]) -> list[str]:
     return moved
 
 
-def _clear(directory: Path, target: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
+def _clear(target: Path) -> None:
     if target.is_symlink() or target.exists():
         remove(target)  # what an interrupted command had not put in place yet
 
@@ -204,7 +194,12 @@ def _swap_in(fresh: Path, directory: Path, name: str) -> str | None:
     target = _free_name(directory, name)
     # In quarantine before the exchange, because the next command deletes what an interrupted one left in `RESTORED`.
     fresh.rename(target)
-    if not _exchange(target, final):
+    try:
+        exchanged = _exchange(target, final)
+    except OSError:
+        target.rename(fresh)  # or each try would leave a whole checkpoint in quarantine
+        raise
+    if not exchanged:
         target.rename(fresh)
         final.rename(target)
         fresh.rename(final)

@@ -26,7 +26,16 @@ from tierd.core.planning.inventory import Inventory
 from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.intake.chosen import read_chosen
 from tierd.daemon.intake.comparing import differences
-from tierd.daemon.intake.in_place import QUARANTINE, PutBack, is_named, point_to, put_back, quarantine_files
+from tierd.daemon.intake.directory_lock import alone_in
+from tierd.daemon.intake.in_place import (
+    QUARANTINE,
+    NotWatched,
+    PutBack,
+    is_named,
+    point_to,
+    put_back,
+    quarantine_files,
+)
 from tierd.daemon.intake.manifests import first_manifest
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.concurrency import to_the_end
@@ -117,11 +126,18 @@ async def prepare(
         progress: updated while a checkpoint is fetched.
 
     Raises:
-        ConfigError: a program still writes below the directory, or this account may not write there.
+        ConfigError: a program still writes below the directory, this account may not write there, or another command
+            held the directory for an hour.
         StoreUnavailable: a tier did not answer. Nothing was moved.
         StoreRefused: a file cannot be read, which proves nothing. Nothing was moved.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    async with alone_in(directory):
+        return await _prepare(directory, run, spool, stores, progress)
+
+
+async def _prepare(
+    directory: Path, run: str, spool: Spool | None, stores: Mapping[str, Store], progress: Progress
+) -> Prepared:
     inventory = await observe_places(spool, stores, run, chunks=False)
     if silent := [name for name, place in inventory.tiers.items() if place is None]:
         raise StoreUnavailable(f"not every tier could be asked: {', '.join(silent)}; nothing was moved")
@@ -221,7 +237,7 @@ async def _replace(
     own = {*one.unit.files, *one.unit.strange}
     whole = {path for path in inside if path.startswith(f"{one.unit.path}/")} == own
     moved: tuple[str, ...] = ()
-    with suppress(CheckpointNotFound, ConfigError):
+    with suppress(CheckpointNotFound, NotWatched):
         attempt = one.checkpoint.attempt if one.checkpoint else None
         put = await put_back(stores, run, directory, one.step, attempt, progress, point=False)
         one.replaced, moved = put.path == one.unit.path, put.moved
@@ -257,10 +273,18 @@ async def _newest(
     newest = on_tiers[0].checkpoint
     if any((one.replaced or one.verdict == "unknown") and one.step == newest.step for one in judged):
         return None
+    point = not any(_keeps_pointer(one, newest, known, directory) for one in judged)
     try:
-        return await put_back(stores, run, directory, newest.step, newest.attempt, progress)
+        return await put_back(stores, run, directory, newest.step, newest.attempt, progress, point=point)
     except CheckpointNotFound:
         return None
+
+
+def _keeps_pointer(one: _Judged, newest: CheckpointId, known: History, directory: Path) -> bool:
+    """Whether the program's pointers name a unit that cannot be checked, and is as new as the newest checkpoint."""
+    if one.verdict != "unknown" or _is_newer(newest, known, one):
+        return False
+    return is_named(directory, one.unit.layout.program, one.unit.path, one.unit.files)
 
 
 def _is_newer(checkpoint: CheckpointId, known: History, one: _Judged) -> bool:

@@ -51,7 +51,7 @@ def held(gathered: Path) -> Iterator[Path]:
             raise ConfigError(f"{gathered}: it is in the way, and none of your directories") from None
     lock = try_lock(gathered)
     if lock is None:
-        raise ConfigError(f"{gathered}: another restore is filling it")
+        raise ConfigError(f"{gathered}: another restore is filling it, or its file system has no locks")
     home = Path(f"/proc/self/fd/{lock}")
     try:
         found = os.fstat(lock)

@@ -1,0 +1,142 @@
+"""Two commands in one directory: every pod of a job may run the same entrypoint on a shared volume."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from support import layouts
+from support.watched_run import RUN, Home, files
+
+from tierd.cli import run
+from tierd.core.errors import ConfigError
+from tierd.daemon.intake import directory_lock, in_place
+from tierd.daemon.intake.chosen import put_back_chosen
+from tierd.daemon.intake.directory_lock import NAME, alone_in
+from tierd.daemon.intake.prepare import prepare
+from tierd.daemon.transfer.download import Progress
+from tierd.daemon.transfer.gathering import held, partial_of
+from tierd.stores.base import Store
+from tierd.stores.file import FileStore
+
+
+@asynccontextmanager
+async def stores(home: Home) -> AsyncIterator[dict[str, Store]]:
+    store = FileStore(home.tier)
+    try:
+        yield {"file": store}
+    finally:
+        await store.aclose()
+
+
+def test_a_second_restore_clears_nothing_before_the_first_is_in_place(home: Home, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    layouts.trainer(home.root)
+    home.taken()
+    right, back, done = files(home.root), home.root.with_name("back"), []
+    clear, place = in_place._clear, in_place.place
+    monkeypatch.setattr(in_place, "_clear", lambda *given: done.append("clear") or clear(*given))
+    monkeypatch.setattr(in_place, "place", lambda *given, **more: (place(*given, **more), done.append("place"))[0])
+
+    async def both() -> None:
+        async with stores(home) as there:
+            one, two = (put_back_chosen(there, RUN, back, None, None, Progress(), None) for _ in range(2))
+            await asyncio.gather(one, two, return_exceptions=True)
+
+    asyncio.run(both())
+    assert done == ["clear", "place"] * 2 and files(back) == right
+
+
+def test_a_second_prepare_waits_and_finds_all_right(home: Home, caplog: pytest.LogCaptureFixture) -> None:
+    path = layouts.trainer(home.root) / "trainer_state.json"
+    home.taken()
+    right = files(home.root)
+    path.write_bytes(b"")
+
+    async def both() -> list[list[str]]:
+        async with stores(home) as there:
+            found = await asyncio.gather(*(prepare(home.root, RUN, None, there, Progress()) for _ in range(2)))
+            return sorted([unit.verdict for unit in one.units] for one in found)
+
+    assert asyncio.run(both()) == [["damaged"], ["verified"]] and files(home.root) == right
+    assert len(list((home.root / ".tierd-quarantine").iterdir())) == 1
+    assert f"waiting for another `tierd prepare` or `restore --into` of {home.root}" in caplog.text
+
+
+def test_a_wait_ends(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_lock, "_LONGEST_S", 0.0)
+
+    async def both() -> None:
+        async with alone_in(root):
+            with pytest.raises(ConfigError, match=r"\.tierd-lock: another"):
+                async with alone_in(root):
+                    raise AssertionError
+
+    asyncio.run(both())
+
+
+async def entered(root: Path) -> list[str]:
+    async with alone_in(root):
+        return os.listdir(root)
+
+
+@pytest.mark.parametrize("others", [[], ["a.pt"]])
+def test_an_empty_directory_stays_empty(root: Path, others: list[str]) -> None:
+    """Some training scripts refuse an output directory that is not empty and has no checkpoint."""
+    for name in others:
+        (root / name).touch()
+    assert sorted(asyncio.run(entered(root))) == [NAME, *others]
+    assert sorted(os.listdir(root)) == ([NAME, *others] if others else [])
+
+
+def test_a_lock_whose_file_was_removed_is_not_held(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder removed it after this command had opened it, and a third one made it anew."""
+    flock, locked = fcntl.flock, []
+
+    def once_removed(descriptor: int, how: int) -> None:
+        if not locked:
+            (root / NAME).rename(root / "removed")
+            (root / NAME).touch()
+        flock(descriptor, how)
+        locked.append(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(fcntl, "flock", once_removed)
+    asyncio.run(entered(root))
+    assert locked == [(root / "removed").stat().st_ino, (root / NAME).stat().st_ino]
+
+
+def test_without_locks_it_says_so_and_goes_on(root: Path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    asyncio.run(entered(root))
+    (line,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert f"{root / NAME}: this file system refuses locks" in line
+
+
+def test_a_directory_that_may_not_be_written_to_needs_no_lock(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume that is mounted read-only may still be verified."""
+
+    def refused(*_: object, **__: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", refused)
+    assert asyncio.run(directory_lock._locked(root / NAME)) is None
+
+
+def test_prepare_moves_nothing_that_another_restore_may_have_put_right(home: Home, capsys) -> None:  # type: ignore[no-untyped-def]
+    """An older tierd that fetches into the directory does not know the lock."""
+    path = layouts.trainer(home.root) / "trainer_state.json"
+    home.taken()
+    path.write_bytes(b"")
+    before = files(home.root)
+    with held(partial_of(home.root / in_place.RESTORED)):
+        assert run(["prepare", str(home.root), "--run", RUN, "--to", str(home.tier)]) == 3
+    assert files(home.root) == before and "another restore is filling it" in capsys.readouterr().err
