@@ -10,6 +10,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import layouts
@@ -67,6 +68,25 @@ def test_a_second_prepare_waits_and_finds_all_right(home: Home, caplog: pytest.L
     assert asyncio.run(both()) == [["damaged"], ["verified"]] and files(home.root) == right
     assert len(list((home.root / ".tierd-quarantine").iterdir())) == 1
     assert f"waiting for another `tierd prepare` or `restore --into` of {home.root}" in caplog.text
+
+
+def test_a_queue_is_no_long_wait_for_one_holder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hours = [0.0]
+    monkeypatch.setattr(directory_lock, "_PAUSE_S", 0.005)
+    monkeypatch.setattr(directory_lock, "time", SimpleNamespace(monotonic=lambda: 3600 * hours[0]))
+    (root / "weights").write_bytes(b"")  # so that the lock's file stays
+
+    async def one() -> None:
+        async with alone_in(root):
+            await asyncio.sleep(0.05)  # the others see who holds it
+            hours[0] += 0.7
+            await asyncio.sleep(0.05)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one() for _ in range(4)))
+
+    asyncio.run(all_of_them())
+    assert hours == [pytest.approx(2.8)]
 
 
 def test_a_wait_ends(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

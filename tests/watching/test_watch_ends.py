@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
@@ -229,8 +228,24 @@ def test_a_dead_mount_does_not_keep_a_daemon_from_its_end(root: Path, dead: tupl
         wait_until(lambda: not daemon.intake.busy, 60)  # type: ignore[attr-defined]
         dies.set()
         (one,) = daemon.intake._watching.values()  # type: ignore[attr-defined]
-        wait_until(lambda: one.alive_s is not None and time.monotonic() - one.alive_s > 0.3, 60)
+        wait_until(lambda: (one.silent_s or 0.0) > 0.3, 60)
     assert not answers.is_set(), "the end did not wait for the mount"
+
+
+def test_only_silence_of_a_call_that_may_hang_counts() -> None:
+    one = watch_at_work.WatchAtWork(WatchConfig(run="run", directory="/none"))
+    assert not one.has_hung(1000), "no call runs"
+    one.silent_s = 0.0
+    assert not one.has_hung(1000), "the daemon was stopped"
+    assert [one.has_hung(1) for _ in range(58)] == [False] * 57 + [True]
+    one.going()
+    assert not any(one.has_hung(1) for _ in range(59))
+    one.writes(2_000_000_000)
+    one.going()
+    assert [one.has_hung(1) for _ in range(160)] == [False] * 159 + [True], "an fsync of 2 GB may take 100 s"
+    one.ending = True
+    with pytest.raises(watch_at_work.Stopped):
+        one.going()
 
 
 def test_a_long_listing_gives_signs_of_life(root: Path) -> None:

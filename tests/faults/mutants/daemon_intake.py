@@ -45,10 +45,31 @@ MUTANTS = (
         f"{_TEST_WATCH_ENDS} --timeout 90 -k reported_until_it_answers",
     ),
     Mutant(
+        "a long fsync counts as a dead mount",
+        "tierd/daemon/intake/watch_at_work.py",
+        "min(self.silent_s or 0.0, 0.0)",
+        "0.0",
+        f"{_TEST_WATCH_ENDS} -k only_silence",
+    ),
+    Mutant(
+        "the time of a stopped daemon counts as a dead mount",
+        "tierd/daemon/intake/watch_at_work.py",
+        "min(passed_s, _TICK_S)",
+        "passed_s",
+        f"{_TEST_WATCH_ENDS} -k only_silence",
+    ),
+    Mutant(
+        "a wait in a queue counts as one holder's",
+        "tierd/daemon/intake/directory_lock.py",
+        "                    os.utime(lock)\n",
+        "                    pass\n",
+        f"{_TEST_DIRECTORY_LOCK} -k queue",
+    ),
+    Mutant(
         "a watch on a dead mount counts as idle",
         "tierd/daemon/intake/intake.py",
-        "one.alive_s, one.idle = time.monotonic(), False",
-        "one.alive_s = time.monotonic()",
+        "one.silent_s, one.idle = 0.0, False",
+        "one.silent_s = 0.0",
         f"{_TEST_WATCH_ENDS} --timeout 90 -k reported_until_it_answers",
     ),
     Mutant(

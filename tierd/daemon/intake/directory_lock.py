@@ -23,7 +23,7 @@ log = logging.getLogger("tierd")
 
 NAME = ".tierd-lock"  # begins with `watching.files.OWN`, so a watch does not list it
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
-_LONGEST_S = 3600.0  # of a wait: the holder may fetch a large checkpoint
+_LONGEST_S = 3600.0  # that one holder is waited for, because it may fetch a large checkpoint
 _PAUSE_S = 0.2
 
 
@@ -32,7 +32,7 @@ async def alone_in(directory: Path) -> AsyncIterator[None]:
     """Make the directory if it does not exist, and keep every other `prepare` and `restore --into` out of it.
 
     Raises:
-        ConfigError: another command held the directory for an hour; or this account may not make it.
+        ConfigError: one other command held the directory for an hour; or this account may not make it.
     """
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -63,11 +63,13 @@ def writing(directory: Path) -> Iterator[None]:
 
 async def _locked(path: Path) -> int | None:
     """Wait for the lock, and return its descriptor; None if there can be no lock."""
-    until, waits = time.monotonic() + _LONGEST_S, False
+    waits, until, holder = False, 0.0, (0, 0)
     while (lock := _opened(path)) is not None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(lock), path.stat()):
+                with suppress(OSError):  # another account's file
+                    os.utime(lock)
                 return lock
         except (BlockingIOError, FileNotFoundError):  # another command holds it, or removed the file
             pass
@@ -75,7 +77,10 @@ async def _locked(path: Path) -> int | None:
             os.close(lock)
             log.warning("%s: this file system refuses locks (%s); run one tierd at a time there", path, error.strerror)
             return None
+        now = os.fstat(lock)
         os.close(lock)
+        if holder != (holder := (now.st_ino, now.st_mtime_ns)):  # the time tells holders apart
+            until = time.monotonic() + _LONGEST_S
         if time.monotonic() >= until:
             raise ConfigError(f"{path}: another `tierd prepare` or `restore --into` has held it for an hour; end that")
         if not waits:

@@ -72,6 +72,7 @@ class Intake:
 
     async def run(self) -> None:
         """Watch until cancelled."""
+        asked_s = time.monotonic()
         try:
             while True:
                 wanted = self._reconciler.config.watch
@@ -82,8 +83,9 @@ class Intake:
                     if watch not in self._watching:
                         one = self._watching[watch] = WatchAtWork(watch)
                         one.task = asyncio.ensure_future(self._watch(one))
+                before_s, asked_s = asked_s, time.monotonic()
                 for one in self._watching.values():
-                    if one.is_silent():
+                    if one.has_hung(asked_s - before_s):
                         self._report_silence(one)
                 await asyncio.sleep(1.0)
         finally:
@@ -149,7 +151,7 @@ class Intake:
 
     def _report_silence(self, one: WatchAtWork) -> None:
         """Report a call that may hang, as a failed try, and again if it goes on."""
-        one.alive_s, one.idle = time.monotonic(), False
+        one.silent_s, one.idle = 0.0, False
         self._failed(one, TimeoutError(f"it has not answered for {SILENT_S:g} s; look at its mount"))
 
     async def _observe_watch(self, one: WatchAtWork, watch: UnitWatch, taker: Taker) -> None:
@@ -221,7 +223,9 @@ class Intake:
 
     def _make(self, one: WatchAtWork, reports: ToReconciler) -> UnitWatch:
         directory = Path(one.watch.directory)
-        return UnitWatch(self._reconciler.spool, directory, one.watch.run, reports, self._find_room, one.going)
+        return UnitWatch(
+            self._reconciler.spool, directory, one.watch.run, reports, self._find_room, one.going, one.writes
+        )
 
     def _find_room(self, part: PartId, size_bytes: int, quota: bool) -> bool:
         room = self._room()

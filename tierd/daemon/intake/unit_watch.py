@@ -72,6 +72,7 @@ class UnitWatch:
         reports: where to report.
         room: frees disk space when a commit finds the disk full.
         going: called before each name of a listing, each read and each chunk; if it raises `Stopped`, `observe` ends.
+        writes: called before files are written to the spool, with the bytes of the largest.
         settle_s: as for `Settling`.
 
     Attributes:
@@ -89,10 +90,11 @@ class UnitWatch:
         reports: Reports,
         room: Room | None = None,
         going: Callable[[], None] = lambda: None,
+        writes: Callable[[int], None] = lambda size: None,
         settle_s: float = SETTLE_S,
     ) -> None:
         self._spool, self._directory, self._run, self._reports = spool, directory, run, reports
-        self._room, self._going = room, going
+        self._room, self._going, self._writes = room, going, writes
         self._settling, self._settle_s = Settling(settle_s), settle_s
         self._taken = TakenUnits(spool, run)
         self._ordering = Ordering(self._settling, self._taken)
@@ -348,6 +350,7 @@ class UnitWatch:
 
     def _commit(self, tree: Tree, due: Due, described: Described, named: Named, made: datetime) -> None:
         part, entries = PartId(named.checkpoint, 0, 1), dict(due.shape)
+        self._writes(max(entry.size for entry in entries.values()))
         with self._spool.stage(part) as stage:
             staged = stage_unit(tree, due.unit, entries, described.ranks, stage, self._going)
             after = tree.listing()

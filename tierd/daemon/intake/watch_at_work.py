@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
@@ -25,6 +24,8 @@ T = TypeVar("T")
 
 TRIES = 3  # failed tries in a row after which nothing waits for a directory
 SILENT_S = 60.0  # seconds without a sign of life after which a call counts as a failed try
+_SLOWEST = 20e6  # bytes a second that a busy disk writes
+_TICK_S = 2.0  # the most that counts between two questions: the daemon was stopped for the rest
 _END_S = 20.0  # seconds for which the end of a watch waits for its call
 
 
@@ -46,8 +47,8 @@ class WatchAtWork:
         tries: how many times in a row the directory could not be watched.
         error: why it cannot be watched.
         refused: the units that are not taken as they are, by path, and why.
-        alive_s: when the call that runs last gave a sign of life, or last counted as a failed try, by the monotonic
-            clock, in seconds; None if none runs.
+        silent_s: for how many seconds the call that runs has given no sign of life, or has not counted as a failed try,
+            without time in which the daemon was stopped. Negative while it may be silent for longer. None if none runs.
     """
 
     watch: WatchConfig
@@ -56,7 +57,7 @@ class WatchAtWork:
     tries: int = 0
     error: Exception | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
-    alive_s: float | None = None
+    silent_s: float | None = None
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @property
@@ -64,15 +65,22 @@ class WatchAtWork:
         """Whether nothing is left to take, or the directory cannot be watched."""
         return self.idle or self.tries >= TRIES or isinstance(self.error, RunNotWatched)
 
-    def is_silent(self) -> bool:
-        """Whether a call runs that may hang."""
-        return self.alive_s is not None and time.monotonic() - self.alive_s >= SILENT_S
+    def has_hung(self, passed_s: float) -> bool:
+        """Count the time since the last question, and return whether a call runs that may hang."""
+        if self.silent_s is None:
+            return False
+        self.silent_s += min(passed_s, _TICK_S)
+        return self.silent_s >= SILENT_S
 
     def going(self) -> None:
         """Give a sign of life. Raises `Stopped` if the call has to end."""
         if self.ending:
             raise Stopped
-        self.alive_s = time.monotonic()
+        self.silent_s = min(self.silent_s or 0.0, 0.0)
+
+    def writes(self, size: int) -> None:
+        """Let the call be silent for as long as an fsync of so many bytes may take at idle priority."""
+        self.silent_s = -size / _SLOWEST
 
 
 async def run_in(one: WatchAtWork, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -82,7 +90,7 @@ async def run_in(one: WatchAtWork, call: Callable[P, T], *args: P.args, **kwargs
         lower()
         return call(*args, **kwargs)
 
-    one.alive_s = time.monotonic()
+    one.silent_s = 0.0
     work = in_own_thread(at_idle_priority, "tierd-watch")
     try:
         return await asyncio.shield(work)
@@ -94,7 +102,7 @@ async def run_in(one: WatchAtWork, call: Callable[P, T], *args: P.args, **kwargs
         work.add_done_callback(_retrieve)
         raise
     finally:
-        one.alive_s = None
+        one.silent_s = None
 
 
 def _retrieve(work: asyncio.Future[T]) -> None:
