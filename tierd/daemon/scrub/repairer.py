@@ -15,11 +15,10 @@ from weakref import WeakValueDictionary
 from tierd.core.errors import CorruptChunk, DeleteRefused, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest, Where
-from tierd.core.manifest_codec import decode
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.pause import Pause, at_once
 from tierd.daemon.scrub.tier_repair import TierRepairer
-from tierd.daemon.tiers.objects import manifest_bytes
+from tierd.daemon.tiers.objects import manifest_now
 from tierd.daemon.tiers.prune import quarantine
 from tierd.daemon.transfer.download import Progress, Wanted
 from tierd.daemon.transfer.fetch import Fetched, Partial, fetch
@@ -103,7 +102,7 @@ class Repairer:
             self._journal.counters["corruptions"] += 1
             self._journal.record("corrupt", name, part, f"it will be flushed again: {reason}")
             with suppress(DeleteRefused, ObjectNotFound):
-                judged, now = await _manifest_now(stores[name], part)
+                judged, now = await manifest_now(stores[name], part)
                 if now == fetched.manifests.get(name):  # otherwise another node has replaced it since
                     await quarantine(stores[name], part, judged)
         if fetched.chunks:
@@ -174,7 +173,7 @@ class Repairer:
             self._report_repaired(tier, part, work, "")
         # The search for a lost chunk may take minutes, and another node may repair the chunk meanwhile.
         if work.lost and not await work.are_repaired():
-            judged, now = await _manifest_now(self._stores[tier], part)
+            judged, now = await manifest_now(self._stores[tier], part)
             if now == manifest:
                 await self.quarantine(tier, part, work.lost[0], judged)
         return work
@@ -206,7 +205,7 @@ class Repairer:
             silent = error
         except (ObjectNotFound, ManifestError):
             pass
-        judged, now = await _manifest_now(store, part)
+        judged, now = await manifest_now(store, part)
         if now is not None and (local is None or now.same_content(local)):
             return False  # another node has replaced it; a later read tells whether the copy is right
         if local is not None:
@@ -239,12 +238,3 @@ class Repairer:
         if work.repaired or also:
             sources = f" from {', '.join(sorted(work.sources))}" if work.repaired else ""
             self._journal.record("repaired", tier, part, f"{also}{work.repaired} chunks{sources}", chunks=work.repaired)
-
-
-async def _manifest_now(store: Store, part: PartId) -> tuple[bytes, Manifest | None]:
-    """Read a tier's manifest once more; return its bytes, and the manifest if it is readable."""
-    data = await manifest_bytes(store, part)
-    try:
-        return data, decode(data, part)
-    except ManifestError:
-        return data, None
