@@ -11,7 +11,7 @@ from daemon.transfer.test_relay import daemon as of_tiers
 from support.doubles import Double, contents, flip, flipped, is_chunk, is_manifest
 from support.world import commit, converge, corrupt, part, read, reconciler, running, steps_in, steps_on, until
 
-from tierd.core.errors import StoreUnavailable
+from tierd.core.errors import CorruptChunk, StoreUnavailable
 from tierd.core.manifest_codec import decode, encode
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.daemon.scrub.repairer import Repairer
@@ -236,5 +236,29 @@ def test_a_copy_that_was_repaired_after_a_prune_elsewhere_asked_for_it_is_not_qu
         assert answers[0], "it found the damage"
         assert await is_usable(far, replaced(pristine[KEY])) and ("put", PART.quarantine_key) not in far.calls
         assert not [event for event in node.journal.events if event.what == "corrupt"]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("bad", [is_manifest, is_chunk], ids=["manifest", "chunk"])
+def test_a_tiers_copy_that_was_replaced_after_a_fetch_found_no_right_one_is_not_quarantined(spool, bad):
+    async def work():
+        tier = (await flushed(spool, "tier"))["tier"]
+        good = await manifest_bytes(tier, PART)
+        for key in await contents(tier.inner):
+            if bad(key):
+                await flip(tier.inner, key)
+        reads = 2 if bad is is_manifest else 1  # of the fetch
+
+        def replace(operation: str, key: str) -> None:
+            if tier.calls.count(("get", KEY)) > reads:
+                put_there(tier, KEY, replaced(good))
+
+        tier.calls.clear()
+        tier.before = replace
+        repairer, journal = of_another_node(spool, {"tier": tier})
+        with pytest.raises(CorruptChunk):
+            await repairer.repair_spool(PART)
+        assert await is_usable(tier, replaced(good)) and not journal.quarantined["tier"]
 
     asyncio.run(work())

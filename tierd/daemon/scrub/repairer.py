@@ -77,13 +77,13 @@ class Repairer:
             The tiers that provided chunks.
 
         Raises:
-            CorruptChunk: every copy is proven bad; all copies are quarantined.
+            CorruptChunk: every copy is proven bad; those that no node has replaced since are quarantined.
             ObjectNotFound: no place has a copy, or none any more.
             StoreUnavailable: a copy that might be good could not be reached; nothing was quarantined.
         """
-        stores = self._stores
+        stores, progress = self._stores, Progress()
         try:
-            fetched = await self._fetch(part, wanted, stores)
+            fetched = await self._fetch(part, wanted, stores, progress)
         except CorruptChunk as error:
             if stores is not self._stores:
                 raise StoreUnavailable(f"{part}: the tiers changed while it was fetched: {error}") from error
@@ -92,9 +92,13 @@ class Repairer:
             self._journal.counters["corruptions"] += not counted
             await asyncio.to_thread(self._spool.quarantine, part)
             self._report_quarantined(SPOOL, part, str(error))
-            for name in self._stores:
-                with suppress(DeleteRefused):  # a later reader will find the copy on that tier corrupt again
-                    await self.quarantine(name, part, str(error))
+            for name, store in stores.items():
+                # If it is refused, a later reader will find the copy on that tier corrupt again.
+                with suppress(DeleteRefused, ObjectNotFound):
+                    judged, now = await manifest_now(store, part)
+                    replaced = now != progress.manifests.get(name)  # by another node, since it was read
+                    if not replaced and await quarantine(store, part, judged):
+                        self._report_quarantined(name, part, str(error))
             raise
         # Only a copy that was verified whole proves another one bad. A fetch of some chunks does not verify a whole
         # copy.
@@ -103,7 +107,7 @@ class Repairer:
             self._journal.record("corrupt", name, part, f"it will be flushed again: {reason}")
             with suppress(DeleteRefused, ObjectNotFound):
                 judged, now = await manifest_now(stores[name], part)
-                if now == fetched.manifests.get(name):  # otherwise another node has replaced it since
+                if now == progress.manifests.get(name):  # otherwise another node has replaced it since
                     await quarantine(stores[name], part, judged)
         if fetched.chunks:
             self._journal.counters["healed_chunks"] += fetched.chunks
@@ -133,10 +137,12 @@ class Repairer:
             return False
         return True
 
-    async def _fetch(self, part: PartId, wanted: Wanted | None, stores: Mapping[str, Store]) -> Fetched:
+    async def _fetch(
+        self, part: PartId, wanted: Wanted | None, stores: Mapping[str, Store], progress: Progress
+    ) -> Fetched:
         lock = self._locks.setdefault(part, asyncio.Lock())
         async with lock:
-            progress = self.fetching[part] = Progress()
+            self.fetching[part] = progress
             partial = self._partials.setdefault(part, Partial(self._spool, part))
             if wanted is None:
                 self.loose.discard(partial.path.name)
