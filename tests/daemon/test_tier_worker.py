@@ -61,3 +61,21 @@ def test_what_failed_once_is_tried_again_soon_and_what_fails_again_later(monkeyp
     assert worker.off_for == 10.0
     clock[0] += 11.0
     assert not worker.is_off("one")
+
+
+def test_what_is_deferred_for_another_place_is_no_failure_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, clock, rng = TierWorker("tier"), [1000.0], random.Random(1)
+    monkeypatch.setattr(worker, "now", lambda: clock[0])
+    worker.put_off("corrupt elsewhere", 3600.0)
+    for what in ("one", "two", "three"):
+        worker.put_off_stuck(what)
+        worker.failed(OSError(), rng, long=False, what=what)
+    worker.succeeded("another")
+    assert worker.retries_later and worker.trouble
+    worker.succeeded("one")
+    worker.put_off("two", 3600.0)  # it now waits for another place, too
+    worker.succeeded("another")
+    assert worker.retries_later and worker.trouble
+    clock[0] += 11.0  # no plan names the third one any more
+    worker.succeeded("another")
+    assert not worker.retries_later and not worker.trouble and worker.off_for > 3000

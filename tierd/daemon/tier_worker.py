@@ -42,28 +42,42 @@ class TierWorker:
         self._ahead_until = 0.0  # monotonic seconds
         self.pause_s = 0.0  # rest after a plan without an action, in seconds
         self._off: dict[Hashable, float] = {}  # deferred object -> until when, monotonic seconds
+        self._failing: set[Hashable] = set()  # objects whose last action failed here
 
     def now(self) -> float:
         return time.monotonic()
 
-    def succeeded(self) -> None:
+    def succeeded(self, what: Hashable = None) -> None:
+        """Note an action on `what` that did not fail, or an observation."""
         self.failures, self.retry_at, self.last_error = 0, 0.0, None
-        if self.off_for == math.inf:
+        self._failing.discard(what)
+        if not self.retries_later:
             self._last_failure = None
+
+    @property
+    def retries_later(self) -> bool:
+        """Whether an object is deferred whose action failed here.
+
+        An object that was deferred for another place's sake does not count, because it may be deferred again for good.
+        """
+        self._failing = {one for one in self._failing if self.is_off(one)}  # one that is due fails again, or is done
+        return bool(self._failing)
 
     @property
     def trouble(self) -> Exception | None:
         """Why the worker makes no progress: its last error, also while only the failed object is put off."""
         return self.last_error or self._last_failure
 
-    def failed(self, error: Exception, jitter: random.Random, *, long: bool) -> float:
+    def failed(self, error: Exception, jitter: random.Random, *, long: bool, what: Hashable = None) -> float:
         """Note a failure, and return the seconds until the next try.
 
         Args:
             error: the failure.
             jitter: the source of randomness.
             long: begin with a longer backoff, because an immediate retry cannot help.
+            what: the object of the action; None if there was none.
         """
+        self._failing.add(what)
         self._since = self._since if self.failures else self.now()
         self._ahead.clear()
         self.failures += 1
@@ -90,14 +104,21 @@ class TierWorker:
         return None
 
     def put_off(self, what: Hashable, seconds: float | None = None) -> None:
-        """Defer a part or checkpoint for `seconds` (default: `stuck_s`), so that others are tried first."""
+        """Defer a part or checkpoint for `seconds` (default: `stuck_s`), although no action on it failed here."""
+        self._failing.discard(what)
+        self._defer(what, self._timings.stuck_s if seconds is None else seconds)
+
+    def _defer(self, what: Hashable, seconds: float) -> None:
         self._off = {one: until for one, until in self._off.items() if until > self.now() - self._timings.backoff_s}
-        self._off[what] = self.now() + (self._timings.stuck_s if seconds is None else seconds)
+        self._off[what] = self.now() + seconds
 
     def put_off_stuck(self, what: Hashable) -> None:
-        """Defer for `stuck_s` if it was put off lately; for at most `_FIRST` seconds otherwise."""
+        """Defer after a failure, so that others are tried first.
+
+        It is for `stuck_s` if the object was deferred lately, and for at most `_FIRST` seconds otherwise.
+        """
         stuck_s = self._timings.stuck_s
-        self.put_off(what, stuck_s if what in self._off else min(stuck_s, _FIRST))
+        self._defer(what, stuck_s if what in self._off else min(stuck_s, _FIRST))
 
     def is_off(self, what: Hashable) -> bool:
         return self._off.get(what, 0.0) > self.now()

@@ -7,12 +7,15 @@ import time
 
 import msgspec
 import pytest
+from daemon.transfer.test_relay import daemon as of_tiers
 from support.doubles import Double, contents, flip, flipped, is_chunk, is_manifest
-from support.world import commit, converge, corrupt, part, read, reconciler
+from support.world import commit, converge, corrupt, part, read, reconciler, running, steps_in, steps_on, until
 
-from tierd.core.errors import StoreUnavailable
+from tierd.core.errors import CorruptChunk, StoreUnavailable
 from tierd.core.manifest_codec import decode, encode
+from tierd.core.retention.policy import RetentionPolicy
 from tierd.daemon.scrub.repairer import Repairer
+from tierd.daemon.tiers.holders import holds
 from tierd.daemon.tiers.prune import manifest_bytes, quarantine
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.events.journal import Journal
@@ -178,5 +181,84 @@ def test_a_tiers_copy_that_was_replaced_during_a_fetch_is_not_quarantined(spool,
         daemon = reconciler(spool, stores)
         assert await daemon.repairs.fetch(PART) == ("second",)
         assert await is_usable(first, replaced(good)) and read(spool, PART)
+
+    asyncio.run(work())
+
+
+def test_a_manifest_that_was_replaced_while_its_tier_was_asked_for_it_proves_nothing(spool):
+    async def work():
+        tier = (await flushed(spool, "tier"))["tier"]
+        good = await manifest_bytes(tier, PART)
+        await flip(tier.inner, KEY)
+        assert await holds(tier, PART, None) == await manifest_bytes(tier, PART), "it is the proof's own"
+
+        def replace(operation: str, key: str) -> None:
+            if tier.calls.count(("get", KEY)) == 3:  # the first two find the same damage
+                put_there(tier, KEY, good)
+
+        tier.calls.clear()
+        tier.before = replace
+        assert await holds(tier, PART, None) is False
+        assert await holds(tier, PART, None) is True
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("ask", ["holds", "lacking"])
+def test_a_copy_that_was_repaired_after_a_prune_elsewhere_asked_for_it_is_not_quarantined(spool, monkeypatch, ask):
+    """A prune on another tier asks whether the tier holds a part, and one in the spool what it lacks."""
+    rich, last = RetentionPolicy(keep_last=100), RetentionPolicy(keep_last=1)
+    near, far = Double(), Double()
+    stores, policies = ({"near": near, "far": far}, (last, rich)) if ask == "holds" else ({"far": far}, (rich,))
+
+    async def work():
+        for step in (1, 2):
+            commit(spool, part(step))
+        await converge(spool, stores)
+        pristine, node, answers = await contents(far.inner), of_tiers(spool, stores, policies, keep_local=1), []
+        chunk = next(key for key in pristine if is_chunk(key) and PART.checkpoint.name in key)
+        original = getattr(node.tiers, ask)
+
+        async def asked(*about):
+            if answers:
+                return await original(*about)
+            await (flip(far.inner, KEY) if ask == "holds" else far.inner.delete([chunk]))
+            answers.append(await original(*about))
+            put_there(far, chunk, pristine[chunk])
+            put_there(far, KEY, replaced(pristine[KEY]))
+            far.inner.keys = sorted(far.inner.objects)
+            return answers[0]
+
+        monkeypatch.setattr(node.tiers, ask, asked)
+        async with running(node):
+            await until(lambda: node.wake() or steps_in(spool) == [2])
+            await until(lambda: node.wake() or ask == "lacking" or steps_on(near.inner.objects) == [2])
+        assert answers[0], "it found the damage"
+        assert await is_usable(far, replaced(pristine[KEY])) and ("put", PART.quarantine_key) not in far.calls
+        assert not [event for event in node.journal.events if event.what == "corrupt"]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("bad", [is_manifest, is_chunk], ids=["manifest", "chunk"])
+def test_a_tiers_copy_that_was_replaced_after_a_fetch_found_no_right_one_is_not_quarantined(spool, bad):
+    async def work():
+        tier = (await flushed(spool, "tier"))["tier"]
+        good = await manifest_bytes(tier, PART)
+        for key in await contents(tier.inner):
+            if bad(key):
+                await flip(tier.inner, key)
+        reads = 2 if bad is is_manifest else 1  # of the fetch
+
+        def replace(operation: str, key: str) -> None:
+            if tier.calls.count(("get", KEY)) > reads:
+                put_there(tier, KEY, replaced(good))
+
+        tier.calls.clear()
+        tier.before = replace
+        repairer, journal = of_another_node(spool, {"tier": tier})
+        with pytest.raises(CorruptChunk):
+            await repairer.repair_spool(PART)
+        assert await is_usable(tier, replaced(good)) and not journal.quarantined["tier"]
 
     asyncio.run(work())

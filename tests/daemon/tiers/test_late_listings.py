@@ -34,7 +34,7 @@ def test_a_tier_holds_what_it_does_not_list_yet(spool, gone):
         assert store.hidden
         if gone:
             await store.inner.delete([max(store.hidden)])
-        assert await holds(store, part(1), spool.manifest(part(1))) is not gone
+        assert (await holds(store, part(1), spool.manifest(part(1))) is True) is not gone
 
     asyncio.run(work())
 

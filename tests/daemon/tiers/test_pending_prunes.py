@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-from support.doubles import Double
-from support.world import RUN, commit, converge, part, reconciler, running, settle, until
+from daemon.transfer.test_relay import daemon as of_tiers
+from support.doubles import Double, is_chunk
+from support.world import RUN, commit, converge, part, reconciler, running, settle, steps_on, until
 
-from tierd.core.errors import StoreUnavailable
+from tierd.core.errors import DeleteRefused, StoreUnavailable
 from tierd.core.planning.pruning import PruneBacklog
+from tierd.core.retention.policy import RetentionPolicy
 from tierd.daemon.status import status
 from tierd.daemon.tiers.observe import TierObserver
 from tierd.daemon.tiers.prune import prune
@@ -118,5 +120,41 @@ def test_a_checkpoint_that_a_node_is_flushing_stays_while_others_of_its_pass_go(
         left = (await TierObserver(store).observe({RUN})).checkpoints
         assert set(left) == {to_delete[1], part(2).checkpoint}
         assert not [info.key async for info in store.scan(f"{RUN}/pruning/")], "marks are left"
+
+    asyncio.run(work())
+
+
+def test_a_prune_that_waits_for_another_tier_keeps_no_alert_of_a_flush(spool):
+    """It waits an hour each time, because the other tier's copy is corrupt and can be neither moved nor replaced."""
+
+    def refuse_deletions(operation: str, key: str) -> None:
+        if operation == "delete" and "/manifests/" in key:
+            raise DeleteRefused(key)
+
+    def refuse_step_4(operation: str, key: str) -> None:
+        if operation == "put" and is_chunk(key) and part(4).checkpoint.name in key:
+            raise StoreUnavailable(key)
+
+    async def work():
+        near, far, rich = Double(), Double(), RetentionPolicy(keep_last=1000)
+        for step in range(4):
+            commit(spool, part(step))
+        async with running(of_tiers(spool, {"near": near, "far": far}, (rich, rich))) as node:
+            await settle(node)
+        await far.inner.delete([key for key in far.inner.keys if is_chunk(key) and part(1).checkpoint.name in key])
+        far.before, near.before = refuse_deletions, refuse_step_4
+        node = of_tiers(spool, {"near": near, "far": far}, (RetentionPolicy(keep_last=2), rich))
+        async with running(node):
+            await until(lambda: steps_on(near.inner.objects) == [1, 2, 3])
+            commit(spool, part(4))
+            node.wake()
+            await until(lambda: node.retry_now() or node.journal.alerts())
+            for step in range(5, 8):
+                commit(spool, part(step))
+                node.wake()
+                await until(lambda step=step: node.retry_now() or step in steps_on(near.inner.objects))
+            await until(lambda: node.retry_now() or not node.journal.alerts())
+            assert node.workers["near"].off_for > 600, "the prune still waits"
+            assert node.workers["near"].trouble is None
 
     asyncio.run(work())

@@ -13,6 +13,7 @@ from support.world import RUN, commit, converge, part, reconciler, running, sett
 from tierd.core.errors import DeleteRefused, StoreUnavailable
 from tierd.core.ids import pin_key
 from tierd.core.retention.policy import RetentionPolicy
+from tierd.daemon.tier_worker import TierWorker
 from tierd.daemon.tiers.manifests import READERS
 from tierd.daemon.tiers.prune import prune
 
@@ -218,7 +219,7 @@ def test_an_incomplete_copy_in_the_spool_counts_as_wanted_until_it_goes(spool, m
     asyncio.run(work())
 
 
-def test_a_copy_that_another_tier_has_lost_holds_up_only_itself(spool):
+def test_a_copy_that_another_tier_has_lost_holds_up_only_itself(spool, monkeypatch):
     """Its tier shows it as it was, and lets nobody quarantine it: the other checkpoints of the batch go."""
 
     async def work():
@@ -239,11 +240,19 @@ def test_a_copy_that_another_tier_has_lost_holds_up_only_itself(spool):
         policies = RetentionPolicy(keep_last=2), rich
         async with running(of_tiers(spool, {"near": near, "far": far}, policies, keep_local=100)) as node:
             await until(lambda: steps_on(near.inner.objects) == [1, 4, 5])
+
+            def asked() -> int:
+                return far.calls.count(("get", part(1).manifest_key))
+
+            known = asked()
             for _ in range(20):
                 node.wake()
                 await asyncio.sleep(0.02)
-            found = [event for event in node.journal.events if event.what == "corrupt"]
-            assert len(found) == 1, "and it is not told each minute"
+            assert asked() == known, "it is not asked for each minute"
+            monkeypatch.setattr(TierWorker, "is_off", lambda self, what: False)  # as an hour later
+            await until(lambda: node.wake() or asked() > known + 5)
+            (found,) = [event for event in node.journal.events if event.what == "corrupt"]  # and not told each hour
+            assert "cannot be quarantined: delete" in found.why
 
     asyncio.run(work())
 

@@ -23,7 +23,7 @@ from support.world import (
 )
 
 from tierd.core.config import TierConfig
-from tierd.core.errors import StoreFull, StoreUnavailable
+from tierd.core.errors import DeleteRefused, StoreFull, StoreUnavailable
 from tierd.core.retention.policy import Best, RetentionPolicy
 from tierd.daemon.reconcile import Reconciler
 from tierd.stores.file import FileStore
@@ -384,3 +384,32 @@ def test_a_full_tier_gives_up_the_oldest_it_holds_for_others_until_puts_work_aga
     assert lost == [10, 20][: len(lost)] and lost
     assert steps_on(slow) == [step for step in (10, 20, 30, 40, 50) if step not in lost] + [51]
     assert steps_on(fast) == [51]
+
+
+def test_a_full_tier_goes_on_where_one_prune_waits_for_a_copy_that_nobody_may_quarantine(spool):
+    """Step 1 waits on `a` for an hour each time, because `b` lets nothing be deleted, and has it without a chunk."""
+    rich = RetentionPolicy(keep_last=1000)
+
+    async def work():
+        fast, slow = Small(5), Double()
+        for step in range(4):
+            commit(spool, part(step))
+        async with running(daemon(spool, {"a": fast, "b": slow}, (rich, rich))) as node:
+            await settle(node)
+        await slow.inner.delete([key for key in slow.inner.keys if is_chunk(key) and part(1).checkpoint.name in key])
+
+        def refuse(operation: str, key: str) -> None:
+            if operation == "delete":
+                raise DeleteRefused(key)
+            if operation == "put" and is_chunk(key):
+                raise StoreUnavailable(key)
+
+        slow.before = refuse
+        async with running(daemon(spool, {"a": fast, "b": slow}, (RetentionPolicy(keep_last=2), rich))) as node:
+            for step in range(4, 10):
+                commit(spool, part(step))
+                await until(lambda step=step: node.retry_now() or node.tiers.observed.has(part(step), "a"))
+            assert 1 in steps_on(fast.inner.objects)
+            assert [step for _, step, _ in events(node, "given up")] == [4, 5]
+
+    asyncio.run(work())

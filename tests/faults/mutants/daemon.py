@@ -250,4 +250,18 @@ MUTANTS = (
         "stuck_s",
         "pytest tests/daemon/test_tier_worker.py -k failed_once",
     ),
+    Mutant(
+        "an alert lasts while any prune waits for another tier",
+        "tierd/daemon/tier_worker.py",
+        "        return bool(self._failing)\n",
+        "        return self.off_for < math.inf\n",
+        "pytest tests/daemon/tiers/test_pending_prunes.py -k waits_for_another_tier",
+    ),
+    Mutant(
+        "what failed once and now waits for another tier counts as failing",
+        "tierd/daemon/tier_worker.py",
+        "        self._failing.discard(what)\n        self._defer(",
+        "        self._defer(",
+        "pytest tests/daemon/test_tier_worker.py -k deferred_for_another_place",
+    ),
 )

@@ -146,9 +146,23 @@ MUTANTS = (
     Mutant(
         "a tier deletes what another tier has a corrupt copy of",
         _PRUNER,
-        "        return corrupt == []\n",
+        "        return corrupt == {}\n",
         "        return corrupt is not None\n",
         "pytest tests/daemon/tiers/test_prune_confirmed.py -k 'asked_before and corrupt'",
+    ),
+    Mutant(
+        "a prune quarantines the copy that another node repaired since",
+        _PRUNER,
+        "            if await quarantine(self._setup.stores[tier], part, judged):\n",
+        "            if await quarantine(self._setup.stores[tier], part):\n",
+        "pytest tests/daemon/scrub/test_old_proofs.py -k after_a_prune_elsewhere",
+    ),
+    Mutant(
+        "a copy that another tier lets nobody quarantine is told each hour",
+        _PRUNER,
+        "            self._refused.add((tier, part))\n",
+        "",
+        "pytest tests/daemon/tiers/test_prune_confirmed.py -k holds_up_only_itself",
     ),
     Mutant(
         "a tier deletes what another tier has that does not answer",

@@ -54,15 +54,22 @@ MUTANTS = (
     Mutant(
         "a fetch quarantines the manifest that replaced the one it read",
         _REPAIRER,
-        "                if now == fetched.manifests.get(name):  #",
+        "                if now == progress.manifests.get(name):  #",
         "                if True:  #",
         f"{_TEST_OLD_PROOFS} -k during_a_fetch",
     ),
     Mutant(
+        "a fetch that finds no right copy quarantines the one that came since",
+        _REPAIRER,
+        "                    replaced = now != progress.manifests.get(name)  #",
+        "                    replaced = False  #",
+        f"{_TEST_OLD_PROOFS} -k found_no_right_one",
+    ),
+    Mutant(
         "a restore fails over what cannot be set aside",
         "tierd/daemon/scrub/repairer.py",
-        "            with suppress(DeleteRefused, ObjectNotFound):\n",
-        "            with suppress(ObjectNotFound):\n",
+        "\n            with suppress(DeleteRefused, ObjectNotFound):\n",
+        "\n            with suppress(ObjectNotFound):\n",
         "pytest tests/daemon/tiers/test_append_only.py -k restore_goes_on",
     ),
     Mutant(

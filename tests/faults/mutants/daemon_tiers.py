@@ -78,8 +78,8 @@ MUTANTS = (
     Mutant(
         "a spool's copy goes for another content on the tier",
         _HOLDERS,
-        "        if local is not None and not manifest.same_content(local):\n",
-        "        if False:\n",
+        "        if local is None or manifest.same_content(local):\n",
+        "        if True:\n",
         "pytest tests/test_writers_on_nodes.py -k another_node",
     ),
     Mutant(
@@ -216,6 +216,13 @@ MUTANTS = (
         " and await _are_there(store, manifest, missing):",
         " and not missing:",
         "pytest tests/daemon/tiers/test_late_listings.py -k not_list_yet",
+    ),
+    Mutant(
+        "a manifest that another node has just put counts as the damaged one",
+        _HOLDERS,
+        "    return judged if now == manifest else False\n",
+        "    return judged\n",
+        "pytest tests/daemon/scrub/test_old_proofs.py -k proves_nothing",
     ),
     Mutant(
         "a manifest that a listing does not show outlives its chunks",

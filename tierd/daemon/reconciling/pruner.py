@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from tierd.core.errors import DeleteRefused, ManifestError, ObjectNotFound, StoreFull, TierdError
 from tierd.core.ids import CheckpointId, PartId
@@ -42,6 +43,7 @@ class Pruner:
         self._setup, self._observe = setup, observe
         self._rest_on: dict[CheckpointId, PartId] = {}  # checkpoint whose prune waits -> the copy to verify first
         self._rest_until: dict[str, float] = {}  # tier without an answer -> when to ask it again, monotonic
+        self._refused = set[tuple[str, PartId]]()  # tiers and parts whose quarantine was refused, which was reported
 
     async def prune(self, action: Prune) -> None:
         """Delete a checkpoint from a tier, or its copy from the spool; what cannot be deleted yet is put off."""
@@ -150,14 +152,26 @@ class Pruner:
         """Whether a tier still holds a checkpoint. A part proven corrupt there is quarantined, so that it is sent
         again."""
         corrupt = await self._setup.tiers.holds(tier, list(seen.parts()))
-        for part in corrupt or ():
+        for part, judged in (corrupt or {}).items():
             async with asyncio.timeout(self._setup.timings.holds_s):
-                await self._quarantine(tier, part, "it cannot be read")
-        return corrupt == []
+                await self._quarantine(tier, part, judged, "it cannot be read")
+        return corrupt == {}
 
-    async def _quarantine(self, tier: str, part: PartId, why: str) -> None:
-        self._setup.journal.record("corrupt", tier, part, f"{why}; it will be flushed again")
-        await quarantine(self._setup.stores[tier], part)
+    async def _quarantine(self, tier: str, part: PartId, judged: bytes, why: str) -> None:
+        """Quarantine a copy, and report it; one that is refused is reported once, not at each try.
+
+        Args:
+            judged: the manifest of the copy that is proven corrupt. Another one is left, because a node put it there.
+        """
+        record = partial(self._setup.journal.record, "corrupt", tier, part)
+        try:
+            if await quarantine(self._setup.stores[tier], part, judged):
+                record(f"{why}; it will be flushed again")
+        except (DeleteRefused, StoreFull) as error:
+            if (tier, part) not in self._refused:
+                record(f"{why}, and cannot be quarantined: {error}")
+            self._refused.add((tier, part))
+            raise
 
     async def release(self, checkpoint: CheckpointId, reasons: tuple[str, ...], *, reuse: bool = False) -> bool:
         """Delete the spool's copy of a checkpoint if the tiers, asked once more, allow it.
@@ -213,8 +227,8 @@ class Pruner:
         seen = live.place.checkpoints.get(checkpoint)
         parts = tuple(seen.parts()) if seen else ()
         lacking = await tiers.lacking({part: await asyncio.to_thread(self._readable, part) for part in parts})
-        for name, part in lacking or ():
-            await self._quarantine(name, part, "chunks are missing")
+        for name, part, judged in lacking or ():
+            await self._quarantine(name, part, judged, "chunks are missing")
             tiers.observed.doubt(name)
         if lacking is not None:
             return None

@@ -70,7 +70,7 @@ class WorkerLoop:
                     self._setup.backfill.settle(
                         {part.checkpoint.run for part, _ in self._backlog.flushes(self._setup.live.inventory())}
                     )
-                worker.succeeded()
+                worker.succeeded(subject(action))
                 self._worked(worker, action)
             except Exception as error:  # a worker never ends: it logs unknown errors with a traceback, and retries
                 self._failed(worker, action, error)
@@ -93,7 +93,7 @@ class WorkerLoop:
             self._setup.tiers.failed(worker.name)
         if isinstance(error, StoreFull):
             self._setup.live.full.add(worker.name)
-        delay = worker.failed(error, self._random, long=isinstance(error, StoreRefused))
+        delay = worker.failed(error, self._random, long=isinstance(error, StoreRefused), what=subject(action))
         doing = describe(action) if action else "observing"
         known = isinstance(error, TierdError | OSError) or is_exhausted(error)
         log.warning("%s: %s failed; next try in %.0f s: %s", worker.name, doing, delay, error, exc_info=not known)
@@ -104,7 +104,7 @@ class WorkerLoop:
         self._setup.journal.worked(thing, subject(None), others=False)
         if action is not None:
             self._setup.journal.worked(thing, subject(action))
-        elif not self._setup.pause.paused and not self._setup.phase.draining and worker.off_for == math.inf:
+        elif not (self._setup.pause.paused or self._setup.phase.draining or worker.retries_later):
             self._setup.journal.worked(thing)  # no failed action is left to retry
 
     async def act(self, action: Action) -> None:

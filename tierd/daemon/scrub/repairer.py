@@ -15,11 +15,10 @@ from weakref import WeakValueDictionary
 from tierd.core.errors import CorruptChunk, DeleteRefused, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest, Where
-from tierd.core.manifest_codec import decode
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.pause import Pause, at_once
 from tierd.daemon.scrub.tier_repair import TierRepairer
-from tierd.daemon.tiers.objects import manifest_bytes
+from tierd.daemon.tiers.objects import manifest_now
 from tierd.daemon.tiers.prune import quarantine
 from tierd.daemon.transfer.download import Progress, Wanted
 from tierd.daemon.transfer.fetch import Fetched, Partial, fetch
@@ -78,13 +77,13 @@ class Repairer:
             The tiers that provided chunks.
 
         Raises:
-            CorruptChunk: every copy is proven bad; all copies are quarantined.
+            CorruptChunk: every copy is proven bad; those that no node has replaced since are quarantined.
             ObjectNotFound: no place has a copy, or none any more.
             StoreUnavailable: a copy that might be good could not be reached; nothing was quarantined.
         """
-        stores = self._stores
+        stores, progress = self._stores, Progress()
         try:
-            fetched = await self._fetch(part, wanted, stores)
+            fetched = await self._fetch(part, wanted, stores, progress)
         except CorruptChunk as error:
             if stores is not self._stores:
                 raise StoreUnavailable(f"{part}: the tiers changed while it was fetched: {error}") from error
@@ -93,9 +92,13 @@ class Repairer:
             self._journal.counters["corruptions"] += not counted
             await asyncio.to_thread(self._spool.quarantine, part)
             self._report_quarantined(SPOOL, part, str(error))
-            for name in self._stores:
-                with suppress(DeleteRefused):  # a later reader will find the copy on that tier corrupt again
-                    await self.quarantine(name, part, str(error))
+            for name, store in stores.items():
+                # If it is refused, a later reader will find the copy on that tier corrupt again.
+                with suppress(DeleteRefused, ObjectNotFound):
+                    judged, now = await manifest_now(store, part)
+                    replaced = now != progress.manifests.get(name)  # by another node, since it was read
+                    if not replaced and await quarantine(store, part, judged):
+                        self._report_quarantined(name, part, str(error))
             raise
         # Only a copy that was verified whole proves another one bad. A fetch of some chunks does not verify a whole
         # copy.
@@ -103,8 +106,8 @@ class Repairer:
             self._journal.counters["corruptions"] += 1
             self._journal.record("corrupt", name, part, f"it will be flushed again: {reason}")
             with suppress(DeleteRefused, ObjectNotFound):
-                judged, now = await _manifest_now(stores[name], part)
-                if now == fetched.manifests.get(name):  # otherwise another node has replaced it since
+                judged, now = await manifest_now(stores[name], part)
+                if now == progress.manifests.get(name):  # otherwise another node has replaced it since
                     await quarantine(stores[name], part, judged)
         if fetched.chunks:
             self._journal.counters["healed_chunks"] += fetched.chunks
@@ -134,10 +137,12 @@ class Repairer:
             return False
         return True
 
-    async def _fetch(self, part: PartId, wanted: Wanted | None, stores: Mapping[str, Store]) -> Fetched:
+    async def _fetch(
+        self, part: PartId, wanted: Wanted | None, stores: Mapping[str, Store], progress: Progress
+    ) -> Fetched:
         lock = self._locks.setdefault(part, asyncio.Lock())
         async with lock:
-            progress = self.fetching[part] = Progress()
+            self.fetching[part] = progress
             partial = self._partials.setdefault(part, Partial(self._spool, part))
             if wanted is None:
                 self.loose.discard(partial.path.name)
@@ -174,7 +179,7 @@ class Repairer:
             self._report_repaired(tier, part, work, "")
         # The search for a lost chunk may take minutes, and another node may repair the chunk meanwhile.
         if work.lost and not await work.are_repaired():
-            judged, now = await _manifest_now(self._stores[tier], part)
+            judged, now = await manifest_now(self._stores[tier], part)
             if now == manifest:
                 await self.quarantine(tier, part, work.lost[0], judged)
         return work
@@ -206,7 +211,7 @@ class Repairer:
             silent = error
         except (ObjectNotFound, ManifestError):
             pass
-        judged, now = await _manifest_now(store, part)
+        judged, now = await manifest_now(store, part)
         if now is not None and (local is None or now.same_content(local)):
             return False  # another node has replaced it; a later read tells whether the copy is right
         if local is not None:
@@ -239,12 +244,3 @@ class Repairer:
         if work.repaired or also:
             sources = f" from {', '.join(sorted(work.sources))}" if work.repaired else ""
             self._journal.record("repaired", tier, part, f"{also}{work.repaired} chunks{sources}", chunks=work.repaired)
-
-
-async def _manifest_now(store: Store, part: PartId) -> tuple[bytes, Manifest | None]:
-    """Read a tier's manifest once more; return its bytes, and the manifest if it is readable."""
-    data = await manifest_bytes(store, part)
-    try:
-        return data, decode(data, part)
-    except ManifestError:
-        return data, None

@@ -12,7 +12,7 @@ from functools import partial
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import Manifest
-from tierd.daemon.tiers.objects import get_stored, read_manifest, surely
+from tierd.daemon.tiers.objects import get_stored, manifest_now, read_manifest, surely
 from tierd.daemon.tiers.observe import missing_chunks
 from tierd.stores.base import Store
 
@@ -21,7 +21,7 @@ _NEXT = 0.5  # seconds after which the next tier is asked, too: most tiers answe
 
 async def lacking(
     stores: Mapping[str, Store], local: Mapping[PartId, Manifest | None]
-) -> list[tuple[str, PartId]] | None:
+) -> list[tuple[str, PartId, bytes]] | None:
     """Ask tiers whether they hold the content of these parts, until one of them holds all.
 
     Args:
@@ -31,13 +31,13 @@ async def lacking(
 
     Returns:
         None if a tier holds all parts, or if there is no tier. Otherwise the tiers and parts that lack a chunk that
-        their manifest names.
+        their manifest names, each with that manifest's bytes.
 
     Raises:
         TierdError, OSError: a tier failed, and no tier holds or lacks anything.
     """
-    later, asked = list(stores), dict[asyncio.Task[list[bool | None]], str]()
-    lost: list[tuple[str, PartId]] = []
+    later, asked = list(stores), dict[asyncio.Task[list[bool | bytes]], str]()
+    lost: list[tuple[str, PartId, bytes]] = []
     failure: BaseException | None = None
     try:
         while later or asked:
@@ -50,9 +50,10 @@ async def lacking(
                 if isinstance(error := task.exception(), (TierdError, OSError)):
                     failure = error
                     continue
-                if all(found := task.result()):
+                found = task.result()
+                if all(held is True for held in found):
                     return None
-                lost += [(name, part) for part, held in zip(local, found, strict=True) if held is False]
+                lost += [(name, part, one) for part, one in zip(local, found, strict=True) if isinstance(one, bytes)]
     finally:
         for task in asked:
             task.cancel()
@@ -62,31 +63,35 @@ async def lacking(
     return lost if stores else None
 
 
-async def _held(store: Store, local: Mapping[PartId, Manifest | None]) -> list[bool | None]:
+async def _held(store: Store, local: Mapping[PartId, Manifest | None]) -> list[bool | bytes]:
     return [await holds(store, part, manifest) for part, manifest in local.items()]
 
 
-async def holds(store: Store, part: PartId, local: Manifest | None) -> bool | None:
+async def holds(store: Store, part: PartId, local: Manifest | None) -> bool | bytes:
     """Whether a tier holds a copy of a part: the content of `local`, with every chunk there at its stored size.
 
     The bytes were verified before the manifest was put; this check precedes the deletion of the spool's copy.
 
     Returns:
-        None if the part was pruned there, which is no sign of corruption.
+        False if the part was pruned there, or its manifest was replaced meanwhile, which is no sign of corruption. If
+            the copy is proven corrupt, the bytes of its manifest, by which `quarantine` knows it.
     """
+    manifest = None
     try:
         manifest = await read_manifest(store, part)
-        if local is not None and not manifest.same_content(local):
-            return False
-        missing = await missing_chunks(store, manifest)
-        if all(chunk.stored for chunk in manifest.chunks()) and await _are_there(store, manifest, missing):
-            return True
-        await store.get(part.manifest_key)  # raises ObjectNotFound if it was pruned meanwhile
+        if local is None or manifest.same_content(local):
+            missing = await missing_chunks(store, manifest)
+            if all(chunk.stored for chunk in manifest.chunks()) and await _are_there(store, manifest, missing):
+                return True
     except ObjectNotFound:
-        return None
+        return False
     except ManifestError:
         pass
-    return False
+    try:
+        judged, now = await manifest_now(store, part)
+    except ObjectNotFound:  # pruned meanwhile
+        return False
+    return judged if now == manifest else False
 
 
 async def _are_there(store: Store, manifest: Manifest, keys: set[str]) -> bool:

@@ -77,6 +77,18 @@ async def manifest_bytes(store: Store, part: PartId) -> bytes:
         return b""
 
 
+async def manifest_now(store: Store, part: PartId) -> tuple[bytes, Manifest | None]:
+    """Read a tier's manifest once more; return its bytes, and the manifest if it is readable.
+
+    Raises: as `manifest_bytes`.
+    """
+    data = await manifest_bytes(store, part)
+    try:
+        return data, decode(data, part)
+    except ManifestError:
+        return data, None
+
+
 async def put_manifest(store: Store, key: str, data: Buffer, *, reread: bool = False) -> None:
     """Put a manifest, or the rest of one, and confirm it.
 

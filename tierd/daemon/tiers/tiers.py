@@ -228,18 +228,19 @@ class Tiers:
                     return False
         return True
 
-    async def holds(self, tier: str, parts: Collection[PartId]) -> list[PartId] | None:
+    async def holds(self, tier: str, parts: Collection[PartId]) -> dict[PartId, bytes] | None:
         """Ask a tier whether it holds all of these parts.
 
         Returns:
-            The parts whose copies there are proven corrupt; None if one of the parts is not there any more.
+            The parts whose copies there are proven corrupt, each with its manifest's bytes; None if one of the parts is
+                not there any more, or was replaced just now.
 
         Raises:
             TierdError, OSError: the tier failed, or took longer than `holds_s` for one part.
         """
         store, limit_s = self._stores[tier], self._timings.holds_s
 
-        async def held(part: PartId) -> bool | None:
+        async def held(part: PartId) -> bool | bytes:
             try:
                 async with asyncio.timeout(limit_s):  # of each part, because a checkpoint may have thousands
                     return await holds(store, part, None)
@@ -249,9 +250,11 @@ class Tiers:
                 return True
 
         found = await together(READERS, [held(part) for part in parts])
-        return None if None in found else [part for part, held in zip(parts, found, strict=True) if not held]
+        if any(one is False for one in found):
+            return None
+        return {part: one for part, one in zip(parts, found, strict=True) if isinstance(one, bytes)}
 
-    async def lacking(self, local: Mapping[PartId, Manifest | None]) -> list[tuple[str, PartId]] | None:
+    async def lacking(self, local: Mapping[PartId, Manifest | None]) -> list[tuple[str, PartId, bytes]] | None:
         """Check the tiers once more before the spool's copies are deleted.
 
         Args:
@@ -259,7 +262,7 @@ class Tiers:
 
         Returns:
             None if a tier holds all of these parts, or if no tier was seen to have them. Otherwise the tiers and parts
-                that lack a chunk that their manifest names.
+                that lack a chunk that their manifest names, each with that manifest's bytes.
 
         Raises:
             TierdError, OSError: a tier failed, and no other holds them.

@@ -12,7 +12,7 @@ import errno
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -54,6 +54,7 @@ class Progress:
         kept: bytes of `done` that were in place before.
         written: the number of chunks that were written.
         tiers: the tiers that provided chunks.
+        manifests: by tier, the manifest that was read there, if it was readable.
     """
 
     on_progress: Callable[[Progress], None] = lambda progress: None
@@ -62,6 +63,7 @@ class Progress:
     kept: int = 0
     written: int = 0
     tiers: tuple[str, ...] = ()
+    manifests: Mapping[str, Manifest] = field(default_factory=dict)
 
     def begin(self, total: int) -> None:
         self.done = self.kept = self.written = 0

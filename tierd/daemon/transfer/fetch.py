@@ -39,13 +39,11 @@ class Fetched:
         tiers: the tiers that provided chunks.
         defects: by tier, why its copy was found to be bad.
         chunks: the number of chunks that were written.
-        manifests: by tier, the manifest that was read there, if it was readable.
     """
 
     tiers: tuple[str, ...]
     defects: Mapping[str, str]
     chunks: int
-    manifests: Mapping[str, Manifest]
 
 
 async def fetch(
@@ -79,7 +77,7 @@ async def fetch(
     progress = progress or Progress()
     copies = Replicas(part, stores)
     await copies.ask()
-    manifests = dict(copies.manifests)
+    progress.manifests = dict(copies.manifests)
     local, defect = await to_the_end(_local_manifest, spool, part)
     contents = [local] if local else copies.contents()  # the spool's manifest takes precedence
     if not contents:
@@ -110,7 +108,7 @@ async def fetch(
         except CorruptChunk:
             if reference is contents[-1]:
                 raise
-    return Fetched(progress.tiers, copies.defects, progress.written, manifests)
+    return Fetched(progress.tiers, copies.defects, progress.written)
 
 
 def _local_manifest(spool: Spool, part: PartId) -> tuple[Manifest | None, ManifestError | OSError | None]:
