@@ -10,11 +10,13 @@ from support.doubles import Double
 from support.rank_states import harm, no_puts, rank, value
 from support.ranks import Group
 from support.training import same, tensors
-from support.world import Daemon, attempt
+from support.world import Daemon, attempt, commit, part
 
 import tierd
+from tierd.client.checkpointer import made_of
 from tierd.client.ranks import ranks as ranks_module
-from tierd.client.ranks.launch import Beginning, Clock
+from tierd.client.ranks.attempts import Clock
+from tierd.client.ranks.launch import Beginning
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring import source
 from tierd.client.restoring.restorer import Restorer
@@ -483,14 +485,29 @@ def test_ranks_that_talk_refuse_an_attempt_of_a_launch_that_left_no_complete_che
 
 
 def test_ranks_that_cannot_talk_refuse_an_attempt_that_this_rank_has_used(spool):
-    early, late = rank(spool, 0, attempt(1)), rank(spool, 1, attempt(1))
-    early.save(1, tensors(1)).wait()
-    assert late.restore(tensors(0)) is None
-    slow = rank(spool, 2, attempt(1), world=3)  # of the same launch: only others have saved
-    for one in (early, late, slow):
-        one.close()
+    commit(spool, part(1, world=2))  # by another process
+    with rank(spool, 1, attempt(1)) as late, rank(spool, 2, attempt(1), world=3):  # only others have saved
+        assert late.restore(tensors(0)) is None
     with pytest.raises(ConfigError, match="an earlier launch's"):
         rank(spool, 0, attempt(1))
+
+
+def test_a_rank_that_cannot_talk_may_make_another_checkpointer_in_its_launch(spool):
+    """It was refused as an earlier launch's."""
+    with rank(spool, 0, attempt(1)) as first:
+        first.save(1, tensors(1)).wait()
+    with rank(spool, 0, attempt(1)) as second:
+        second.save(2, tensors(2)).wait()
+    assert [one.checkpoint.step for one in spool.parts("run")] == [1, 2]
+
+
+def test_what_another_process_saves_for_a_launch_is_the_launchs(spool):
+    """As `dcp.async_save` in a process."""
+    with rank(spool, 0, attempt(1)) as first:
+        made_of(first).launch.share()
+        commit(spool, part(1, world=2))
+        with rank(spool, 0, attempt(1)) as second:
+            second.save(2, tensors(2)).wait()
 
 
 def test_one_rank_refuses_an_attempt_that_was_used_whatever_it_resumes_from(spool):

@@ -99,6 +99,20 @@ MUTANTS = (
         "pytest tests/client/ranks/test_ranks.py -k left_no_complete",
     ),
     Mutant(
+        "a launch's second Checkpointer is taken for another launch",
+        _LAUNCH,
+        "        record_saved(self._spool.control, self.run, self.attempt, self.rank)\n        self._begun",
+        "        self._begun",
+        "pytest tests/client/ranks/test_ranks.py -k make_another_checkpointer",
+    ),
+    Mutant(
+        "a part that another process saved for a launch is taken for another launch's",
+        _LAUNCH,
+        "        self._shared = True\n        record_saved(self._spool.control, self.run, self.attempt, self.rank)\n",
+        "        self._shared = True\n",
+        "pytest tests/client/ranks/test_ranks.py -k saves_for_a_launch",
+    ),
+    Mutant(
         "a rank that cannot talk saves under its earlier attempt",
         _LAUNCH,
         "            if own:\n",

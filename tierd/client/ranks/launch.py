@@ -7,9 +7,7 @@ changed in part, or that a restore should have replaced.
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -18,21 +16,14 @@ from typing import Protocol
 import msgspec
 
 from tierd import __version__
+from tierd.client.ranks.attempts import Clock, agreed, clock, has_saved, new_attempt, record_saved
 from tierd.client.ranks.launchers import slurm_attempt
 from tierd.client.ranks.ranks import Ranks
 from tierd.core.errors import ConfigError, StepRefused, StoreUnavailable
-from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step, next_attempt
+from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step
 from tierd.core.manifest import Ancestor, Manifest
 from tierd.spool.conditions import translated
 from tierd.spool.spool import Spool
-
-
-class Clock(msgspec.Struct, frozen=True):
-    """One rank's contribution to a launch's name: its wall clock in ms, 8 random hex digits, and its latest attempt."""
-
-    now_ms: int
-    token: str
-    latest: str | None
 
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +83,7 @@ class Launch:
         self.run, self.rank, self.world = run, ranks.rank, ranks.world
         self.steps: set[int] = set()
         self.started_from: Ancestor | None = None  # the other run's checkpoint from which this run started, if known
-        self.shared = False  # whether another process may save for this launch: its steps show only in the spool
+        self._shared = False  # whether another process may save for this launch
         self._spool, self._given, self._seen, self._saving = spool, attempt, seen, saving
         self._derived = False  # whether `_given` comes from SLURM's environment
         self._restores: set[object] = set()  # the `restoring` blocks that run now
@@ -115,7 +106,7 @@ class Launch:
                     f"{self.world} ranks must share one attempt: initialise torch.distributed first, or pass attempt= "
                     "(tierd.new_attempt() makes one; give every rank the same)"
                 )
-        else:
+        elif not has_saved(spool.control, run, attempt, self.rank):
             with translated(f"spool {spool.root}"):
                 own = [
                     part for part in spool.parts(run) if part.rank == self.rank and part.checkpoint.attempt == attempt
@@ -167,11 +158,17 @@ class Launch:
             raise ConfigError(f"nothing is saved, because {refused}")
         part = PartId(CheckpointId(self.run, self.attempt, number), self.rank, self.world)
         # No other process uses a name that this launch made. A given name may have been used before.
-        if number in self.steps or ((self.shared or self._given is not None) and self._spool.has(part)):
+        if number in self.steps or ((self._shared or self._given is not None) and self._spool.has(part)):
             raise StepRefused(f"{part} is already committed by this attempt; a checkpoint is never overwritten")
         self._saving(part)
+        record_saved(self._spool.control, self.run, self.attempt, self.rank)
         self._begun = True
         return part
+
+    def share(self) -> None:
+        """Let another process save for this launch from now on: its steps show only in the spool."""
+        self._shared = True
+        record_saved(self._spool.control, self.run, self.attempt, self.rank)
 
     def manifest(self, part: PartId, metrics: Mapping[str, float]) -> Manifest:
         """Make the manifest of `part`, without files."""
@@ -290,21 +287,3 @@ def report_failure(ranks: Ranks, run: str, error: Exception) -> None:
     """Notify ranks that are about to begin that this rank cannot, because they would wait for it."""
     with suppress(StoreUnavailable):
         ranks.gather(Beginning(run=run, world=ranks.world, error=str(error)), first=True)
-
-
-def clock(seen: Iterable[str]) -> Clock:
-    """Make this process's `Clock`, given the attempts that it has seen."""
-    return Clock(time.time_ns() // 1_000_000, secrets.token_hex(4), max(seen, default=None))
-
-
-def agreed(seen: Iterable[str], clocks: Sequence[Clock]) -> str:
-    """Name the attempt that all ranks share: rank 0's clock and token, pushed past every attempt that a
-    rank has seen.
-    """
-    latest = [one.latest for one in clocks if one.latest]
-    return check_attempt(next_attempt(clocks[0].now_ms, [*seen, *latest], clocks[0].token))
-
-
-def new_attempt(seen: Iterable[str] = ()) -> str:
-    """Make a launch's name that sorts after every attempt in `seen`. Give the same name to all ranks of the launch."""
-    return next_attempt(time.time_ns() // 1_000_000, seen, secrets.token_hex(4))
