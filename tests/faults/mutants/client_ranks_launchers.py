@@ -115,9 +115,30 @@ MUTANTS = (
     Mutant(
         "a rank that cannot talk saves under its earlier attempt",
         _LAUNCH,
-        "            if own:\n",
-        "            if False:\n",
+        "            self._check_unused(attempt)\n",
+        "            pass\n",
         "pytest tests/client/ranks/test_ranks.py -k rank_has_used",
+    ),
+    Mutant(
+        "a rank that cannot talk saves under an attempt that was used since it began",
+        _LAUNCH,
+        "            self._check_unused(self.attempt)\n",
+        "            pass\n",
+        "pytest tests/client/ranks/test_ranks.py -k used_while_it_began",
+    ),
+    Mutant(
+        "ranks that talk and do not restore save under a used attempt",
+        _LAUNCH,
+        "            used=self._given in seen,\n",
+        "",
+        "pytest tests/client/ranks/test_ranks.py -k before_they_save",
+    ),
+    Mutant(
+        "a rank that has not saved refuses its launch's second Checkpointers",
+        _LAUNCH,
+        "and not any(other.saved for",
+        "and not all(other.saved for",
+        "pytest tests/client/ranks/test_ranks.py -k make_other_checkpointers",
     ),
     Mutant(
         "a launch that resumed claims another origin",

@@ -1,4 +1,4 @@
-"""The names of launches: how ranks choose one together, and under which ones this process has saved.
+"""The names of launches: what ranks tell each other to share one, and under which ones this process has saved.
 
 Invariant: an attempt that is chosen here sorts after every attempt that any rank has seen.
 """
@@ -9,10 +9,13 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from tierd.client.ranks.ranks import Ranks
+from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import check_attempt, next_attempt
 
 # (process id, control, run, attempt, rank): a forked child has the parent's entries, and is another process.
@@ -25,6 +28,27 @@ class Clock(msgspec.Struct, frozen=True):
     now_ms: int
     token: str
     latest: str | None
+
+
+class Beginning(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's message at the beginning: the values that have to be the same on all ranks. `error` says why this rank
+    cannot begin. `used`: its spool or a tier has checkpoints of the given attempt. `saved`: its process made some.
+    """
+
+    run: str
+    world: int
+    given: str | None = None
+    options: dict[str, str] = {}
+    clock: Clock | None = None
+    used: bool = False
+    saved: bool = False
+    error: str = ""
+
+
+def report_failure(ranks: Ranks, run: str, error: Exception) -> None:
+    """Notify ranks that are about to begin that this rank cannot, because they would wait for it."""
+    with suppress(StoreUnavailable):
+        ranks.gather(Beginning(run=run, world=ranks.world, error=str(error)), first=True)
 
 
 def clock(seen: Iterable[str]) -> Clock:
