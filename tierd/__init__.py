@@ -15,7 +15,7 @@ from tierd.core.packages import needing
 if TYPE_CHECKING:
     from tierd import dcp as dcp
     from tierd.client.checkpointer import Checkpointer
-    from tierd.client.ranks.launch import new_attempt
+    from tierd.client.ranks.attempts import new_attempt
     from tierd.client.restoring.restorer import Restored
     from tierd.client.restoring.search import Skipped
     from tierd.client.sample_watch import SampleWatch
@@ -60,7 +60,7 @@ _HOMES = {
     "Retention": "tierd.core.retention.policy",
     "Save": "tierd.client.saving.save",
     "Skipped": "tierd.client.restoring.search",
-    "new_attempt": "tierd.client.ranks.launch",
+    "new_attempt": "tierd.client.ranks.attempts",
     "RngState": "tierd.state.kinds.rng",
     "SampleWatch": "tierd.client.sample_watch",
     "When": "tierd.core.save_policy",

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import tierd
 from tierd.core.errors import ConfigError, StateMismatch, StateRefused
@@ -89,6 +90,54 @@ def test_lightnings_dictionary_is_refused_by_its_key(tmp_path: Path) -> None:
         TierdCheckpointIO(
             tierd.Checkpointer(tmp_path / "two", "run", rank=0, world_size=2, attempt=tierd.new_attempt())
         )
+
+
+@pytest.mark.loaders
+def test_a_state_that_lightning_loaded_in_part_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lightning")
+    import lightning
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from tierd.adapters.lightning import TierdCheckpointIO
+
+    def refuses(*args: object) -> None:
+        raise RuntimeError("not with this shape")
+
+    with tierd.Checkpointer(tmp_path / "spool", "run", to=[]) as ckpt:
+        io = TierdCheckpointIO(ckpt)
+
+        def fit(path: str | None, steps: int) -> lightning.Trainer:
+            trainer = lightning.Trainer(
+                accelerator="cpu",
+                max_steps=steps,
+                limit_val_batches=0,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                default_root_dir=tmp_path,
+                plugins=[io],
+                callbacks=[io.callback],
+            )
+            trainer.fit(BoringModel(), ckpt_path=path)
+            return trainer
+
+        fit(io.latest(), 2).save_checkpoint(tmp_path / "a.ckpt")
+        for path in (io.latest(), "tierd:2", tmp_path / "a.ckpt"):
+            with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="not with this shape"):
+                patch.setattr(torch.optim.SGD, "load_state_dict", refuses)
+                fit(path, 4)
+            with pytest.raises(ConfigError, match="nothing is saved, because tierd:2 was restored, and no fit"):
+                ckpt.save(9, {})
+        fit(None, 1)
+        with pytest.raises(ConfigError, match="pass it to fit as ckpt_path"):
+            ckpt.save(9, {})
+        fit(io.latest(), 3).save_checkpoint(tmp_path / "b.ckpt")
+        assert io.latest() == "tierd:3"
+        io.file("tierd:3")  # to look at it
+        ckpt.save(9, {})
+        fit("tierd:3", 3)  # with nothing left to train
+        ckpt.save(9, {})
 
 
 @pytest.mark.loaders

@@ -79,6 +79,8 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
     def latest(self) -> str | None:
         """Restore the newest verified checkpoint, and return the value for `ckpt_path`; None on a fresh start.
 
+        Saves are refused until `fit` has loaded all of it, because a state that was loaded in part is not the run's.
+
         Raises:
             As `Checkpointer.restore`.
         """
@@ -122,6 +124,11 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
             CheckpointNotFound: there is no verified checkpoint of that step.
             ConfigError: the file stands for a checkpoint of another run.
         """
+        checkpoint = self._read(path, *args, **options)
+        self.callback.read()
+        return checkpoint
+
+    def _read(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         text = str(path)
         named = None if text.startswith(SCHEME) else _named_in(Path(text))
         if named is None and not text.startswith(SCHEME):
@@ -155,10 +162,17 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
 
     def _restore(self, step: int | None, attempt: str | None = None) -> str | None:
         state: dict[str, Any] = {"lightning": None, "rng": None}
-        found = self._checkpointer.restore(state, step, attempt=attempt)
-        if found is None:
-            return None
-        path = f"{SCHEME}{found.step}"
+        launch = made_of(self._checkpointer).launch
+        with launch.restoring():
+            found = self._checkpointer.restore(state, step, attempt=attempt)
+            if found is None:
+                return None
+            path = f"{SCHEME}{found.step}"
+            launch.loading(
+                f"{path} was restored, and no fit has loaded all of it: pass it to fit as ckpt_path; for a fresh start "
+                "on purpose make another Checkpointer and do not call latest"
+            )
+            self.callback.waiting = True
         self._restored = path, state["lightning"]
         self.callback.generators, self.callback.loaders = state["rng"], _loaders(state["lightning"])
         return path
@@ -172,6 +186,9 @@ class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
 
     generators: dict[str, Any] | None = None
     loaders: Sequence[Any] = ()
+    waiting = False  # whether saves are refused until a restored checkpoint is loaded
+    _fitting = False  # whether a fit has begun that has not loaded everything yet
+    _has_read = False  # whether that fit has read a checkpoint
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         super().__init__()
@@ -187,8 +204,30 @@ class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
                 "the plugin out and let `tierd watch` take its directories; or save whole states "
                 '(state_dict_type="full", save_distributed_checkpoint=False)'
             )
+        self._fitting, self._has_read = stage == "fit", False  # Lightning loads after this hook
+
+    def read(self) -> None:
+        """Let saves in, unless a fit has read the checkpoint: it has yet to load it into its objects."""
+        if self._fitting:
+            self._has_read = True
+        elif self.waiting:
+            self.waiting = False
+            with made_of(self._checkpointer).launch.restoring():
+                pass
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._fitting = False
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self._loaded()  # a fit that has nothing left to train comes to no `on_train_start`
+
+    def _loaded(self) -> None:
+        self._fitting, has_read = False, self._fitting and self._has_read
+        if has_read:
+            self.read()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._loaded()
         generators, loaders = self.generators, self.loaders
         self.generators, self.loaders = None, ()
         if generators is None:

@@ -14,7 +14,8 @@ from contextlib import ExitStack
 from tierd.client import timings
 from tierd.client.attachment import Attachment
 from tierd.client.disk_space import SpaceCheck
-from tierd.client.ranks.launch import Launch, report_failure
+from tierd.client.ranks.attempts import report_failure
+from tierd.client.ranks.launch import Launch
 from tierd.client.ranks.other_launches import Beside
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.state_restorer import StateRestorer

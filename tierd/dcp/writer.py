@@ -348,7 +348,7 @@ class StorageWriter(FileSystemWriter):
             if not self._staged:
                 self._draft = self._drafted(self._step or 0)
             self._staged = False  # because that save belongs to the other process
-            made_of(self._checkpointer).launch.shared = True
+            made_of(self._checkpointer).launch.share()
             made_of(self._checkpointer).daemon.keep()  # because the other process does not know this daemon
         gone = {"_checkpointer": None, "_stage": None, "_sweep": None, "state_dict_cache": None, "fs": Streams()}
         return self.__dict__ | gone | {"_saver": None, "_copies": None}

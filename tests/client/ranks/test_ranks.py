@@ -10,11 +10,12 @@ from support.doubles import Double
 from support.rank_states import harm, no_puts, rank, value
 from support.ranks import Group
 from support.training import same, tensors
-from support.world import Daemon, attempt
+from support.world import Daemon, attempt, commit, part
 
 import tierd
+from tierd.client.checkpointer import made_of
 from tierd.client.ranks import ranks as ranks_module
-from tierd.client.ranks.launch import Beginning, Clock
+from tierd.client.ranks.attempts import Beginning, Clock
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring import source
 from tierd.client.restoring.restorer import Restorer
@@ -482,15 +483,56 @@ def test_ranks_that_talk_refuse_an_attempt_of_a_launch_that_left_no_complete_che
     assert group.run(lambda number: work(number, other, 0, 1, 2)) == [(None, None)] * 3
 
 
+def test_ranks_that_talk_refuse_a_used_attempt_before_they_save(spool, group):
+    """Without a restore, step 9 was made of parts of both launches."""
+    commit(spool, part(9, world=3))  # by a process of the earlier launch, whose other ranks died
+    made = group.run(lambda number: tierd.Checkpointer(spool.root, "run", attempt=attempt(1), to=[]))
+    assert ["an earlier launch's" in str(one) for one in made] == [True] * 3 and isinstance(made[2], ConfigError)
+
+
+def test_ranks_that_talk_may_make_other_checkpointers_in_their_launch(spool, group):
+    def work(number: int) -> None:
+        for step in (1, 2):
+            with tierd.Checkpointer(spool.root, "run", attempt=attempt(1), to=[]) as checkpointer:
+                if number or step == 2:  # rank 0 sees the others' parts, and has none
+                    checkpointer.save(step, tensors(step)).wait()
+                group.together.wait()
+
+    assert group.run(work) == [None] * 3
+    assert len([one for one in spool.parts("run") if one.checkpoint.attempt == attempt(1)]) == 5
+
+
 def test_ranks_that_cannot_talk_refuse_an_attempt_that_this_rank_has_used(spool):
-    early, late = rank(spool, 0, attempt(1)), rank(spool, 1, attempt(1))
-    early.save(1, tensors(1)).wait()
-    assert late.restore(tensors(0)) is None
-    slow = rank(spool, 2, attempt(1), world=3)  # of the same launch: only others have saved
-    for one in (early, late, slow):
-        one.close()
+    commit(spool, part(1, world=2))  # by another process
+    with rank(spool, 1, attempt(1)) as late, rank(spool, 2, attempt(1), world=3):  # only others have saved
+        assert late.restore(tensors(0)) is None
     with pytest.raises(ConfigError, match="an earlier launch's"):
         rank(spool, 0, attempt(1))
+
+
+def test_a_rank_that_cannot_talk_refuses_an_attempt_that_was_used_while_it_began(spool):
+    with rank(spool, 0, attempt(1)) as late:
+        commit(spool, part(1, world=2))  # by another process, which then ends
+        with pytest.raises(ConfigError, match="an earlier launch's"):
+            late.save(2, tensors(2))
+
+
+def test_a_rank_that_cannot_talk_may_make_another_checkpointer_in_its_launch(spool):
+    """It was refused as an earlier launch's."""
+    with rank(spool, 0, attempt(1)) as first:
+        first.save(1, tensors(1)).wait()
+    with rank(spool, 0, attempt(1)) as second:
+        second.save(2, tensors(2)).wait()
+    assert [one.checkpoint.step for one in spool.parts("run")] == [1, 2]
+
+
+def test_what_another_process_saves_for_a_launch_is_the_launchs(spool):
+    """As `dcp.async_save` in a process."""
+    with rank(spool, 0, attempt(1)) as first:
+        made_of(first).launch.share()
+        commit(spool, part(1, world=2))
+        with rank(spool, 0, attempt(1)) as second:
+            second.save(2, tensors(2)).wait()
 
 
 def test_one_rank_refuses_an_attempt_that_was_used_whatever_it_resumes_from(spool):

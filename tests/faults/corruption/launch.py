@@ -9,7 +9,7 @@ from typing import Any
 
 from faults.corruption.places import RUN, Places
 
-from tierd.client.ranks.launch import Clock
+from tierd.client.ranks.attempts import Clock
 from tierd.client.restoring.consensus import Agreement
 from tierd.client.restoring.restorer import Found, Restorer
 from tierd.core.errors import CheckpointNotFound

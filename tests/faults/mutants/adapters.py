@@ -19,6 +19,20 @@ MUTANTS = (
         "pytest tests/loaders/test_accelerate.py",
     ),
     Mutant(
+        "a state that Lightning loaded in part is saved",
+        "tierd/adapters/lightning.py",
+        'stage == "fit", False',
+        "False, False",
+        "pytest tests/loaders/test_adapters.py -k lightning_loaded_in_part",
+    ),
+    Mutant(
+        "a fit of Lightning with nothing left to train leaves saves refused",
+        "tierd/adapters/lightning.py",
+        "        self._loaded()  # a fit",
+        "        pass  # a fit",
+        "pytest tests/loaders/test_adapters.py -k lightning_loaded_in_part",
+    ),
+    Mutant(
         "a state that Accelerate loaded in part is saved",
         "tierd/adapters/accelerate.py",
         "        with made_of(self._checkpointer).launch.restoring():",

@@ -28,7 +28,7 @@ from faults.simulation.store import Bucket, Line, Weather
 from faults.simulation.truth import Checkpoint, Part, Truth, committed, content
 from support.world import RUN, commit, config, part
 
-from tierd.client.ranks.launch import Clock
+from tierd.client.ranks.attempts import Clock
 from tierd.client.restoring import restorer, source, streaming
 from tierd.core.errors import CheckpointNotFound, StepRefused, TierdError
 from tierd.core.event_kinds import Event

@@ -19,7 +19,7 @@ from faults.simulation.rules import Saved, Which, is_on
 from faults.simulation.truth import table
 from support.world import CHUNK, commit, part
 
-from tierd.client.ranks.launch import Clock
+from tierd.client.ranks.attempts import Clock
 from tierd.client.restoring import restorer as restore
 from tierd.core.errors import SpoolFull, TierdError
 from tierd.spool.spool import Spool

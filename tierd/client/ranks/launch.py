@@ -7,45 +7,30 @@ changed in part, or that a restore should have replaced.
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Protocol
 
-import msgspec
-
 from tierd import __version__
+from tierd.client.ranks.attempts import (
+    Beginning,
+    Clock,
+    agreed,
+    clock,
+    has_saved,
+    new_attempt,
+    record_saved,
+    report_failure,
+)
 from tierd.client.ranks.launchers import slurm_attempt
 from tierd.client.ranks.ranks import Ranks
 from tierd.core.errors import ConfigError, StepRefused, StoreUnavailable
-from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step, next_attempt
+from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check_step
 from tierd.core.manifest import Ancestor, Manifest
 from tierd.spool.conditions import translated
 from tierd.spool.spool import Spool
-
-
-class Clock(msgspec.Struct, frozen=True):
-    """One rank's contribution to a launch's name: its wall clock in ms, 8 random hex digits, and its latest attempt."""
-
-    now_ms: int
-    token: str
-    latest: str | None
-
-
-class Beginning(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's message at the beginning: the values that have to be the same on all ranks. `error` says why this rank
-    cannot begin.
-    """
-
-    run: str
-    world: int
-    given: str | None = None
-    options: dict[str, str] = {}
-    clock: Clock | None = None
-    error: str = ""
 
 
 class Source(Protocol):
@@ -75,7 +60,8 @@ class Launch:
 
     Raises:
         ConfigError: the ranks were given different runs, attempts or `options`, or cannot agree on an attempt; or
-            they cannot talk, and this rank has saved under the given attempt in an earlier launch.
+            the given attempt is an earlier launch's. Ranks that cannot talk notice that only if the earlier launch
+            saved the same rank in the same spool.
         StoreUnavailable: another rank cannot begin; the message names it and says why.
     """
 
@@ -92,7 +78,7 @@ class Launch:
         self.run, self.rank, self.world = run, ranks.rank, ranks.world
         self.steps: set[int] = set()
         self.started_from: Ancestor | None = None  # the other run's checkpoint from which this run started, if known
-        self.shared = False  # whether another process may save for this launch: its steps show only in the spool
+        self._shared = False  # whether another process may save for this launch
         self._spool, self._given, self._seen, self._saving = spool, attempt, seen, saving
         self._derived = False  # whether `_given` comes from SLURM's environment
         self._restores: set[object] = set()  # the `restoring` blocks that run now
@@ -116,20 +102,23 @@ class Launch:
                     "(tierd.new_attempt() makes one; give every rank the same)"
                 )
         else:
-            with translated(f"spool {spool.root}"):
-                own = [
-                    part for part in spool.parts(run) if part.rank == self.rank and part.checkpoint.attempt == attempt
-                ]
-            if own:
-                raise self._used(attempt)
+            self._check_unused(attempt)
 
     def _begin(self, ranks: Ranks, options: dict[str, str]) -> None:
         try:
-            seen = self._seen() if self._given is None else ()
+            seen = self._seen()
         except Exception as error:  # raised later, because the other ranks wait and must be notified first
             report_failure(ranks, self.run, error)
             raise
-        me = Beginning(run=self.run, world=self.world, given=self._given, options=options, clock=clock(seen))
+        me = Beginning(
+            run=self.run,
+            world=self.world,
+            given=self._given,
+            options=options,
+            clock=clock(seen),
+            used=self._given in seen,
+            saved=self._given is not None and self._saved_here(self._given),
+        )
         beginnings = ranks.gather(me, first=True)
         for rank, other in enumerate(beginnings):
             if other.error:
@@ -147,6 +136,21 @@ class Launch:
                     )
         if self._given is None:
             self._attempt = agreed((), [other.clock for other in beginnings if other.clock])
+        # No rank saves before all have begun, unless a process of this launch makes a second Checkpointer.
+        elif any(other.used for other in beginnings) and not any(other.saved for other in beginnings):
+            raise self._used(self._given)
+
+    def _check_unused(self, attempt: str) -> None:
+        """Raise `ConfigError` if another process has saved this rank under the given attempt, in this spool."""
+        if self._saved_here(attempt):
+            return
+        with translated(f"spool {self._spool.root}"):
+            parts = self._spool.parts(self.run)
+        if any(part.rank == self.rank and part.checkpoint.attempt == attempt for part in parts):
+            raise self._used(attempt)
+
+    def _saved_here(self, attempt: str) -> bool:
+        return has_saved(self._spool.control, self.run, attempt, self.rank)
 
     @property
     def attempt(self) -> str:
@@ -159,7 +163,8 @@ class Launch:
 
         Raises:
             StepRefused: `step` is no int, is negative, or was already committed by this attempt.
-            ConfigError: a restore runs, or the last one failed (`restoring`).
+            ConfigError: a restore runs, or the last one failed (`restoring`); or ranks that cannot talk were given an
+                attempt under which another process has saved this rank.
         """
         number = check_step(step)
         refused = "a checkpoint is being restored in this process" if self._restores else self._refused
@@ -167,11 +172,19 @@ class Launch:
             raise ConfigError(f"nothing is saved, because {refused}")
         part = PartId(CheckpointId(self.run, self.attempt, number), self.rank, self.world)
         # No other process uses a name that this launch made. A given name may have been used before.
-        if number in self.steps or ((self.shared or self._given is not None) and self._spool.has(part)):
+        if number in self.steps or ((self._shared or self._given is not None) and self._spool.has(part)):
             raise StepRefused(f"{part} is already committed by this attempt; a checkpoint is never overwritten")
         self._saving(part)
+        if not self._talks and not self._derived:  # the process that held the lease may have saved since `__init__`
+            self._check_unused(self.attempt)
+        record_saved(self._spool.control, self.run, self.attempt, self.rank)
         self._begun = True
         return part
+
+    def share(self) -> None:
+        """Let another process save for this launch from now on: its steps show only in the spool."""
+        self._shared = True
+        record_saved(self._spool.control, self.run, self.attempt, self.rank)
 
     def manifest(self, part: PartId, metrics: Mapping[str, float]) -> Manifest:
         """Make the manifest of `part`, without files."""
@@ -284,27 +297,3 @@ class Launch:
         self.steps.clear()
         if self._given is None:
             self._attempt = agreed(attempts, clocks)
-
-
-def report_failure(ranks: Ranks, run: str, error: Exception) -> None:
-    """Notify ranks that are about to begin that this rank cannot, because they would wait for it."""
-    with suppress(StoreUnavailable):
-        ranks.gather(Beginning(run=run, world=ranks.world, error=str(error)), first=True)
-
-
-def clock(seen: Iterable[str]) -> Clock:
-    """Make this process's `Clock`, given the attempts that it has seen."""
-    return Clock(time.time_ns() // 1_000_000, secrets.token_hex(4), max(seen, default=None))
-
-
-def agreed(seen: Iterable[str], clocks: Sequence[Clock]) -> str:
-    """Name the attempt that all ranks share: rank 0's clock and token, pushed past every attempt that a
-    rank has seen.
-    """
-    latest = [one.latest for one in clocks if one.latest]
-    return check_attempt(next_attempt(clocks[0].now_ms, [*seen, *latest], clocks[0].token))
-
-
-def new_attempt(seen: Iterable[str] = ()) -> str:
-    """Make a launch's name that sorts after every attempt in `seen`. Give the same name to all ranks of the launch."""
-    return next_attempt(time.time_ns() // 1_000_000, seen, secrets.token_hex(4))

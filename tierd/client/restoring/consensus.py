@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from tierd.client.ranks.launch import Clock
+from tierd.client.ranks.attempts import Clock
 from tierd.client.ranks.ranks import Ranks
 from tierd.core.errors import (
     ConfigError,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tierd.client.ranks.launch import Clock, clock
+from tierd.client.ranks.attempts import Clock, clock
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.device_uploads import Uploads
 from tierd.client.restoring.entries import read_entries

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from tierd.client.ranks.launch import Clock, clock
+from tierd.client.ranks.attempts import Clock, clock
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.consensus import Agreement, Settled
 from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, ManifestError, StoreUnavailable
