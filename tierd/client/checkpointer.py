@@ -149,8 +149,8 @@ class Checkpointer:
 
         With `preemption`, `due` is True once for each notice, whichever rank got it, at the same step on every rank:
         the first at which they ask after all of them know of it. Until then a call waits, about a second.
-        A `save` at that step waits for a slot, whatever `when_busy` says. If ranks cannot be reached within 15 s, the
-        log says so, and nothing is due by that notice.
+        A `save` at that step waits for a slot, whatever `when_busy` says. If ranks cannot be reached within 15 s,
+        or longer with more than 450 ranks, the log says so, and nothing is due by that notice.
 
         Args:
             step: the training step, from 0 to 999,999,999,999.

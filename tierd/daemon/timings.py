@@ -31,8 +31,8 @@ class DaemonTimings:
             anew, because a daemon that was stopped for hours decides before it has observed anything.
         room_s: how long freeing disk space may take; flushes under way may verify more copies meanwhile.
         twin_s: how long a flush waits for another tier's manifest, which only saves work.
-        holds_s: how long a tier may take to say whether it holds a part before another tier deletes its copy; the
-            prune is put off after that, because flushes wait for it.
+        holds_s: how long a tier may be silent when it is asked whether it holds a part, before another tier deletes its
+            copy; the prune is put off after that, because flushes wait for it.
         restore_s: how long a restore waits for a tier's answer if the spool suffices.
         refused_s: how long a refused deletion counts before the store is asked again.
         list_again_s: until a tier whose runs could not be listed is tried again.

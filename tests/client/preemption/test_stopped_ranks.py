@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection
+from types import SimpleNamespace
 
 import pytest
 
@@ -175,3 +176,39 @@ def test_training_that_waited_in_vain_for_its_own_thread_leaves_no_rank_alone_wi
     for rank in (1, 0, 1):
         ranks[rank].advance(board, 3.0)
     assert [one.due(13) for one in ranks] == [True, True], "no word of the turn before is read as this turn's"
+
+
+def reading_takes(seconds: float, board: Board, monkeypatch) -> None:
+    clock, read = [0.0], board.read
+
+    def slowly(keys: Collection[str]) -> dict[str, bytes]:
+        clock[0] += seconds
+        return read(keys)
+
+    board.read = slowly
+    monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+
+@pytest.mark.parametrize(("world", "agree"), [(2, False), (900, True)])
+def test_many_ranks_may_take_longer_to_read(world, agree, monkeypatch) -> None:
+    board, ranks = Board(), [Agreement(rank, world) for rank in range(2)]
+    for rank in ranks:
+        rank.due(10)
+    ranks[1].offer(Notice("SIGTERM", "SIGTERM", 0.0))
+    ranks[1].advance(board, 1.0)
+    (note,) = board.read(["notice/0/1"]).values()
+    for rank in range(2, world):
+        board.put(f"notice/0/{rank}", note)
+    reading_takes(5.0, board, monkeypatch)
+    ranks[0].advance(board, 2.0)
+    assert (ranks[0].frozen_s is None) == agree
+
+
+def test_a_slow_board_keeps_no_rank_from_the_word_that_there_is_no_step(monkeypatch) -> None:
+    board, rank = Board(), Agreement(0, 2)
+    rank.due(10)
+    rank.offer(Notice("SIGTERM", "SIGTERM", 0.0))
+    reading_takes(5.0, board, monkeypatch)
+    for second in range(20):
+        rank.advance(board, 1.0 + second)
+    assert b"did not say where it is" in board.read(["notice/0/all"])["notice/0/all"]

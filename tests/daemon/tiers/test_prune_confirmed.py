@@ -323,3 +323,27 @@ def test_a_tier_that_never_answers_for_one_checkpoint_holds_up_only_that_one(spo
             await until(lambda: node.wake() or steps_on(near.inner.objects) == [0, 4, 5])
 
     asyncio.run(work())
+
+
+def test_a_tier_that_answers_slowly_is_asked_to_the_end(spool, monkeypatch):
+    """A part may have many chunks under many owners, and each listing is an answer."""
+    timed(monkeypatch, holds_s=0.2)
+
+    async def work():
+        near, far = Double(), Double()
+        rich = RetentionPolicy(keep_last=1000)
+        for step in range(3):
+            commit(spool, part(step))
+        async with running(of_tiers(spool, {"near": near, "far": far}, (rich, rich), keep_local=100)) as node:
+            await settle(node)
+            names = {seen: [] for seen in ("scan", "get")}
+
+            async def slow(operation, key):
+                names[operation].append(key) if operation in names else None
+                await asyncio.sleep(0.12)
+
+            far._enter = slow
+            assert await node.tiers.holds("far", [part(0)]) == {}
+            assert len(names["scan"]) + len(names["get"]) >= 2, "all answers together took longer than the limit"
+
+    asyncio.run(work())

@@ -211,9 +211,16 @@ MUTANTS = (
         "pytest tests/daemon/tiers/test_oversized.py -k read_again",
     ),
     Mutant(
+        "a tier that answers slowly is taken for one that hangs",
+        "tierd/daemon/tiers/tiers.py",
+        "holds(store, part, None, begin_anew)",
+        "holds(store, part, None)",
+        "pytest tests/daemon/tiers/test_prune_confirmed.py -k answers_slowly",
+    ),
+    Mutant(
         "a chunk that a listing does not show is taken for lost",
         _HOLDERS,
-        " and await _are_there(store, manifest, missing):",
+        " and await _are_there(store, manifest, missing, going):",
         " and not missing:",
         "pytest tests/daemon/tiers/test_late_listings.py -k not_list_yet",
     ),

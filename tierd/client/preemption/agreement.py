@@ -31,7 +31,8 @@ import msgspec
 
 log = logging.getLogger("tierd")
 
-LATE_S = 15.0  # how long rank 0 waits for the notes of all ranks
+LATE_S = 15.0  # how long rank 0 waits for the notes of all ranks, unless there are more than `_MANY`
+_MANY = 450  # ranks; of more, rank 0 reads the notes longer, so that all ranks wait longer
 _WAITS = 30  # in which training waits for a word
 
 
@@ -126,6 +127,10 @@ class Agreement:
         self.since_s = 0.0
         self.frozen_s: float | None = None
 
+    @property
+    def _late_s(self) -> float:
+        return LATE_S * max(1.0, self._world / _MANY)
+
     # -- the thread that trains ---------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
@@ -179,7 +184,9 @@ class Agreement:
         In short waits, because a process that was stopped continues in one of them. The thread that reads notes was
         stopped as well, and has the other waits to read the word in.
         """
-        return any(self._changed.wait_for(lambda: self.frozen_s is None, 3 * LATE_S / _WAITS) for _ in range(_WAITS))
+        return any(
+            self._changed.wait_for(lambda: self.frozen_s is None, 3 * self._late_s / _WAITS) for _ in range(_WAITS)
+        )
 
     # -- the thread that reads and writes notes -----------------------------------------------------------------------
 
@@ -208,7 +215,7 @@ class Agreement:
         if frozen_s is None and not self._begin(notes, question, now_s):
             return
         # Time in which this process was stopped counts as one long poll: the other ranks may have been stopped as well.
-        self._waited_s += min(now_s - self._polled_s, LATE_S / 5 + self._seen_s)
+        self._waited_s += min(now_s - self._polled_s, self._late_s / 5 + self._seen_s)
         self._polled_s = now_s
         word = None
         try:
@@ -221,10 +228,10 @@ class Agreement:
 
     def _talk(self, notes: Notes, question: int) -> _Word | None:
         """Write this rank's note, or take it back if it has waited for long. Return the word if there is one."""
-        if not self._taken_back and self._waited_s > 1.5 * LATE_S:
+        if not self._taken_back and self._waited_s > 1.5 * self._late_s:
             notes.put(self._key(question, str(self._rank)), b"")
             self._taken_back, self._note = True, None
-            self._end_s = self._waited_s + LATE_S / 2  # rank 0 may have read the note before
+            self._end_s = self._waited_s + self._late_s / 2  # rank 0 may have read the note before
         if self._note is not None:
             notes.put(self._key(question, str(self._rank)), self._note)
             self._note = None
@@ -245,7 +252,7 @@ class Agreement:
             assert data is not None
             said = msgspec.json.decode(data, type=_First)
             self._next = said.why, now_s - self._seen_s - max(0.0, said.age_s)
-        self._waited_s, self._polled_s, self._end_s, self._taken_back = 0.0, now_s, 2 * LATE_S, False
+        self._waited_s, self._polled_s, self._end_s, self._taken_back = 0.0, now_s, 2 * self._late_s, False
         with self._changed:
             self.frozen_s, asked = now_s, self._asked
             self._note = msgspec.json.encode(_Asked(asked.restores, asked.step, tuple(self._mine)))
@@ -263,14 +270,14 @@ class Agreement:
             latest = max(Moment(one.restores, one.step) for one in asked)
             every = tuple(sorted({key for one in asked for key in one.keys}))
             word = _Word(latest.restores, latest.step, every, self._next[0])
-        elif self._waited_s > LATE_S:
+        elif self._waited_s > self._late_s:
             word = _Word(error=f"rank {', '.join(absent[:10])} of {self._world} did not say where it is")
         else:
             return None
         if self._question != question:
             word = _Word(error="rank 0 has given up")
-        elif time.monotonic() - read_s > LATE_S / 4:  # a rank may have taken its note back, and waits twice that long
-            return None
+        elif not word.error and time.monotonic() - read_s > self._late_s / 4:
+            return None  # a rank may have taken its note back, and waits twice that long
         notes.put(self._key(question, "all"), msgspec.json.encode(word))
         return word
 

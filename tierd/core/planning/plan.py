@@ -96,6 +96,11 @@ class Planner:
         plan = self.runs(inventory, config).get(run)
         return plan.demand if plan else Demand(inventory, config, run)
 
+    def retired(self, inventory: Inventory, config: Config, name: str) -> list[Prune]:
+        """The copies that retention gives up on a tier, from cached plans. Empty for a tier that does not answer."""
+        plans = self.runs(inventory, config).values() if inventory.tiers[name] else ()
+        return [prune for one in plans for prune in one.prunes(name)]
+
     def plan(
         self, inventory: Inventory, config: Config, backoff: Backoff, now: float, only: str | None = None
     ) -> tuple[Action, ...]:

@@ -113,7 +113,7 @@ class Agenda:
         backoff = {name: other.retry_at for name, other in setup.workers.items()}
         actions = setup.planner.plan(live.inventory(), setup.config, backoff, worker.now(), worker.name)
         if worker.name != SPOOL:
-            waiting = sum(isinstance(one, Prune) for one in actions)
+            waiting = len(setup.planner.retired(live.inventory(), setup.config, worker.name))
             grows = self._prunes_left[worker.name].count(waiting, worker.now())
             setup.journal.waiting(worker.name, waiting, grows)
         own = [

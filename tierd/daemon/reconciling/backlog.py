@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from tierd.core.errors import StoreRefused
 from tierd.core.ids import PartId
-from tierd.core.planning.actions import Prune
 from tierd.core.planning.flush_candidates import pending
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
@@ -81,10 +80,9 @@ class Backlog:
         """By run, how many copies retention has given up that are still on the tier."""
         inventory = self._setup.live.inventory()
         if inventory != self._given_up[0]:
-            actions = self._setup.planner.plan(inventory, self._setup.config, {}, 0.0)
-            prunes = [one for one in actions if isinstance(one, Prune)]
-            names = self._setup.stores
-            found = {name: Counter(one.checkpoint.run for one in prunes if one.tier == name) for name in names}
+            setup = self._setup
+            retired = {name: setup.planner.retired(inventory, setup.config, name) for name in setup.stores}
+            found = {name: Counter(one.checkpoint.run for one in prunes) for name, prunes in retired.items()}
             self._given_up = inventory, found
         return self._given_up[1].get(tier, Counter())
 

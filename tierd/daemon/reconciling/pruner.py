@@ -76,8 +76,7 @@ class Pruner:
         worker, place = setup.workers[first.tier], setup.tiers.observed.places[first.tier]
         before, run = live.inventory(), first.checkpoint.run
         # Without the checkpoints that a full tier only holds for others: of these, one at a time goes.
-        planned = setup.planner.runs(before, setup.config).get(run)
-        retired = planned.prunes(first.tier) if planned else []
+        retired = setup.planner.retired(before, setup.config, first.tier)
         others = [one for one in retired if not worker.is_off(one.checkpoint)]
         prunes = await self._held_elsewhere(together(first, others, place), self._demand(run))
 
@@ -96,14 +95,13 @@ class Pruner:
             """Report each checkpoint once: as soon as its manifests are gone, because what follows may fail."""
             for checkpoint in [one for one in reasons if one in deleted]:
                 self._record_pruned(checkpoint, first.tier, reasons.pop(checkpoint), before)
+                live.full.discard(first.tier)  # even if what follows fails: the next put says whether there is room
 
         try:
             gone = await setup.tiers.prune([one.checkpoint for one in prunes], first.tier, confirm, record)
         except DeleteRefused:  # reported once by `SaveEvents.append_only`; later plans omit these prunes
             gone = set()
         record(gone)  # also those of which only chunks were left
-        if gone:
-            live.full.discard(first.tier)
         for one in prunes:
             if one.checkpoint not in gone:
                 worker.put_off(one.checkpoint)
@@ -153,8 +151,7 @@ class Pruner:
         again."""
         corrupt = await self._setup.tiers.holds(tier, list(seen.parts()))
         for part, judged in (corrupt or {}).items():
-            async with asyncio.timeout(self._setup.timings.holds_s):
-                await self._quarantine(tier, part, judged, "it cannot be read")
+            await self._quarantine(tier, part, judged, "it cannot be read")
         return corrupt == {}
 
     async def _quarantine(self, tier: str, part: PartId, judged: bytes, why: str) -> None:

@@ -6,7 +6,7 @@ Invariant: one tier that fails or stalls hides no other tier's answer, because a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, TierdError
@@ -67,10 +67,13 @@ async def _held(store: Store, local: Mapping[PartId, Manifest | None]) -> list[b
     return [await holds(store, part, manifest) for part, manifest in local.items()]
 
 
-async def holds(store: Store, part: PartId, local: Manifest | None) -> bool | bytes:
+async def holds(
+    store: Store, part: PartId, local: Manifest | None, going: Callable[[], None] = lambda: None
+) -> bool | bytes:
     """Whether a tier holds a copy of a part: the content of `local`, with every chunk there at its stored size.
 
     The bytes were verified before the manifest was put; this check precedes the deletion of the spool's copy.
+    `going` is called at each answer of the store.
 
     Returns:
         False if the part was pruned there, or its manifest was replaced meanwhile, which is no sign of corruption. If
@@ -80,8 +83,9 @@ async def holds(store: Store, part: PartId, local: Manifest | None) -> bool | by
     try:
         manifest = await read_manifest(store, part)
         if local is None or manifest.same_content(local):
-            missing = await missing_chunks(store, manifest)
-            if all(chunk.stored for chunk in manifest.chunks()) and await _are_there(store, manifest, missing):
+            going()
+            missing = await missing_chunks(store, manifest, going)
+            if all(chunk.stored for chunk in manifest.chunks()) and await _are_there(store, manifest, missing, going):
                 return True
     except ObjectNotFound:
         return False
@@ -94,7 +98,7 @@ async def holds(store: Store, part: PartId, local: Manifest | None) -> bool | by
     return judged if now == manifest else False
 
 
-async def _are_there(store: Store, manifest: Manifest, keys: set[str]) -> bool:
+async def _are_there(store: Store, manifest: Manifest, keys: set[str], going: Callable[[], None]) -> bool:
     """Whether objects that a listing does not show can be read all the same, because some stores list late."""
     links = (link for chunk in manifest.chunks() for link in chunk.chain())
     for link in links:
@@ -103,4 +107,5 @@ async def _are_there(store: Store, manifest: Manifest, keys: set[str]) -> bool:
                 await surely(partial(get_stored, store, manifest.run, link))
             except CorruptChunk:
                 return False
+            going()
     return True

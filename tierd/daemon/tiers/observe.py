@@ -77,18 +77,25 @@ async def observe_places(
     return Inventory(place, tiers)
 
 
-async def chunks_there(store: Store, rank: int, owners: Iterable[CheckpointId]) -> dict[str, int]:
-    """List every chunk of `rank` stored under these checkpoints: key -> stored size in bytes."""
+async def chunks_there(
+    store: Store, rank: int, owners: Iterable[CheckpointId], going: Callable[[], None] = lambda: None
+) -> dict[str, int]:
+    """List every chunk of `rank` stored under these checkpoints: key -> stored size in bytes.
+
+    `going` is called for each listed chunk and each listing.
+    """
     found: dict[str, int] = {}
     for owner in sorted(owners):
-        prefix = f"{chunks_prefix(owner.run)}{owner.name}/{rank:05}/"
-        found |= {info.key: info.size async for info in store.scan(prefix)}
+        async for info in store.scan(f"{chunks_prefix(owner.run)}{owner.name}/{rank:05}/"):
+            found[info.key] = info.size
+            going()
+        going()
     return found
 
 
-async def missing_chunks(store: Store, manifest: Manifest) -> set[str]:
+async def missing_chunks(store: Store, manifest: Manifest, going: Callable[[], None] = lambda: None) -> set[str]:
     """Return the keys of chunks that a manifest names and its tier lacks or has in another size."""
-    there = await chunks_there(store, manifest.rank, manifest.owners)
+    there = await chunks_there(store, manifest.rank, manifest.owners, going)
     wanted = {f"{manifest.run}/{stored.key}": stored.size for stored in manifest.objects()}
     return {key for key, size in wanted.items() if there.get(key) != size}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -24,6 +23,7 @@ from tierd.core.retention.policies import policy_for
 from tierd.core.timeline.head import Head
 from tierd.daemon.pause import TierPause
 from tierd.daemon.rank_notes import sweep_rank_notes
+from tierd.daemon.tiers.awake import awake_timeout
 from tierd.daemon.tiers.deletions import Confirm
 from tierd.daemon.tiers.flushes import TierFlushes
 from tierd.daemon.tiers.heads import rolled_back, unwritten, write
@@ -236,14 +236,14 @@ class Tiers:
                 not there any more, or was replaced just now.
 
         Raises:
-            TierdError, OSError: the tier failed, or took longer than `holds_s` for one part.
+            TierdError, OSError: the tier failed, or gave no answer for `holds_s`.
         """
         store, limit_s = self._stores[tier], self._timings.holds_s
 
         async def held(part: PartId) -> bool | bytes:
             try:
-                async with asyncio.timeout(limit_s):  # of each part, because a checkpoint may have thousands
-                    return await holds(store, part, None)
+                async with awake_timeout(limit_s) as begin_anew:  # at each answer, because a part may have many pages
+                    return await holds(store, part, None, begin_anew)
             except TimeoutError as error:
                 raise StoreUnavailable(f"{tier}: did not answer within {limit_s:g} s") from error
             except FormatTooNew:  # a newer tierd reads it, or one with another key
