@@ -1,4 +1,8 @@
-"""Which tests are slow or long, and that no example of Hypothesis fails for taking long, since machines are shared."""
+"""Which tests are slow or long; that no example of Hypothesis fails for taking long, since machines are shared; and
+what the processes that tests start load (`lean/`)."""
+
+import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -7,6 +11,10 @@ from support.unskipped import pytest_make_collect_report, pytest_runtest_makerep
 from tools import slow
 
 __all__ = ["pytest_collection_modifyitems", "pytest_make_collect_report", "pytest_runtest_makereport"]
+
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent / "lean"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 settings.register_profile("tierd", deadline=None)
 settings.load_profile("tierd")

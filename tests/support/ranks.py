@@ -99,7 +99,7 @@ class _Store:
 def environment(**more: str) -> dict[str, str]:
     """This process's, without what a launcher would have set, with tierd and the tests to be found."""
     kept = {name: value for name, value in os.environ.items() if not is_launchers(name)}
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "lean")])
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
 
 
