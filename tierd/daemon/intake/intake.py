@@ -224,7 +224,7 @@ class Intake:
     def _make(self, one: WatchAtWork, reports: ToReconciler) -> UnitWatch:
         directory = Path(one.watch.directory)
         return UnitWatch(
-            self._reconciler.spool, directory, one.watch.run, reports, self._find_room, one.going, one.writes
+            self._reconciler.spool, directory, one.watch.run, reports, self._find_room, one.going, writes=one.writes
         )
 
     def _find_room(self, part: PartId, size_bytes: int, quota: bool) -> bool:

@@ -72,8 +72,8 @@ class UnitWatch:
         reports: where to report.
         room: frees disk space when a commit finds the disk full.
         going: called before each name of a listing, each read and each chunk; if it raises `Stopped`, `observe` ends.
-        writes: called before files are written to the spool, with the bytes of the largest.
         settle_s: as for `Settling`.
+        writes: called before files are written to the spool, with the bytes of the largest.
 
     Attributes:
         listing_s: how long the last listing took, in seconds.
@@ -90,8 +90,8 @@ class UnitWatch:
         reports: Reports,
         room: Room | None = None,
         going: Callable[[], None] = lambda: None,
-        writes: Callable[[int], None] = lambda size: None,
         settle_s: float = SETTLE_S,
+        writes: Callable[[int], None] = lambda size: None,
     ) -> None:
         self._spool, self._directory, self._run, self._reports = spool, directory, run, reports
         self._room, self._going, self._writes = room, going, writes
