@@ -24,10 +24,10 @@ from examples.demo import compare, damage, table
 from examples.demo.compare import Launch
 from examples.demo.processes import Child, DemoFailed, started, wait_until
 from tierd.core.errors import DaemonUnavailable, TierdError
-from tierd.core.ids import CheckpointId, PartId
+from tierd.core.ids import CheckpointId
 from tierd.core.planning.place import SPOOL
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Report, Status, Wait
+from tierd.ipc.messages import Report, Status
 from tierd.spool.spool import Spool
 
 RUN = "demo"
@@ -69,9 +69,10 @@ class Demo:
         with started("daemon", self.logs, *command) as daemon:
             self._wait_for_daemon(daemon)
             killed = self._train_and_kill(daemon)
-            victim = self._corrupt_newest(daemon)
-            # Else the trainer's successor would find its last snapshot in the daemon's memory, and need neither copy.
+            # It first writes and flushes what the trainer had handed over. Else that could come after the damage, or
+            # the trainer's successor would find its last snapshot in the daemon's memory, and need neither copy.
             daemon.terminate(self.options.patience)
+        victim = self._corrupt_newest()
         with started("restarted daemon", self.logs, *command) as daemon:
             self._wait_for_daemon(daemon)
             resumed = self._resume(daemon, victim)
@@ -130,14 +131,11 @@ class Demo:
         self._note(f"SIGKILL to process {trainer.pid}, after step {killed.last}")
         return killed
 
-    def _corrupt_newest(self, daemon: Child) -> CheckpointId:
-        """Wait until the newest checkpoint is verified on the tier, then flip a bit of both its copies."""
-        daemon.must_run()
-        newest = next((one for one in self._report() if one["complete"]), None)
-        if newest is None:
+    def _corrupt_newest(self) -> CheckpointId:
+        """Flip a bit of both copies of the newest checkpoint."""
+        victim = max((part.checkpoint for part in Spool(self.spool).parts(RUN)), default=None)
+        if victim is None:
             raise DemoFailed("the killed trainer left no complete checkpoint")
-        victim = CheckpointId(RUN, newest["attempt"], newest["step"])
-        self._ask(Wait(part=PartId(victim, 0, 1), tier=TIER, timeout_s=self.options.patience))
         self._say(f"damage: one bit of the newest checkpoint, step {victim.step}, in the spool and on the tier")
         for path in (
             damage.in_spool(self.spool, RUN, victim.name),
