@@ -40,8 +40,8 @@ MUTANTS = (
     Mutant(
         "a copy is quarantined that was repaired during the search for its chunk",
         _REPAIRER,
-        "        if work.lost and not await work.are_repaired():\n",
-        "        if work.lost:\n",
+        "work.lost and not await work.are_repaired()",
+        "work.lost",
         f"{_TEST_OLD_PROOFS} -k 'during_the_search and chunk'",
     ),
     Mutant(
@@ -54,15 +54,15 @@ MUTANTS = (
     Mutant(
         "a fetch quarantines the manifest that replaced the one it read",
         _REPAIRER,
-        "                if now == progress.manifests.get(name):  #",
-        "                if True:  #",
+        "await _quarantine_as_read(stores[name], part, progress.manifests.get(name))",
+        "await quarantine(stores[name], part)",
         f"{_TEST_OLD_PROOFS} -k during_a_fetch",
     ),
     Mutant(
         "a fetch that finds no right copy quarantines the one that came since",
         _REPAIRER,
-        "                    replaced = now != progress.manifests.get(name)  #",
-        "                    replaced = False  #",
+        "await _quarantine_as_read(store, part, progress.manifests.get(name))",
+        "await quarantine(store, part)",
         f"{_TEST_OLD_PROOFS} -k found_no_right_one",
     ),
     Mutant(

@@ -95,9 +95,7 @@ class Repairer:
             for name, store in stores.items():
                 # If it is refused, a later reader will find the copy on that tier corrupt again.
                 with suppress(DeleteRefused, ObjectNotFound):
-                    judged, now = await manifest_now(store, part)
-                    replaced = now != progress.manifests.get(name)  # by another node, since it was read
-                    if not replaced and await quarantine(store, part, judged):
+                    if await _quarantine_as_read(store, part, progress.manifests.get(name)):
                         self._report_quarantined(name, part, str(error))
             raise
         # Only a copy that was verified whole proves another one bad. A fetch of some chunks does not verify a whole
@@ -106,9 +104,7 @@ class Repairer:
             self._journal.counters["corruptions"] += 1
             self._journal.record("corrupt", name, part, f"it will be flushed again: {reason}")
             with suppress(DeleteRefused, ObjectNotFound):
-                judged, now = await manifest_now(stores[name], part)
-                if now == progress.manifests.get(name):  # otherwise another node has replaced it since
-                    await quarantine(stores[name], part, judged)
+                await _quarantine_as_read(stores[name], part, progress.manifests.get(name))
         if fetched.chunks:
             self._journal.counters["healed_chunks"] += fetched.chunks
             self._journal.record(
@@ -178,10 +174,9 @@ class Repairer:
         finally:
             self._report_repaired(tier, part, work, "")
         # The search for a lost chunk may take minutes, and another node may repair the chunk meanwhile.
-        if work.lost and not await work.are_repaired():
-            judged, now = await manifest_now(self._stores[tier], part)
-            if now == manifest:
-                await self.quarantine(tier, part, work.lost[0], judged)
+        lost = work.lost and not await work.are_repaired()
+        if lost and await _quarantine_as_read(self._stores[tier], part, manifest):
+            self._report_quarantined(tier, part, work.lost[0])
         return work
 
     async def rebuild(self, tier: str, part: PartId, reason: str, pause: Pause = at_once) -> bool:
@@ -244,3 +239,10 @@ class Repairer:
         if work.repaired or also:
             sources = f" from {', '.join(sorted(work.sources))}" if work.repaired else ""
             self._journal.record("repaired", tier, part, f"{also}{work.repaired} chunks{sources}", chunks=work.repaired)
+
+
+async def _quarantine_as_read(store: Store, part: PartId, read: Manifest | None) -> bool:
+    """Quarantine a tier's copy, unless another node has replaced its manifest since it was read; None if it was not
+    readable. Return whether this call moved it. Raises as `quarantine`, and ObjectNotFound if there is none."""
+    judged, now = await manifest_now(store, part)
+    return now == read and await quarantine(store, part, judged)
