@@ -17,6 +17,20 @@ import tierd
 from tierd.adapters.lightning import TierdCheckpointIO
 
 
+def quiet_trainer(io: TierdCheckpointIO, home: Path, *callbacks: Any, **options: Any) -> lightning.Trainer:
+    """A trainer that saves through `io`, writes only below `home`, and prints nothing."""
+    return lightning.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=home,
+        plugins=[io],
+        callbacks=[*callbacks, io.callback],
+        **options,
+    )
+
+
 class Module(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -41,14 +55,5 @@ def train(spool: Path) -> None:
     with tierd.Checkpointer(spool, "run", to=[]) as ckpt:
         io = TierdCheckpointIO(ckpt)
         saving = ModelCheckpoint(dirpath=spool.parent / "lightning", every_n_train_steps=EVERY, save_top_k=-1)
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            max_epochs=-1,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=spool.parent,
-            plugins=[io],
-            callbacks=[io.callback, saving],
-        )
+        trainer = quiet_trainer(io, spool.parent, saving, max_epochs=-1)
         trainer.fit(Module(), loader, ckpt_path=io.latest())

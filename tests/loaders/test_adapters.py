@@ -97,6 +97,7 @@ def test_a_state_that_lightning_loaded_in_part_is_not_saved(tmp_path: Path, monk
     pytest.importorskip("lightning")
     import lightning
     from lightning.pytorch.demos.boring_classes import BoringModel
+    from loaders.loops_lightning import quiet_trainer
 
     from tierd.adapters.lightning import TierdCheckpointIO
 
@@ -107,18 +108,7 @@ def test_a_state_that_lightning_loaded_in_part_is_not_saved(tmp_path: Path, monk
         io = TierdCheckpointIO(ckpt)
 
         def fit(path: str | None, steps: int) -> lightning.Trainer:
-            trainer = lightning.Trainer(
-                accelerator="cpu",
-                max_steps=steps,
-                limit_val_batches=0,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                default_root_dir=tmp_path,
-                plugins=[io],
-                callbacks=[io.callback],
-            )
+            trainer = quiet_trainer(io, tmp_path, max_steps=steps, limit_val_batches=0, enable_checkpointing=False)
             trainer.fit(BoringModel(), ckpt_path=path)
             return trainer
 

@@ -94,6 +94,7 @@ def test_a_rule_saves_the_best_evaluation_of_trainer(tmp_path: Path) -> None:
 def test_lightnings_best_and_last_are_tierds_checkpoints(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from loaders.loops_lightning import quiet_trainer
 
     from tierd.adapters.lightning import TierdCheckpointIO
 
@@ -115,17 +116,7 @@ def test_lightnings_best_and_last_are_tierds_checkpoints(tmp_path: Path) -> None
         ckpt = tierd.Checkpointer(tmp_path / "spool", run, to=[])
         io, module = TierdCheckpointIO(ckpt), Module()
         saving = ModelCheckpoint(tmp_path / "out", monitor="val", save_top_k=2, save_last=True, filename="{step}")
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            max_steps=most,
-            val_check_interval=2,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-            plugins=[io],
-            callbacks=[io.callback, saving],
-        )
+        trainer = quiet_trainer(io, tmp_path, saving, max_steps=most, val_check_interval=2)
         data = torch.utils.data.DataLoader(torch.ones(8, 1), 1)
         trainer.fit(module, data, data, ckpt_path=path)
         return ckpt, io, trainer, saving

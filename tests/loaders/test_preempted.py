@@ -83,7 +83,7 @@ def test_keras_saves_and_stops(tmp_path: Path, monkeypatch) -> None:
 def test_lightning_saves_and_stops(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
     from lightning.pytorch.callbacks import ModelCheckpoint
-    from loaders.loops_lightning import Module
+    from loaders.loops_lightning import Module, quiet_trainer
     from loaders.loops_torch import BATCH, SAMPLES, Ids, Order
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -98,16 +98,8 @@ def test_lightning_saves_and_stops(tmp_path: Path) -> None:
         loader = StatefulDataLoader(Ids(), BATCH, sampler=Order(SAMPLES, 5))
         with tierd.Checkpointer(tmp_path / "spool", "run", to=[], when=WHEN) as ckpt:
             io = TierdCheckpointIO(ckpt)
-            trainer = lightning.Trainer(
-                accelerator="cpu",
-                max_steps=steps,
-                logger=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                default_root_dir=tmp_path,
-                plugins=[io],
-                callbacks=[*more, io.callback, ModelCheckpoint(dirpath=tmp_path / "l", every_n_train_steps=10_000)],
-            )
+            saving = ModelCheckpoint(dirpath=tmp_path / "l", every_n_train_steps=10_000)
+            trainer = quiet_trainer(io, tmp_path, *more, saving, max_steps=steps)
             trainer.fit(Module(), loader, ckpt_path=io.latest())
             return trainer.global_step, ckpt.notice
 

@@ -533,6 +533,7 @@ def test_what_another_process_saves_for_a_launch_is_the_launchs(spool):
         commit(spool, part(1, world=2))
         with rank(spool, 0, attempt(1)) as second:
             second.save(2, tensors(2)).wait()
+    assert [one.checkpoint.step for one in spool.parts("run")] == [1, 2]
 
 
 def test_one_rank_refuses_an_attempt_that_was_used_whatever_it_resumes_from(spool):
