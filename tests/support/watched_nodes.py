@@ -73,7 +73,7 @@ class Lone:
         self.world, self.spool, self.reports, self.alive = world, spool, reports, True
         self.parts: list[PartId] = []
         self.known = History()
-        self.watch = UnitWatch(spool, world.root, RUN, self, None, self._meddle, SETTLE_S)
+        self.watch = UnitWatch(spool, world.root, RUN, self, settle_s=SETTLE_S, going=self._meddle)
 
     def observe(self) -> None:
         self._observe(may_take=True)

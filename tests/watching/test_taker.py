@@ -154,7 +154,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return stage_unit(tree, unit, *arguments)
 
     monkeypatch.setattr(unit_watch, "stage_unit", counted)
-    monkeypatch.setattr(unit_watch.UnitWatch.__init__, "__defaults__", (None, lambda: None, 0.05))
     return found
 
 
@@ -172,7 +171,7 @@ def settled(*daemons: Daemon) -> bool:
 
 
 def test_each_unit_is_read_by_one_of_two_nodes(root: Path, reads: Counter[str], monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    timed(monkeypatch, watch_s=0.02, renew_s=0.3, silent_s=3600.0)
+    timed(monkeypatch, watch_s=0.02, settle_s=0.05, renew_s=0.3, silent_s=3600.0)
     home = root.parent
     (home / "tier").mkdir()
     save(root, 1, 2, 3)
@@ -192,8 +191,7 @@ import sys, time
 from support.timed import give
 from tierd.cli import run
 from tierd.daemon.intake import unit_watch
-give(watch_s=0.02, renew_s=0.1)
-unit_watch.UnitWatch.__init__.__defaults__ = (None, lambda: None, 0.05)
+give(watch_s=0.02, renew_s=0.1, settle_s=0.05)
 
 def stuck(*arguments):
     print("taking", flush=True)
@@ -207,7 +205,7 @@ run(["watch", sys.argv[1], "--run", "r", "--to", sys.argv[2], "--spool", sys.arg
 def test_a_node_that_is_killed_while_it_takes_is_followed_by_another(
     root: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timed(monkeypatch, watch_s=0.02, renew_s=0.1, silent_s=2.0)
+    timed(monkeypatch, watch_s=0.02, settle_s=0.05, renew_s=0.1, silent_s=2.0)
     home = root.parent
     (home / "tier").mkdir()
     save(root, 1)
@@ -227,7 +225,7 @@ def test_a_node_that_is_killed_while_it_takes_is_followed_by_another(
 
 
 def test_a_tier_that_is_down_loses_nothing(root: Path, reads: Counter[str], monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    timed(monkeypatch, watch_s=0.02, renew_s=0.1, silent_s=3600.0, backoff_s=0.05)
+    timed(monkeypatch, watch_s=0.02, settle_s=0.05, renew_s=0.1, silent_s=3600.0, backoff_s=0.05)
     home = root.parent
     save(root, 1)
     down = [True]

@@ -361,8 +361,7 @@ def test_unchanged_chunks_are_sent_once(root: Path, spool: Spool, tmp_path: Path
 
 
 def test_a_daemon_takes_and_flushes_and_follows_its_configuration(root: Path, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    timed(monkeypatch, watch_s=0.02)
-    monkeypatch.setattr(unit_watch.UnitWatch.__init__, "__defaults__", (None, lambda: None, 0.05))
+    timed(monkeypatch, watch_s=0.02, settle_s=0.05)
     (tmp_path / "tier").mkdir()
     watch = WatchConfig(directory=str(root), run=RUN)
     with Daemon(tmp_path / "spool", lambda: {"file": FileStore(tmp_path / "tier")}, watch=(watch,)) as daemon:

@@ -30,8 +30,7 @@ from tierd.watching import files
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed(monkeypatch, watch_s=0.02)
-    monkeypatch.setattr(unit_watch.UnitWatch.__init__, "__defaults__", (None, lambda: None, 0.05))
+    timed(monkeypatch, watch_s=0.02, settle_s=0.05)
 
 
 @pytest.fixture

@@ -222,9 +222,15 @@ class Intake:
                         log.info("%s: %s cannot be pinned there yet: %s", name, checkpoint, error)
 
     def _make(self, one: WatchAtWork, reports: ToReconciler) -> UnitWatch:
-        directory = Path(one.watch.directory)
         return UnitWatch(
-            self._reconciler.spool, directory, one.watch.run, reports, self._find_room, one.going, writes=one.writes
+            self._reconciler.spool,
+            Path(one.watch.directory),
+            one.watch.run,
+            reports,
+            settle_s=self._reconciler.timings.settle_s,
+            room=self._find_room,
+            going=one.going,
+            writes=one.writes,
         )
 
     def _find_room(self, part: PartId, size_bytes: int, quota: bool) -> bool:

@@ -38,7 +38,6 @@ from tierd.watching.settle import Due, Settling, is_unchanged
 
 log = logging.getLogger("tierd.daemon")
 
-SETTLE_S = 10.0  # seconds for which a unit has to be unchanged
 _AGAIN_S = 60.0  # seconds until a unit that could not be read or written is tried again
 _OPEN_S = 5.0  # seconds until a unit that a process has open for writing is tried again
 _BAD_NAME = "its name is not UTF-8; rename it"
@@ -70,9 +69,9 @@ class UnitWatch:
         directory: the directory below which the program writes.
         run: the run to save the units as.
         reports: where to report.
+        settle_s: as for `Settling`.
         room: frees disk space when a commit finds the disk full.
         going: called before each name of a listing, each read and each chunk; if it raises `Stopped`, `observe` ends.
-        settle_s: as for `Settling`.
         writes: called before files are written to the spool, with the bytes of the largest.
 
     Attributes:
@@ -88,9 +87,10 @@ class UnitWatch:
         directory: Path,
         run: str,
         reports: Reports,
+        *,
+        settle_s: float,
         room: Room | None = None,
         going: Callable[[], None] = lambda: None,
-        settle_s: float = SETTLE_S,
         writes: Callable[[int], None] = lambda size: None,
     ) -> None:
         self._spool, self._directory, self._run, self._reports = spool, directory, run, reports
