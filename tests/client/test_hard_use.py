@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -16,9 +18,11 @@ from support.world import Daemon, hurry
 
 import tierd
 from tierd.client.checkpointer import made_of
+from tierd.client.saving import slots
 from tierd.client.saving.snapshot import Snapshot
 from tierd.core.errors import ConfigError, SaveFailed, StateRefused
 from tierd.ipc.client import Link
+from tierd.spool.file_io import FileWriter
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +70,48 @@ def test_an_interrupted_save_is_no_checkpoint_and_blocks_no_later_one(spool, loc
         local.save(1, state)
     for tensor in state.values():
         tensor.zero_()
+    local.save(1, tensors(1)).wait(timeout=20)
+    assert same(restored(spool, 1)[1], 1)
+
+
+@pytest.mark.parametrize(
+    ("errors", "number"), [(0, 2), (0, 5), (1, 2)], ids=["amid", "after the last tensor", "in a second pass, after EIO"]
+)
+def test_a_save_that_is_interrupted_while_it_streams_is_no_checkpoint(spool, local, monkeypatch, errors, number):
+    """With no memory for an arena, the disk is written from the tensors that training changes from then on."""
+    monkeypatch.setattr(slots, "available", lambda: 0)
+    monkeypatch.setattr(slots, "_BOUND", 1 << 20)
+    write, finish, begun, changed = FileWriter.write, FileWriter.finish, [], threading.Event()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def write_slowly(file, piece):
+        write(file, piece)
+        begun.extend([file] if len(piece) >= 4096 else [])  # not the file of other values
+        if begun.count(file) == number and len(set(begun)) == errors + 1:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+            changed.wait(20)
+
+    def fail_at_first(file):
+        done = finish(file)
+        if file in begun and len(set(begun)) <= errors:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return done
+
+    signal.signal(signal.SIGALRM, interrupt)
+    with monkeypatch.context() as patch:
+        patch.setattr(FileWriter, "write", write_slowly)
+        patch.setattr(FileWriter, "finish", fail_at_first)
+        state = {"x": torch.ones(1 << 20)}
+        with pytest.raises(KeyboardInterrupt):
+            local.save(1, state)
+        state["x"].zero_()
+        changed.set()
+        made_of(local).pipeline.drain()
+    assert not spool.parts() and not list((spool.control / "stage").iterdir())
+    assert begun.count(begun[-1]) == number  # it ended soon, because a later save waits for it
+    assert local.stats.failed == errors  # the step was given up, or had been claimed and has failed
     local.save(1, tensors(1)).wait(timeout=20)
     assert same(restored(spool, 1)[1], 1)
 

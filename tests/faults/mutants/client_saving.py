@@ -10,6 +10,7 @@ _SLOTS = "tierd/client/saving/slots.py"
 _SNAPSHOT = "tierd/client/saving/snapshot.py"
 _TEST_STOPPED_DAEMON = "pytest tests/client/saving/test_stopped_daemon.py"
 _TEST_CALL = "pytest tests/client/saving/test_call.py"
+_TEST_STREAMED = "pytest tests/client/test_hard_use.py -k while_it_streams"
 _TEST_DEVICE_COPIES = "pytest tests/client/saving/test_device_copies.py"
 
 MUTANTS = (
@@ -132,6 +133,34 @@ MUTANTS = (
         "            if snapshot.returned:  # the daemon",
         "            if False:  # the daemon",
         f"{_TEST_CALL} -k gone_meanwhile",
+    ),
+    Mutant(
+        "an interrupted save is streamed to its end",
+        _PIPELINE,
+        "            self._refuse_changes()  # soon",
+        "            pass  # soon",
+        _TEST_STREAMED,
+    ),
+    Mutant(
+        "an interrupted save that was streamed is committed",
+        _PIPELINE,
+        "        self.snapshot.claim()\n        self._refuse_changes()\n",
+        "",
+        _TEST_STREAMED,
+    ),
+    Mutant(
+        "an interrupted save is streamed again after EIO",
+        _SNAPSHOT,
+        "        self.interrupted = True\n",
+        "        self.interrupted = not self._fate\n",
+        _TEST_STREAMED,
+    ),
+    Mutant(
+        "a save that was given up fails, too",
+        _PIPELINE,
+        "            elif snapshot.claim():  #",
+        "            else:  #",
+        _TEST_STREAMED,
     ),
     Mutant(
         "nobody decodes what was encoded",

@@ -23,7 +23,7 @@ from tierd.client.saving.save import Save, Stats
 from tierd.client.saving.slots import Slot
 from tierd.client.saving.snapshot import Snapshot
 from tierd.client.saving.worker import Worker
-from tierd.core.errors import ConfigError, DaemonUnavailable, SpoolUnusable, StateRefused, StepRefused
+from tierd.core.errors import ConfigError, DaemonUnavailable, SpoolUnusable, StateRefused, StepRefused, TornSnapshot
 from tierd.core.manifest import TENSORS, TREE, Manifest
 from tierd.spool.arena import Arena, available
 from tierd.spool.commit import CommittedPart, Room, Source, write_part, write_with_room
@@ -167,7 +167,7 @@ class Pipeline:
             # a full disk.
             if isinstance(raised, StateRefused) and not snapshot.returned:
                 error = raised
-            else:
+            elif snapshot.claim():  # otherwise `save` was interrupted, and its step may be saved again
                 self._failed(snapshot.save, raised)
         finally:
             if not passed_on:
@@ -220,8 +220,7 @@ class Pipeline:
         tree = snapshot.capture.tree()
         snapshot.capture.check(tree)
         files: dict[str, Source] = {TENSORS: _Stream(snapshot, slot.arena), TREE: tree}
-        if snapshot.claim():
-            self._end(snapshot.save, lambda: write_part(self._spool, snapshot.manifest, files))
+        self._committed(snapshot.save, write_part(self._spool, snapshot.manifest, files))
 
     # -- the thread that persists -------------------------------------------------------------------------------------
 
@@ -316,8 +315,11 @@ class Pipeline:
         except Exception as error:
             self._failed(save, error)
         else:
-            self._log_indirect(written)
-            self._ended(save, None)
+            self._committed(save, written)
+
+    def _committed(self, save: Save, written: CommittedPart) -> None:
+        self._log_indirect(written)
+        self._ended(save, None)
 
     def _log_indirect(self, written: CommittedPart) -> None:
         stats = self._stats
@@ -343,7 +345,11 @@ def _fit(slot: Slot, size: int, device: torch.device | None = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """The image of a tensor file that is never in memory as a whole. It can be iterated more than once."""
+    """The image of a tensor file that is never in memory as a whole. It can be iterated more than once.
+
+    Invariant: no pass ends that read a tensor after `save` was interrupted, because training changes tensors then. A
+    claim is not enough: a second pass, after EIO, reads them again although the first one has claimed the snapshot.
+    """
 
     snapshot: Snapshot
     arena: Arena
@@ -353,4 +359,12 @@ class _Stream:
 
     def __iter__(self) -> Iterator[memoryview]:
         capture = self.snapshot.capture
-        return pieces(capture.layout, capture.tensors, self.arena.view)
+        for piece in pieces(capture.layout, capture.tensors, self.arena.view):
+            self._refuse_changes()  # soon, because the next save waits for this thread
+            yield piece
+        self.snapshot.claim()
+        self._refuse_changes()
+
+    def _refuse_changes(self) -> None:
+        if self.snapshot.interrupted:
+            raise TornSnapshot("save() was interrupted while it wrote its state: the checkpoint may be a mixture")

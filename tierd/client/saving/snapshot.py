@@ -45,6 +45,9 @@ class Snapshot:
         late: the tensors that are copied behind training; none for a save that blocks until everything is copied.
         torn: called with the names of late tensors that something other than an attached optimizer changed.
         timings: how long it waits.
+
+    Attributes:
+        interrupted: whether `save` was interrupted: what is read of the tensors from then on may have changed.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Snapshot:
         self.copies = DeviceCopies(capture)
         # The first decision counts: `setdefault` is atomic for threads and signal handlers.
         self._fate: dict[None, str] = {}
+        self.interrupted = False
         self._verdict: dict[None, Callable[[], list[str]]] = {}  # returns the names of the changed tensors
         self._into: Mapping[str, torch.Tensor] | None = None
         self._arena: memoryview | None = None
@@ -121,6 +125,7 @@ class Snapshot:
         """Give the snapshot up because `save` was interrupted: later changes must not get in. Return False if it is too
         late.
         """
+        self.interrupted = True
         return self._fate.setdefault(None, "given up") == "given up"
 
     @property
