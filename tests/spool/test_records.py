@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -186,6 +188,19 @@ def test_a_damaged_policy_is_said_to_be(spool):
     (spool.control / "retention" / "damaged.json").write_bytes(b"{")
     found = policies(spool.control, ["damaged", RUN])
     assert list(found) == ["damaged"] and found["damaged"][0].retention is None and found["damaged"][0].why
+
+
+def test_a_policy_that_the_disk_does_not_give_is_not_none(spool, monkeypatch):
+    """The default would prune what the trainer wants kept."""
+    set_policy(spool.control, RUN, RICH)
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # since Python 3.14, if the disk gives an error
+
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "lstat", fail)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        policies(spool.control, [RUN])
 
 
 # -- its form ---------------------------------------------------------------------------------------------------------

@@ -769,6 +769,25 @@ def test_pins_come_and_go_and_need_no_checkpoint(spool):
     assert spool.parts() == []
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES])
+def test_pins_that_cannot_be_listed_are_not_none(spool, monkeypatch, number):
+    """A pinned copy would be pruned. `Path.glob` hides some errors, or all of them, by the version of Python."""
+    spool.pin(part().checkpoint, pinned=True)
+
+    def failing(real):
+        def fail(path):
+            if os.fspath(path).endswith("/pins"):
+                raise OSError(number, os.strerror(number))
+            return real(path)
+
+        return fail
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    with pytest.raises(OSError, match=os.strerror(number)):
+        spool.pins()
+
+
 def test_the_second_daemon_is_refused_and_told_who_holds_the_spool(spool):
     """P10, between processes."""
     held = "with Spool(sys.argv[1]).lock(): print('in', flush=True); input()"

@@ -223,6 +223,15 @@ def drop_cached(home: Path) -> None:
                     os.close(fd)
 
 
+def exists(path: Path) -> bool:
+    """Whether there is anything at `path`. Raises OSError, which `Path.exists` hides since Python 3.14."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def open_plain(path: Path) -> int:
     """Open a file of a part for reading.
 

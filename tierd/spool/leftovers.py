@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId, check_run
-from tierd.spool.directories import childless_below, directories_in
-from tierd.spool.file_io import make_private, sync_directory
+from tierd.spool.directories import childless_below, directories_in, names_in
+from tierd.spool.file_io import exists, make_private, sync_directory
 from tierd.spool.leases import forget as forget_trainers
 from tierd.spool.local_parts import LocalParts
 from tierd.spool.permissions import check_owner
@@ -96,7 +96,7 @@ class Leftovers(LocalParts):
             if "/" in rest:
                 self._drop_if_empty(home)
             # The records of a saved launch are kept, because it may have work left.
-            elif not home.exists() and rest not in launches(self.control, [rest]):
+            elif not exists(home) and rest not in launches(self.control, [rest]):
                 forget(self.control, rest, left_ns)
                 forget_trainers(self.control, rest)
             return
@@ -135,7 +135,8 @@ class Leftovers(LocalParts):
                 pass
 
     def pins(self) -> set[CheckpointId]:
-        found = ((run, path.name) for run in self.runs() for path in (self.root / run).glob("pins/*"))
+        """List the pinned checkpoints. Raises OSError, because a checkpoint whose pin is not seen is pruned."""
+        found = ((run, name) for run in self.runs() for name in names_in(self.root / run / _PINS))
         return {pin for names in found if (pin := CheckpointId.parse(*names))}
 
     def pin(self, checkpoint: CheckpointId, *, pinned: bool) -> None:

@@ -29,7 +29,7 @@ from tierd.core.timeline.head import MAX_SIZE as HEAD_SIZE
 from tierd.core.timeline.head import Head
 from tierd.core.timeline.head import decode as decode_head
 from tierd.core.timeline.head import encode as encode_head
-from tierd.spool.file_io import open_plain, sync_directory
+from tierd.spool.file_io import exists, open_plain, sync_directory
 from tierd.spool.permissions import check_room
 
 SAVED, RETENTION, TIMELINE = "saved", "retention", "timeline"  # subdirectories of `.tierd/`
@@ -220,7 +220,7 @@ def policies(control: Path, runs: Iterable[str]) -> dict[str, tuple[StoredRetent
     found: dict[str, tuple[StoredRetention, ...]] = {}
     for run in runs:
         path = control / RETENTION / f"{run}.json"
-        if not path.exists():
+        if not exists(path):
             continue
         try:
             with os.fdopen(open_plain(path), "rb") as file:
@@ -233,7 +233,7 @@ def policies(control: Path, runs: Iterable[str]) -> dict[str, tuple[StoredRetent
 def recorded(control: Path, run: str) -> list[Path]:
     """List the files that hold records of a run. The run may have nothing else in the spool."""
     marks, files = control / SAVED / run, [control / room / f"{run}.json" for room in (RETENTION, TIMELINE)]
-    return [marks / name for name in _names(marks)] + [path for path in files if path.exists()]
+    return [marks / name for name in _names(marks)] + [path for path in files if exists(path)]
 
 
 def forget(control: Path, run: str, before_ns: int) -> None:

@@ -212,6 +212,20 @@ MUTANTS = (
         f"{_TEST_LINKS} -k others_may_write",
     ),
     Mutant(
+        "pins that cannot be listed are none",
+        "tierd/spool/leftovers.py",
+        "for name in names_in(self.root / run / _PINS))",
+        'for name in (path.name for path in (self.root / run).glob("pins/*")))',
+        "pytest tests/spool/test_spool.py -k pins_that_cannot",
+    ),
+    Mutant(
+        "a policy that the disk does not give is none",
+        "tierd/spool/records.py",
+        "        if not exists(path):\n",
+        "        if not path.exists():\n",
+        "pytest tests/spool/test_records.py -k disk_does_not_give",
+    ),
+    Mutant(
         "a record's place may hold a pipe",
         "tierd/spool/records.py",
         "_MARK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC",
