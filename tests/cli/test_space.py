@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,10 @@ from support.world import Daemon, wait_until
 import tierd
 from tierd.cli import run
 from tierd.cli.acting import space
+from tierd.core.retention.policy import RetentionPolicy
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Attach
+from tierd.spool.records import policies, set_policy
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
@@ -119,6 +124,39 @@ def test_manifests_go_first(places, monkeypatch) -> None:
     monkeypatch.setattr(FileStore, "delete", delete)
     assert run(["rm", "r", str(tier), "--yes"]) == 0
     assert all("/manifests/" in key for key in calls[0]) and len(calls[0]) == 3
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_rm_keeps_the_policy_of_a_launch_that_began_meanwhile(places, monkeypatch, restored) -> None:
+    """The default would prune what the new trainer wants kept. The removal itself changes the run's directory later."""
+    spool, real = Spool(places[0]), Spool.remove
+    set_policy(spool.control, "r", RetentionPolicy())
+    spool.pin(next(part.checkpoint for part in spool.parts() if part.checkpoint.run == "r"), pinned=True)
+    if restored:  # fetched only: no launch has saved it here
+        shutil.rmtree(spool.control / "saved" / "r")
+    wanted = RetentionPolicy(keep_last=9)
+
+    def remove(self, parts):
+        set_policy(spool.control, "r", wanted)
+        time.sleep(0.02)  # longer than a tick of the file system's clock
+        real(self, parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Spool, "remove", remove)
+        assert run(["rm", "r", "--spool", str(spool.root), "--yes"]) == 0
+    assert not (spool.root / "r").exists()
+    assert [one.retention for one in policies(spool.control, ["r"])["r"]] == [wanted]
+    assert run(["rm", "r", "--spool", str(spool.root), "--yes"]) == 0
+    assert policies(spool.control, ["r"]) == {}
+
+
+def test_rm_without_a_daemon_refuses_while_a_trainer_saves_the_run(places, capsys) -> None:
+    spool = places[0]
+    with tierd.Checkpointer(spool, "r", to=[]) as ckpt:
+        ckpt.save(40, {"weights": torch.ones(10)}).wait()
+        assert run(["rm", "r", "--spool", str(spool), "--yes"]) == 3
+        assert f"(pid {os.getpid()})" in capsys.readouterr().err and under(spool)
+    assert run(["rm", "r", "--spool", str(spool), "--yes"]) == 0
 
 
 def test_rm_on_a_spool_goes_through_its_daemon_and_refuses_while_a_trainer_is_there(places, capsys) -> None:

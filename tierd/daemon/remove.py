@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierd.core.errors import StoreRefused
+from tierd.core.errors import ConfigError, StoreRefused
 from tierd.core.ids import (
     chunks_prefix,
     flushing_prefix,
@@ -23,7 +23,7 @@ from tierd.core.ids import (
     quarantine_prefix,
 )
 from tierd.spool import leases
-from tierd.spool.records import forget, recorded
+from tierd.spool.records import forget, forget_launch, recorded, saved
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 
@@ -120,9 +120,14 @@ def remove_from_spool(spool: Spool, run: str) -> bool:
         Whether the spool had anything of the run.
 
     Raises:
+        ConfigError: a trainer that saves the run lives on this node.
         OSError: the disk fails or refuses.
     """
-    found = bool(recorded(spool.control, run))
+    before_ns = time.time_ns()  # a launch that begins during the removal records its policy later
+    if alive := leases.trainers(spool.control, [run]).get(run):
+        pids = ", ".join(str(one.pid) for one in alive)
+        raise ConfigError(f"run {run!r}: a trainer that saves it lives (pid {pids}); end it first")
+    found, attempts = bool(recorded(spool.control, run)), saved(spool.control, [run]).get(run, ())
     parts = [part for part in spool.parts() if part.checkpoint.run == run]
     spool.remove(parts)
     quarantined = [part for part in spool.quarantined() if part.checkpoint.run == run]
@@ -133,8 +138,10 @@ def remove_from_spool(spool: Spool, run: str) -> bool:
         spool.pin(pin, pinned=False)
     leftovers = [name for name in spool.leftovers() if _is_leftover(name, run)]
     for name in leftovers:
-        spool.discard(name)
-    forget(spool.control, run, time.time_ns())
+        spool.discard(name, before_ns)
+    for attempt in attempts:  # by name, because the removal of parts has changed the times of their records
+        forget_launch(spool.control, run, attempt)
+    forget(spool.control, run, before_ns)
     leases.forget(spool.control, run)
     return bool(found or parts or quarantined or pins or leftovers)
 

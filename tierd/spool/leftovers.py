@@ -75,12 +75,14 @@ class Leftovers(LocalParts):
                 continue
         return found
 
-    def discard(self, name: str) -> None:
+    def discard(self, name: str, before_ns: int | None = None) -> None:
         """Remove one named object from the spool.
 
         Args:
             name: a name from `leftovers`, a quarantined part (``quarantine/<run>/<checkpoint>/<part>``), a pin
                 (``pins/<run>/<checkpoint>``), or the record that a launch was saved here (``saved/<run>/<attempt>``).
+            before_ns: when a removal of the whole run began, in nanoseconds since 1970. Its own deletions change the
+                time of the run's empty directory, and later records belong to a launch that began meanwhile.
         """
         path = self.control / name
         room, _, rest = name.partition("/")
@@ -97,7 +99,7 @@ class Leftovers(LocalParts):
                 self._drop_if_empty(home)
             # The records of a saved launch are kept, because it may have work left.
             elif not exists(home) and rest not in launches(self.control, [rest]):
-                forget(self.control, rest, left_ns)
+                forget(self.control, rest, left_ns if before_ns is None else before_ns)
                 forget_trainers(self.control, rest)
             return
         if room == SAVED:

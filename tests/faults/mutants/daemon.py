@@ -83,6 +83,27 @@ MUTANTS = (
         "pytest tests/cli/test_space.py -k manifests_go",
     ),
     Mutant(
+        "rm deletes the policy that a new launch has recorded meanwhile",
+        "tierd/daemon/remove.py",
+        "    forget(spool.control, run, before_ns)\n",
+        "    forget(spool.control, run, time.time_ns())\n",
+        "pytest tests/cli/test_space.py -k began_meanwhile",
+    ),
+    Mutant(
+        "the empty directory of a run that rm deletes takes a new policy with it",
+        "tierd/daemon/remove.py",
+        "        spool.discard(name, before_ns)\n",
+        "        spool.discard(name)\n",
+        "pytest tests/cli/test_space.py -k began_meanwhile",
+    ),
+    Mutant(
+        "rm deletes what a trainer saves without a daemon",
+        "tierd/daemon/remove.py",
+        "    if alive := leases.trainers(spool.control, [run]).get(run):",
+        "    if alive := ():",
+        "pytest tests/cli/test_space.py -k trainer_saves_the_run",
+    ),
+    Mutant(
         "a reload may nest tiers",
         _SERVICE,
         "    await check_apart(config)\n    notifier",

@@ -96,11 +96,11 @@ class _Spool(Spool):
                 self.site.judged(lambda one=one: self.site.keeper.leaves_spool(self.site.name, which(one)))  # type: ignore[misc]
         super().remove(parts, reuse)
 
-    def discard(self, name: str) -> None:
+    def discard(self, name: str, before_ns: int | None = None) -> None:
         room, _, rest = name.partition("/")
         if room == "saved" and not self.life.dead:  # the last that goes of a finished run
             self.site.judged(lambda: self.site.keeper.departs(self.site.name, rest.partition("/")[0]))
-        super().discard(name)
+        super().discard(name, before_ns)
 
     def manifest_stamp(self, part: PartId) -> int:
         """When the simulated clock first showed this manifest, in place of when this machine's did."""
