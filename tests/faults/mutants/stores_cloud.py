@@ -17,6 +17,13 @@ MUTANTS = (
         f"{_TEST_CLOUD} -k missing_bucket",
     ),
     Mutant(
+        "a gateway's 404 is a missing object of Google's or Azure's",
+        _ANSWERS,
+        "else (UnnamedNotFound, UNNAMED)",
+        'else (ObjectNotFound, "")',
+        f"{_TEST_CLOUD} -k names_no_error",
+    ),
+    Mutant(
         "a refused deletion is a refused tier",
         _ANSWERS,
         'if action == "delete" and status in',
