@@ -24,6 +24,13 @@ MUTANTS = (
         f"{_TEST_CLOUD} -k names_no_error",
     ),
     Mutant(
+        "a bucket called after credentials has none",
+        _ANSWERS,
+        '_ADDRESS.sub("", _NAMES.sub("", head))',
+        "head",
+        "pytest tests/stores/test_cloud_answers.py -k a_name_is_no",
+    ),
+    Mutant(
         "a refused deletion is a refused tier",
         _ANSWERS,
         'if action == "delete" and status in',

@@ -19,7 +19,10 @@ _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 _NO_OBJECT = {"NoSuchKey", "BlobNotFound"}
 _LATER = {"ContainerBeingDeleted", "AccountBeingCreated", "OperationTimedOut"}  # 409 or 500, and over soon
 # How obstore's texts tell that the source of the credentials failed, and not the store.
-_CREDENTIALS = re.compile(r"token request|credential|169\.254\.169\.254|metadata\.google|managed identity", re.I)
+_CREDENTIALS = re.compile(r"token request|credential|managed identity|//169\.254\.169\.254|//metadata\.google", re.I)
+# A key or an address in these texts: an account, a bucket, a run may have any of those words for its name.
+_NAMES = re.compile(r"(?<=location ).*?(?= not found: | already exists: | not modified: )|(?<=path ).*?(?=: Error )")
+_ADDRESS = re.compile(r"(?<=performing )[A-Z]+ https?://(?!169\.254\.169\.254|metadata\.google)\S+")
 _ACTIONS = {
     "gs": {
         "put": "storage.objects.create and storage.objects.delete, which replacing an object needs as well",
@@ -56,7 +59,8 @@ def read(text: str) -> Answer:
     said = text.partition("Debug source")[0]  # what follows repeats it in another form
     status, code = _STATUS.search(said), _CODE.search(said)
     head = said[: status.start()] if status else said
-    return Answer(int(status[1]) if status else 0, code[1] if code else "", _CREDENTIALS.search(head) is not None)
+    bare = _ADDRESS.sub("", _NAMES.sub("", head))
+    return Answer(int(status[1]) if status else 0, code[1] if code else "", _CREDENTIALS.search(bare) is not None)
 
 
 def translated(place: str, doing: str, error: BaseException) -> TierdError:
