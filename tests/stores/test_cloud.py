@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tierd.cli import run
 from tierd.cli.exit_codes import EXIT_ALERT, EXIT_WARNING
 from tierd.core.errors import ConfigError, DeleteRefused, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import parse_url
+from tierd.stores.absence import UnnamedNotFound
 from tierd.stores.base import Store, children
 from tierd.stores.cloud.cloud_store import _LAST, CloudStore, _offset
 from tierd.stores.open import open_store
@@ -89,7 +91,7 @@ EXPECTED: dict[int, dict[str, type[TierdError]]] = {
     400: dict.fromkeys(OPERATIONS, StoreRefused),
     401: dict.fromkeys(OPERATIONS, StoreRefused),
     403: {**dict.fromkeys(OPERATIONS, StoreRefused), "delete": DeleteRefused},
-    404: {**dict.fromkeys(OPERATIONS, StoreRefused), "get": ObjectNotFound},
+    404: {**dict.fromkeys(OPERATIONS, StoreRefused), "get": UnnamedNotFound},
     429: dict.fromkeys(OPERATIONS, StoreThrottled),
     500: dict.fromkeys(OPERATIONS, StoreUnavailable),
     503: dict.fromkeys(OPERATIONS, StoreThrottled),
@@ -109,13 +111,28 @@ def test_what_a_status_means(google: Bucket, monkeypatch: pytest.MonkeyPatch, sc
             attempt(CloudStore(parse_url(url)), operation)
         assert type(caught.value) is expected, caught.value
         assert all(part in str(caught.value) for part in (url.split("?")[0], operation, str(status), "Custom"))
-        assert google.asked.total() == 1 if operation != "delete" else 2, "nothing is tried again below RetryingStore"
+        if operation != "delete":  # of which two begin
+            confirmed = (operation, status) == ("get", 404)  # by a listing
+            assert google.asked.total() == 1 + confirmed, "nothing is tried again below RetryingStore"
 
 
 def test_what_is_gone_counts_as_deleted(google: Bucket) -> None:
     google.deny("DeleteObject", status=404, code="NoSuchKey")
     attempt(CloudStore(parse_url(place(google))), "delete")
     assert google.asked["DeleteObject"] == 2
+
+
+@pytest.mark.parametrize(("left", "expected"), [((), None), (("k/x",), UnnamedNotFound)])
+def test_a_404_that_names_no_error_means_what_the_listing_says(
+    google: Bucket, left: tuple[str, ...], expected: type[Exception] | None
+) -> None:
+    """Something before the store may have answered."""
+    google.objects |= {f"p/{key}": b"data" for key in (*left, "k/xx", "k/a")}
+    google.deny("GetObject", "DeleteObject", status=404, code="")
+    with pytest.raises(expected or ObjectNotFound):
+        attempt(CloudStore(parse_url(place(google))), "get")
+    with pytest.raises(expected) if expected else nullcontext():
+        attempt(CloudStore(parse_url(place(google))), "delete")
 
 
 def test_a_missing_bucket_is_no_missing_object(google: Bucket) -> None:

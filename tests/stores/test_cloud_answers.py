@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tierd.core.errors import DeleteRefused, StoreRefused, StoreUnavailable, TierdError
-from tierd.stores.cloud.answers import Answer, read, translated
+from tierd.core.errors import DeleteRefused, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
+from tierd.stores.cloud.answers import SOURCES, Answer, read, translated
+from tierd.stores.window import StoreThrottled
 
 SECRET = "sv=2023&sig=c2VjcmV0"
 PUT = (
@@ -25,6 +26,36 @@ def test_a_text_is_read() -> None:
     assert read("error sending request") == Answer(0, "", False)
     said = PUT.format("", "403 Forbidden", "AccessDenied", "the credential was not good enough")
     assert read(said) == Answer(403, "AccessDenied", False), "the server's words are no trouble of the source's"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://127.0.0.1:1/bucket/credential%2Fk",
+        "http://credentials.blob.core.windows.net/c/k",
+        "https://h/metadata.google/k",
+    ],
+)
+@pytest.mark.parametrize(
+    ("begin", "status", "expected"),
+    [
+        ("Object at location {} not found", "404 Not Found", ObjectNotFound),
+        ("Object at location {} already exists", "409 Conflict", DeleteRefused),
+        ("Request precondition failure for path {}", "412 Precondition Failed", DeleteRefused),
+        ("The operation lacked the necessary privileges to complete for path {}", "403 Forbidden", DeleteRefused),
+        ("Generic GCS error", "429 Too Many Requests", StoreThrottled),
+        ("Generic GCS error", "", StoreUnavailable),
+    ],
+)
+def test_a_name_is_no_trouble_of_the_credentials(
+    address: str, begin: str, status: str, expected: type[TierdError]
+) -> None:
+    """A bucket, an account, a prefix or a run may be called after credentials."""
+    answered = f"Server returned non-2xx status code: {status}: <Error><Code>NoSuchKey</Code></Error>"
+    text = f"{begin.format('credential/k')}: Error performing DELETE {address} in 1.5ms - "
+    text += answered if status else "HTTP error: error sending request"
+    error = translated("gs://credential", "delete credential/k", OSError(text))
+    assert type(error) is expected and SOURCES["gs"] not in str(error), error
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ class Store(Protocol):
                 failed or cancelled call the content of `into` is undefined, but nothing writes to it any more.
 
         Raises:
-            ObjectNotFound: the server answered that the key does not exist.
+            ObjectNotFound: the store itself answered that the key does not exist; see `absence`.
             StoreRefused: the object is larger than `into`.
         """
         ...

@@ -18,7 +18,7 @@ from support.doubles import Double, contents, is_manifest
 from support.timed import NEVER_MS, Ticking, standing, timed
 from support.world import CHUNK, RUN, commit, config, converge, part, reconciler, running, until
 
-from tierd.core.errors import StoreUnavailable, TierdError
+from tierd.core.errors import ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import VERSION, Chunk, File, Manifest, Stored
 from tierd.core.manifest_codec import decode, encode
@@ -204,6 +204,42 @@ def impatient(monkeypatch):
 def test_no_manifest_ever_lacks_a_chunk(seed, tmp_path):
     shared = cut_short(seed, tmp_path)
     assert shared.seen > 5
+
+
+@pytest.mark.parametrize("folder", ["manifests", "flushing"])
+@pytest.mark.parametrize("gone", [False, True], ids=["there", "deleted meanwhile"])
+def test_a_prune_deletes_nothing_beside_a_manifest_that_is_listed_and_not_found(spool, folder, gone):
+    """It may name the chunks that the prune is about to delete."""
+
+    async def work() -> None:
+        store = Double()
+        for step in (1, 2):
+            commit(spool, part(step))
+        await converge(spool, {"tier": store})
+        objects = store.inner.objects
+        if folder == "flushing":
+            raw = objects[part(2).manifest_key][0]
+            await store.inner.delete([part(2).manifest_key])
+            naming = intents.naming(store, part(2), raw, [], "aaaaaaaa")
+            await naming.__aenter__()
+        chunks = {key for key in objects if "/chunks/" in key}
+
+        def miss(operation: str, key: str) -> None:
+            if operation == "get" and f"/{folder}/{part(2).checkpoint.name}" in key:
+                if gone and key in objects:
+                    del objects[key]
+                    store.inner.keys.remove(key)
+                raise ObjectNotFound(key)
+
+        store.before = miss
+        if gone:
+            assert (await prune(store, [part(1).checkpoint])).gone
+            return
+        with pytest.raises(StoreUnavailable, match="is listed, but cannot be found"):
+            await prune(store, [part(1).checkpoint])
+        assert part(1).manifest_key in objects and chunks <= objects.keys()
+
+    asyncio.run(work())
 
 
 def test_a_flush_that_has_ended_leaves_another_nodes_intent_of_the_same_part():

@@ -37,6 +37,20 @@ MUTANTS = (
         "pytest tests/daemon/transfer/test_relay.py -k chunks_cannot",
     ),
     Mutant(
+        "a manifest that is listed and not found names no chunk",
+        _DELETIONS,
+        "                await self._check_gone(info.key)\n",
+        "                pass\n",
+        f"{_TEST_INTENTS} -k listed_and_not_found",
+    ),
+    Mutant(
+        "an intent that is listed and not found names no chunk",
+        _DELETIONS,
+        "                await self._check_gone(intent[0])\n",
+        "                pass\n",
+        f"{_TEST_INTENTS} -k listed_and_not_found",
+    ),
+    Mutant(
         "prune does not say what holds it back",
         _DELETIONS,
         "                held |= found.grown\n",

@@ -17,6 +17,20 @@ MUTANTS = (
         f"{_TEST_CLOUD} -k missing_bucket",
     ),
     Mutant(
+        "a gateway's 404 is a missing object of Google's or Azure's",
+        _ANSWERS,
+        "else (UnnamedNotFound, UNNAMED)",
+        'else (ObjectNotFound, "")',
+        f"{_TEST_CLOUD} -k names_no_error",
+    ),
+    Mutant(
+        "a bucket called after credentials has none",
+        _ANSWERS,
+        '_ADDRESS.sub("", _NAMES.sub("", head))',
+        "head",
+        "pytest tests/stores/test_cloud_answers.py -k a_name_is_no",
+    ),
+    Mutant(
         "a refused deletion is a refused tier",
         _ANSWERS,
         'if action == "delete" and status in',

@@ -23,6 +23,20 @@ MUTANTS = (
         "pytest tests/stores/test_window.py -k says_of_waiting",
     ),
     Mutant(
+        "a gateway's 404 is a missing object",
+        _ANSWERS,
+        "return UnnamedNotFound, UNNAMED",
+        'return ObjectNotFound, ""',
+        "pytest tests/stores/s3/test_s3_store.py -k names_no_error",
+    ),
+    Mutant(
+        "a gateway's 404 is a missing object also where the listing shows it",
+        "tierd/stores/absence.py",
+        "if first is not None and first.key == key:",
+        "if False:",
+        "pytest tests/stores/s3/test_s3_store.py -k what_the_listing_says",
+    ),
+    Mutant(
         "an archived object is a matter of credentials",
         _ANSWERS,
         'if code == "InvalidObjectState":',

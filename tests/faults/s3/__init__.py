@@ -76,6 +76,14 @@ MUTANTS = (
         "ObjectNotFound(",
     ),
     Mutant(
+        "a page that an ingress answers says that there is no such object",
+        "tierd/stores/s3/answers.py",
+        "return UnnamedNotFound, UNNAMED",
+        'return ObjectNotFound, ""',
+        "s3 --only 38",
+        "ObjectNotFound(",
+    ),
+    Mutant(
         "slow down is a refusal",
         "tierd/stores/s3/answers.py",
         '_TOO_MANY = {"SlowDown", "Throttling",',

@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 from faults.rounds import Lost
-from faults.s3.proxy import BROKEN, HARMLESS, LOST, REFUSALS, UNHEARD, Fault, Request
+from faults.s3.proxy import BROKEN, HARMLESS, LOST, PAGES, REFUSALS, UNHEARD, Fault, Request
 from faults.s3.slot import ATTEMPTS, DEADLINE_S, PREFIX, Slot, calm
 
 from tierd.codec.codec import check_stored
@@ -27,7 +27,8 @@ _MORE = {
 NEVER = {"GetObject: cut upload", "ListObjectsV2: cut upload"}  # what sends no body is not cut off in one
 EVERY = tuple(
     name for one, more in _MORE.items() for fault in (*_ALL, *more) if (name := f"{one}: {fault}") not in NEVER
-)
+) + tuple(f"GetObject: {page}" for page in PAGES)
+_PAGED = 37  # each such seed's get is answered by a page; the other seeds stay as they were
 _REFUSED = ("denied", "denied keys")
 _SLOW = ("stall in request", "stall before answer", "stall in answer")
 _SIZES = (0, 1, 100, 5_000, 70_000, 300_000)
@@ -54,6 +55,8 @@ class _Row:
 async def trial(slot: Slot, seed: int, rng: random.Random) -> None:
     operation = rng.choice(list(_MORE))
     fault = rng.choice((*_ALL, *_MORE[operation], *_MORE[operation]))
+    if seed % _PAGED == 1:
+        operation, fault = "GetObject", list(PAGES)[seed // _PAGED % len(PAGES)]
     if operation == "PutObject" and rng.random() < 0.1:
         _forget_probe(slot)
     await _Call(slot, seed, rng, operation, fault).whole()

@@ -33,6 +33,8 @@ REFUSALS = {
     "denied": (403, "AccessDenied"),
     "bad gateway": (502, ""),
 }
+# What an ingress says of a get while the server behind it starts again: no word on the object.
+PAGES = {"empty 404": b"", "page 404": b"404 page not found"}
 # The server gets nothing, or not all.
 UNHEARD = (
     "answer before the body",
@@ -252,6 +254,8 @@ class _Line:
         and the server's answer where it would not change that."""
         if name in REFUSALS:
             return lambda: self._say(_refusal(*REFUSALS[name], close=at < 0.5), keep=at >= 0.5)
+        if name in PAGES:
+            return lambda: self._say(_answer(404, "Not Found", PAGES[name]))
         if name in UNHEARD:
             if name == "cut upload":
                 if not request.body:

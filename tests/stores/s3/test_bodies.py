@@ -16,7 +16,7 @@ from stores.s3.test_s3_store import credentials
 from stores.s3.test_tls import check_nothing_is_left, session_of
 from stores.s3.test_transport import LISTING, Reader, Server, Writer, head
 
-from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
+from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.stores.s3 import line, s3_store
 from tierd.stores.s3.connection import SLOWEST, StallTimer
 from tierd.stores.s3.http1 import Unanswered, chunk_size, parse_head, request_head
@@ -88,7 +88,7 @@ def test_an_error_whose_body_cannot_be_read_means_what_its_status_says(status: i
 
     async def use(store: S3Store) -> None:
         while how:
-            with pytest.raises({403: StoreRefused, 404: ObjectNotFound, 503: StoreUnavailable}[status]) as caught:
+            with pytest.raises({403: StoreRefused, 404: StoreUnavailable, 503: StoreUnavailable}[status]) as caught:
                 await store.get("k")
             assert str(status) in str(caught.value)
             how.pop(0)

@@ -263,11 +263,46 @@ def test_a_200_that_does_not_say_what_was_deleted_is_no_answer(answer: str) -> N
     against(lambda *_: (200, answer), use)
 
 
-def test_404_without_a_body_means_the_object() -> None:
+PAGES = ["", "404 page not found", "<html><body>Not Found</body></html>"]  # Envoy, Traefik, nginx
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_404_that_names_no_error_of_s3s_is_no_word_on_the_object(page: str) -> None:
+    """Something before the store may have answered: a restore would take an older checkpoint, a prune too much."""
+
     async def use(store: S3Store) -> None:
-        with pytest.raises(ObjectNotFound):
+        with pytest.raises(StoreUnavailable, match="something before it may have answered"):
             await store.get("k")
         with pytest.raises(StoreRefused):
             await keys(store)
 
-    against(lambda *_: (404, ""), use)
+    against(lambda *_: (404, page), use)
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    ("shown", "expected"), [((), ObjectNotFound), (("kk",), ObjectNotFound), (("k", "kk"), StoreUnavailable)]
+)
+def test_such_a_404_means_what_the_listing_says(page: str, shown: tuple[str, ...], expected: type[Exception]) -> None:
+    """Some servers send no body with their own."""
+
+    async def use(store: S3Store) -> None:
+        with pytest.raises(expected):
+            await store.get("k")
+
+    against(lambda method, target, *_: (200, listing(*shown)) if "list-type" in target else (404, page), use)
+
+
+def test_a_missing_object_that_is_named_costs_one_request() -> None:
+    targets: list[str] = []
+
+    def respond(method: str, target: str, *_: object) -> Answer:
+        targets.append(target)
+        return 404, error("NoSuchKey")
+
+    async def use(store: S3Store) -> None:
+        with pytest.raises(ObjectNotFound):
+            await store.get("k")
+
+    against(respond, use)
+    assert len(targets) == 1

@@ -11,7 +11,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from tierd.core.errors import ManifestError, ObjectNotFound
+from tierd.core.errors import ManifestError, ObjectNotFound, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.place import Place
 from tierd.daemon.tiers.intents import Marks, sweep, why_kept
@@ -201,8 +201,10 @@ class Pass:
         """
 
         async def read(intent: tuple[str, PartId]) -> None:
-            with suppress(ObjectNotFound):
+            try:
                 found.named.add(named_by(await read_manifest(self.store, None, intent[0]), own=True))
+            except ObjectNotFound:
+                await self._check_gone(intent[0])
 
         await each(READERS, read, intents)
         for checkpoint, why in why_kept(intents).items():
@@ -210,6 +212,17 @@ class Pass:
                 found.grown[checkpoint] = why
             else:
                 found.alive.add(checkpoint)
+
+    async def _check_gone(self, key: str) -> None:
+        """Check that a listed object that was not found is not listed any more: the chunks that it names must stay.
+
+        Raises:
+            StoreUnavailable: the object is listed still, as on a directory tier that remembers a missing name.
+        """
+        async with aclosing(self.store.scan(key)) as listing:
+            first = await anext(listing, None)
+        if first is not None and first.key == key:
+            raise StoreUnavailable(f"{key} is listed, but cannot be found; nothing is deleted without reading it")
 
     async def _list(self, found: ListedManifests, asked: Collection[CheckpointId], *, listed: bool) -> None:
         async def unknown() -> AsyncGenerator[tuple[ObjectInfo, CheckpointId]]:
@@ -234,12 +247,14 @@ class Pass:
 
         async def read(one: tuple[ObjectInfo, CheckpointId]) -> None:
             info, owner = one
-            with suppress(ObjectNotFound):
-                if owner not in self.to_delete:
-                    found.named.add(await self.known.read(info))
-                    return
-                with suppress(ManifestError):  # a damaged manifest names no chunk
+            if owner in self.to_delete:
+                with suppress(ObjectNotFound, ManifestError):  # a damaged manifest names no chunk
                     found.shared.append(await self.known.read(info))
+                return
+            try:
+                found.named.add(await self.known.read(info))
+            except ObjectNotFound:
+                await self._check_gone(info.key)
 
         async with aclosing(unknown()) as todo:
             await each(READERS, read, todo)

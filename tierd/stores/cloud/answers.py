@@ -10,14 +10,19 @@ import re
 from dataclasses import dataclass
 
 from tierd.core.errors import DeleteRefused, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
+from tierd.stores.absence import UNNAMED, UnnamedNotFound
 from tierd.stores.window import StoreThrottled
 
 _STATUS = re.compile(r"status code: (\d{3})\b")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,64})</Code>")
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
+_NO_OBJECT = {"NoSuchKey", "BlobNotFound"}
 _LATER = {"ContainerBeingDeleted", "AccountBeingCreated", "OperationTimedOut"}  # 409 or 500, and over soon
 # How obstore's texts tell that the source of the credentials failed, and not the store.
-_CREDENTIALS = re.compile(r"token request|credential|169\.254\.169\.254|metadata\.google|managed identity", re.I)
+_CREDENTIALS = re.compile(r"token request|credential|managed identity|//169\.254\.169\.254|//metadata\.google", re.I)
+# A key or an address in these texts: an account, a bucket, a run may have any of those words for its name.
+_NAMES = re.compile(r"(?<=location ).*?(?= not found: | already exists: | not modified: )|(?<=path ).*?(?=: Error )")
+_ADDRESS = re.compile(r"(?<=performing )[A-Z]+ https?://(?!169\.254\.169\.254|metadata\.google)\S+")
 _ACTIONS = {
     "gs": {
         "put": "storage.objects.create and storage.objects.delete, which replacing an object needs as well",
@@ -54,7 +59,8 @@ def read(text: str) -> Answer:
     said = text.partition("Debug source")[0]  # what follows repeats it in another form
     status, code = _STATUS.search(said), _CODE.search(said)
     head = said[: status.start()] if status else said
-    return Answer(int(status[1]) if status else 0, code[1] if code else "", _CREDENTIALS.search(head) is not None)
+    bare = _ADDRESS.sub("", _NAMES.sub("", head))
+    return Answer(int(status[1]) if status else 0, code[1] if code else "", _CREDENTIALS.search(bare) is not None)
 
 
 def translated(place: str, doing: str, error: BaseException) -> TierdError:
@@ -65,8 +71,8 @@ def translated(place: str, doing: str, error: BaseException) -> TierdError:
         doing: the operation and the key: ``put``, ``get``, ``scan`` or ``delete`` first.
     """
     answer, name = read(str(error)), type(error).__name__
-    if isinstance(error, FileNotFoundError) and not answer.status:  # obstore's stores in memory have no statuses
-        answer = Answer(404, answer.code, is_of_credentials=False)
+    if isinstance(error, FileNotFoundError) and not answer.status:  # a store in memory, or one key of a batch
+        answer = Answer(404, "NoSuchKey", is_of_credentials=False)
     kind, advice = _condition(place.partition(":")[0], doing.partition(" ")[0], answer, str(error))
     shown = " ".join(filter(None, (answer.code, str(answer.status or ""))))
     return kind(f"{place}: {doing}: {shown or name}{advice}")
@@ -79,7 +85,7 @@ def _condition(scheme: str, action: str, answer: Answer, text: str) -> tuple[typ
     if code in _NO_BUCKET or (status == 404 and action in ("put", "scan")):
         return StoreRefused, ": there is no such bucket or container; create it, or check its name and the account"
     if status == 404:
-        return ObjectNotFound, ""
+        return (ObjectNotFound, "") if code in _NO_OBJECT else (UnnamedNotFound, UNNAMED)
     if status in (429, 503):
         return StoreThrottled, ""
     if status == 408 or status >= 500 or code in _LATER:

@@ -13,7 +13,7 @@ import atexit
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ from obstore.exceptions import BaseError, PreconditionError
 
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.urls import StoreUrl
+from tierd.stores.absence import confirmed
 from tierd.stores.base import PAGE, Buffer, ObjectInfo, check_key, check_size, keys_alone, ns_since_1970, octets, room
 from tierd.stores.cloud.answers import SOURCES, read, translated
 
@@ -74,7 +75,7 @@ class CloudStore:
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         name, doing = check_key(key), f"{self._url}: get {key}"
-        with self._translated(f"get {key}"):
+        async with self._confirmed(name, f"get {key}"):
             answer = await obstore.get_async(self._connected(), name)
             size = int(answer.meta["size"])
             if into is None:
@@ -86,7 +87,7 @@ class CloudStore:
     async def get_range(self, found: ObjectInfo, offset: int, into: memoryview) -> None:
         """Fill `into` from a listed object; see `stores.foreign`."""
         doing, ends = f"get {found.key!a}", (offset, offset + into.nbytes)
-        with self._translated(doing):
+        async with self._confirmed(found.key, doing):
             try:
                 options: Any = {"range": ends, "if_match": f'"{found.token}"'}
                 answer = await obstore.get_async(self._connected(), found.key, options=options)
@@ -129,7 +130,7 @@ class CloudStore:
         async def one(name: str) -> None:
             async with slots:
                 try:
-                    with self._translated(f"delete {name}"):
+                    async with self._confirmed(name, f"delete {name}"):
                         await obstore.delete_async(self._connected(), name)
                 except ObjectNotFound:
                     pass
@@ -149,6 +150,13 @@ class CloudStore:
         if self._store is None:
             self._store = self._opening(self._url)
         return self._store
+
+    @asynccontextmanager
+    async def _confirmed(self, key: str, doing: str) -> AsyncGenerator[None, None]:
+        """Translate the errors of obstore, and confirm a 404 that names no error of the store."""
+        async with confirmed(self.names, key):
+            with self._translated(doing):
+                yield
 
     @contextmanager
     def _translated(self, doing: str) -> Iterator[None]:

@@ -25,6 +25,7 @@ from tierd.core.errors import (
     StoreUnavailable,
     TierdError,
 )
+from tierd.stores.absence import UNNAMED, UnnamedNotFound
 from tierd.stores.window import StoreThrottled
 
 # The errors of the libraries and of the operating system.
@@ -34,6 +35,8 @@ MISMATCH = {"BadDigest", "XAmzContentChecksumMismatch"}
 STRANGER = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "ExpiredTokenException"}
 STRANGER |= {"TokenRefreshRequired", "InvalidClientTokenId", "UnrecognizedClientException", "RequestExpired"}
 
+_NO_OBJECT = {"NoSuchKey", "NoSuchVersion"}
+_UNNAMED = {"", "404", "NotFound"}  # botocore's codes for a body that is no error of S3's: empty, or a gateway's page
 _TOO_MANY = {"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded"}
 _NOT_NOW = {"InternalError", "ServiceUnavailable", "RequestTimeout", "OperationAborted", "ConditionalRequestConflict"}
 _NOT_NOW |= {"KMSInternalException", "InternalException", "DependencyTimeoutException", "KeyUnavailableException"}
@@ -84,8 +87,10 @@ def _wait_s(after: str, date: str) -> float:
 
 
 def _condition(doing: str, code: str, status: int, message: str) -> tuple[type[TierdError], str]:
-    if code == "NoSuchKey" or (status == 404 and code in ("404", "NotFound") and doing.startswith("get ")):
+    if code in _NO_OBJECT:
         return ObjectNotFound, ""
+    if status == 404 and code in _UNNAMED and doing.startswith("get "):
+        return UnnamedNotFound, UNNAMED
     if code == "NoSuchBucket" or status == 404:
         return StoreRefused, ": there is no such bucket; create it, or check its name, the endpoint and the region"
     if code == "RequestTimeTooSkewed":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from botocore import exceptions as botocore
 
 from tierd.core.errors import ObjectNotFound, StoreUnavailable
+from tierd.stores.absence import confirmed
 from tierd.stores.base import ObjectInfo
 from tierd.stores.s3.s3_store import S3Store
 
@@ -16,7 +17,7 @@ class ForeignS3Store(S3Store):
         """Fill `into` from a listed object."""
         doing = f"get {found.key!a}"
         ends = {"Range": f"bytes={offset}-{offset + into.nbytes - 1}", "IfMatch": f'"{found.token}"'}
-        async with self.translated(doing):
+        async with confirmed(self.names, found.key), self.translated(doing):
             try:
                 answer = await self._get(found.key, doing, into, **ends)
             except botocore.ClientError as error:

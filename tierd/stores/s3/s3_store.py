@@ -23,6 +23,7 @@ from botocore import exceptions as botocore
 
 from tierd.core.errors import StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import StoreUrl
+from tierd.stores.absence import confirmed
 from tierd.stores.base import (
     FIRST_PAGE,
     LARGEST,
@@ -98,7 +99,7 @@ class S3Store:
         await client.delete_object(Bucket=self._url.bucket, Key=name)
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
-        async with self.translated(f"get {key}"):
+        async with confirmed(self.names, key), self.translated(f"get {key}"):
             return await self._get(check_key(key), f"get {key}", into)
 
     async def _get(self, key: str, doing: str, into: memoryview | None, **more: str) -> Buffer:
