@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -12,14 +13,18 @@ from pathlib import Path
 
 import pytest
 from support.following import RUN, arrive, put
-from support.world import content, part, wait_until
+from support.world import commit, content, part, wait_until
 
 import tierd
 from tierd.cli import run
 from tierd.core.errors import ConfigError, SpoolFull, StoreUnavailable
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.reading import commands
 from tierd.reading.commands import parse_command, substitute
 from tierd.reading.tiers import RunOnTiers
+from tierd.spool.spool import Spool
+from tierd.stores.file import FileStore
 
 
 @pytest.fixture
@@ -214,6 +219,23 @@ def test_a_corrupt_checkpoint_is_not_given_to_a_command(full, tier, tmp_path):
     chunk.write_bytes(right)  # repaired
     assert followed(tier, home, command) == 0
     assert len(log.read_text().split()) == 1
+
+
+@pytest.mark.parametrize("word", ["{step}", "{directory}"])
+def test_parts_of_two_histories_are_not_given_to_a_command(full, tier, tmp_path, capsys, word):
+    arrive(full, tier, 1)
+
+    async def work() -> None:
+        store = FileStore(tier)
+        for rank, origin in enumerate((part(1).checkpoint, None)):
+            commit(spool := Spool(tmp_path / "apart"), part(5, 2, rank, 2), origin=origin)
+            await flush(spool, part(5, 2, rank, 2), Route(store))
+        await store.aclose()
+
+    asyncio.run(work())
+    assert followed(tier, tmp_path / "home", f"test -n {word}") == 12
+    out = capsys.readouterr().out
+    assert out.count(": delivered") == 1 and "do not belong together" in out
 
 
 @pytest.mark.parametrize("silent", [False, True])

@@ -128,6 +128,13 @@ MUTANTS = (
         "step 4",
     ),
     Mutant(
+        "a restore into a directory takes another tier's content of another history",
+        _EXPORT,
+        "            check_origin(parts[-1], origins)",
+        "            pass",
+        "pytest tests/reading/test_reader.py -k another_history",
+    ),
+    Mutant(
         "a fetch that was cut off looks like a checkpoint",
         _GATHERING,
         "f\".{target.name.removeprefix('.')}.partial\"",
