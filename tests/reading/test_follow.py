@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from support.world import commit, content, part, wait_until
 import tierd
 from tierd.cli import run
 from tierd.core.errors import ConfigError, SpoolFull, StoreUnavailable
+from tierd.daemon.transfer import download, export
 from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.route import Route
 from tierd.reading import commands
@@ -274,6 +276,32 @@ def test_a_full_disk_ends_no_follower(full, tier, tmp_path, monkeypatch, capsys)
     assert followed(tier, tmp_path / "home", "test -d {directory}") == 12
     out = capsys.readouterr().out
     assert "no space is left" in out and out.count(": delivered") == 1
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("call", ["make_way", "write_at", "write_file"])  # files are laid out, filled and described
+def test_a_disk_that_fills_in_a_delivery_ends_no_follower(full, tier, tmp_path, monkeypatch, capsys, call, code):
+    arrive(full, tier, 1)
+    arrive(full, tier, 2)
+    module = export if call == "write_file" else download
+    real, failed = getattr(module, call), []
+
+    def full_once(*arguments):
+        if not failed:
+            failed.append(True)
+            raise OSError(code, os.strerror(code))
+        return real(*arguments)
+
+    monkeypatch.setattr(module, call, full_once)
+    if code == errno.EIO:  # another error of the disk is not waited for
+        assert followed(tier, tmp_path / "home", "test -d {directory}") != 12
+        assert ": delivered" not in capsys.readouterr().out
+        return
+    assert followed(tier, tmp_path / "home", "test -d {directory}") == 12
+    out = capsys.readouterr().out
+    assert os.strerror(code) in out and out.count(": delivered") == 1
+    assert followed(tier, tmp_path / "home", "test -d {directory}") == 0
+    assert capsys.readouterr().out.count(": delivered") == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from tierd.daemon.transfer.download import Progress, download, missing
 from tierd.daemon.transfer.gathering import clear, held, partial_of, publish, usable
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.daemon.transfer.replicas import Replicas
+from tierd.spool.conditions import is_full
 from tierd.spool.file_io import sync_directory, write_file
 from tierd.stores.base import Store
 
@@ -90,7 +92,7 @@ async def export(
     target = usable(target)
     work = _Export(stores, run, target, progress, budget or Budget(), rank, accept)
     resume = await work.observe(step, attempt, best)
-    with held(partial_of(target)) as home:
+    with _room(target), held(partial_of(target)) as home:
         for _ in range(_LISTINGS):
             exported = await work.first(resume, home, step)
             if exported:
@@ -113,8 +115,21 @@ async def export_one(
     """
     target = usable(target)
     work = _Export(stores, candidate.checkpoint.run, target, progress, budget, None)
-    with held(partial_of(target)) as home:
+    with _room(target), held(partial_of(target)) as home:
         return await work.one(candidate, home, (), {})
+
+
+@contextmanager
+def _room(target: Path) -> Iterator[None]:
+    """Convert the error of a full disk into `SpoolFull`; other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise SpoolFull(
+                f"{target}: {error.strerror}; free space on that file system, and run the same command again"
+            ) from error
+        raise
 
 
 @dataclass(frozen=True, slots=True)
