@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from support.doubles import contents, flip, flipped, is_chunk
-from support.world import Daemon, attempt, corrupt, wait_until
+from support.saved import files_of
+from support.world import Daemon, attempt, commit, corrupt, part, wait_until
 from torch.distributed import checkpoint as dcp
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as FormerProperties
 from torch.distributed.checkpoint.api import CheckpointException
@@ -659,6 +660,16 @@ def test_what_ranks_saved_in_a_deque_is_compared(spool, make):
         assert tierd.dcp.load(found, alone).step == 1 and list(found["same"]) == [5]
         with pytest.raises(StateMismatch, match="'own': it differs between the 2 ranks"):
             tierd.dcp.load({"own": None}, alone)
+
+
+def test_parts_of_two_histories_are_not_loaded(spool):
+    files = files_of({"same": torch.arange(5)})
+    for rank, origin in enumerate((part(1).checkpoint, None)):
+        commit(spool, part(1, rank=rank, world=2), files)
+        commit(spool, part(5, 2, rank, 2), files, origin=origin)
+    with tierd.Checkpointer(spool.root, "run", to=[]) as alone:
+        found = tierd.dcp.load({"same": torch.zeros(5, dtype=torch.int64)}, alone)
+    assert found.step == 1 and "do not belong together" in found.skipped[0].reason
 
 
 def test_what_stage_wrote_is_not_read_as_dcp(local):

@@ -338,6 +338,22 @@ def test_a_corrupt_checkpoint_is_skipped(tier, tmp_path, capsys):
     assert done["files"] == {"model.safetensors": (tmp_path / "o" / "model.safetensors").stat().st_size}
 
 
+def test_parts_of_two_histories_are_not_exported(tmp_path):
+    (tmp_path / "tier").mkdir()
+    save(tmp_path, 1, state(), state())
+
+    async def work() -> None:
+        store = FileStore(tmp_path / "tier")
+        for rank, origin in enumerate((part(1).checkpoint, None)):
+            await put(Spool(tmp_path / "spool"), part(5, 2, rank, 2), state(), store, origin=origin)
+        await store.aclose()
+
+    asyncio.run(work())
+    with tierd.open(f"file://{tmp_path / 'tier'}", RUN) as reader:
+        done = reader.export(tmp_path / "out", "safetensors", only="model")
+    assert done.step == 1 and "do not belong together" in done.skipped[0]
+
+
 def test_a_value_of_dcp_that_only_a_pickle_holds_is_named(tmp_path):
     from tierd.exporting.contents import _dcp_value
 

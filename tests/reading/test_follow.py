@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import os
 import subprocess
@@ -12,14 +14,19 @@ from pathlib import Path
 
 import pytest
 from support.following import RUN, arrive, put
-from support.world import content, part, wait_until
+from support.world import commit, content, part, wait_until
 
 import tierd
 from tierd.cli import run
 from tierd.core.errors import ConfigError, SpoolFull, StoreUnavailable
+from tierd.daemon.transfer import download, export
+from tierd.daemon.transfer.flush import flush
+from tierd.daemon.transfer.route import Route
 from tierd.reading import commands
 from tierd.reading.commands import parse_command, substitute
 from tierd.reading.tiers import RunOnTiers
+from tierd.spool.spool import Spool
+from tierd.stores.file import FileStore
 
 
 @pytest.fixture
@@ -216,6 +223,23 @@ def test_a_corrupt_checkpoint_is_not_given_to_a_command(full, tier, tmp_path):
     assert len(log.read_text().split()) == 1
 
 
+@pytest.mark.parametrize("word", ["{step}", "{directory}"])
+def test_parts_of_two_histories_are_not_given_to_a_command(full, tier, tmp_path, capsys, word):
+    arrive(full, tier, 1)
+
+    async def work() -> None:
+        store = FileStore(tier)
+        for rank, origin in enumerate((part(1).checkpoint, None)):
+            commit(spool := Spool(tmp_path / "apart"), part(5, 2, rank, 2), origin=origin)
+            await flush(spool, part(5, 2, rank, 2), Route(store))
+        await store.aclose()
+
+    asyncio.run(work())
+    assert followed(tier, tmp_path / "home", f"test -n {word}") == 12
+    out = capsys.readouterr().out
+    assert out.count(": delivered") == 1 and "do not belong together" in out
+
+
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_partial_download_is_kept_while_its_checkpoint_may_be_due(full, tier, tmp_path, monkeypatch, silent):
     home = tmp_path / "home"
@@ -252,6 +276,32 @@ def test_a_full_disk_ends_no_follower(full, tier, tmp_path, monkeypatch, capsys)
     assert followed(tier, tmp_path / "home", "test -d {directory}") == 12
     out = capsys.readouterr().out
     assert "no space is left" in out and out.count(": delivered") == 1
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("call", ["make_way", "write_at", "write_file"])  # files are laid out, filled and described
+def test_a_disk_that_fills_in_a_delivery_ends_no_follower(full, tier, tmp_path, monkeypatch, capsys, call, code):
+    arrive(full, tier, 1)
+    arrive(full, tier, 2)
+    module = export if call == "write_file" else download
+    real, failed = getattr(module, call), []
+
+    def full_once(*arguments):
+        if not failed:
+            failed.append(True)
+            raise OSError(code, os.strerror(code))
+        return real(*arguments)
+
+    monkeypatch.setattr(module, call, full_once)
+    if code == errno.EIO:  # another error of the disk is not waited for
+        assert followed(tier, tmp_path / "home", "test -d {directory}") != 12
+        assert ": delivered" not in capsys.readouterr().out
+        return
+    assert followed(tier, tmp_path / "home", "test -d {directory}") == 12
+    out = capsys.readouterr().out
+    assert os.strerror(code) in out and out.count(": delivered") == 1
+    assert followed(tier, tmp_path / "home", "test -d {directory}") == 0
+    assert capsys.readouterr().out.count(": delivered") == 1
 
 
 @pytest.mark.parametrize(

@@ -545,6 +545,63 @@ def test_files_are_copied_out_one_directory_a_rank(tmp_path, spool):
             opened.download(tmp_path / "three", best="loss", step=1)
 
 
+# -- parts of two histories -------------------------------------------------------------------------------------------
+
+
+def put_apart(spool: Spool, *stores) -> None:
+    """Put step 5 as ranks leave it that cannot talk, and resumed from different steps under one given attempt. Both
+    have the same state, so only their manifests tell.
+    """
+
+    async def work() -> None:
+        for rank in (0, 1):
+            origin = part(1 if rank == 0 else 2).checkpoint
+            await put(spool, part(5, 2, rank, 2), state_of(5), *stores, origin=origin)
+
+    asyncio.run(work())
+
+
+def test_parts_of_two_histories_are_no_checkpoint_for_a_reader(tmp_path, spool):
+    store = MemoryStore()
+    saved(spool, 1, 2, world=2, stores=(store,))
+    put_apart(spool, store)
+    with reader(tier=store) as opened:
+        found = [
+            opened.download(tmp_path / "all"),
+            opened.download(tmp_path / "rank", rank=1),
+            opened.restore(into(), rank=1),
+            opened.restore(into(), only="model"),
+        ]
+        for one in found:
+            assert one.step == 1 and "do not belong together" in str(one.skipped[0])
+        assert opened.download(tmp_path / "own", rank=0).step == 5  # the lowest rank speaks for its attempt
+        assert [one.step for one in opened.follow(once=True)] == [1, 2]
+        with pytest.raises(CheckpointNotFound, match="do not belong together"):
+            opened.download(tmp_path / "step", step=5)
+
+
+def test_another_tiers_content_of_another_history_completes_no_checkpoint(tmp_path, spool):
+    """Rank 1's part is corrupt on the tier whose parts belong together, and right on another."""
+    one, other = MemoryStore(), MemoryStore()
+    saved(spool, 1, 2, world=2, stores=(one,))
+    put_apart(Spool(tmp_path / "apart"), other)
+    for key in [key for key in objects(other) if "00000-of-00002" in key]:
+        asyncio.run(other.delete([key]))
+
+    async def work() -> None:
+        for rank in (0, 1):
+            await put(spool, part(5, 2, rank, 2), state_of(6), one, origin=part(1).checkpoint)
+        await put(spool, part(6, 2, 0, 2), state_of(6), other, origin=part(1).checkpoint)  # it speaks for the attempt
+
+    asyncio.run(work())
+    name = part(5, 2).checkpoint.name
+    for key in [key for key in objects(one) if is_chunk(key) and f"{name}/00001/" in key]:
+        asyncio.run(flip(one, key))
+    with reader(one=one, other=other) as opened:
+        for found in (opened.download(tmp_path / "out"), opened.restore(into(), rank=1)):
+            assert found.step == 1 and "do not belong together" in str(found.skipped)
+
+
 # -- opening ----------------------------------------------------------------------------------------------------------
 
 

@@ -129,7 +129,7 @@ class OpenReader(Reader):
         self._ready.clear()
         self._saved = None
         self._launch.check_given(checkpoint, resume.attempts)
-        self._files = Files(self._spool, checkpoint, candidate.world, source.link, source.alone)
+        self._files = Files(self._spool, checkpoint, candidate.world, source.link, source.alone, resume.origins)
         coordinator = self._files.part(0)
         manifest = self._files.manifest(coordinator)
         self._started_from = manifest.started_from

@@ -58,8 +58,8 @@ def export_state(
     """Export the first checkpoint, in the order of a restore, that verifies. Raises as `Reader.export`."""
     search = Search(tiers.run, Ranks(0, 1), TierView(tiers, () if best is None else (best.metric,)))
     for candidate in search.whole(step, attempt, best):
-        files = TierFiles(tiers, candidate.checkpoint, candidate.world)
-        found, error = _try(tiers, search, candidate, files, target, options)
+        files = TierFiles(tiers, candidate.checkpoint, candidate.world, search.resume.origins)
+        found, error = _try(tiers, candidate, files, target, options)
         unfit = isinstance(error, StateMismatch | StateRefused | ConfigError)
         if search.settle(candidate, error, unfit=unfit).load:
             assert found is not None
@@ -82,12 +82,11 @@ def export_state(
 
 
 def _try(
-    tiers: RunOnTiers, search: Search, candidate: Candidate, files: TierFiles, target: Path, options: ExportOptions
+    tiers: RunOnTiers, candidate: Candidate, files: TierFiles, target: Path, options: ExportOptions
 ) -> tuple[Files | None, Exception | None]:
     try:
         while True:
             try:
-                search.check_origin(files.manifest(files.part(0)))
                 return export(files, files.part(0), target, options), None
             except CorruptChunk:
                 if not files.try_next():  # the tiers contradict each other, and another content may verify

@@ -9,8 +9,9 @@ import logging
 import time
 from collections.abc import Iterator
 
-from tierd.core.errors import CorruptChunk, StoreRefused, StoreUnavailable
+from tierd.core.errors import CorruptChunk, ManifestError, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
+from tierd.core.timeline.chain import check_origin
 from tierd.daemon.transfer.concurrency import together
 from tierd.daemon.transfer.replicas import Replicas
 from tierd.reading.delivered import Delivered
@@ -20,7 +21,8 @@ from tierd.reading.tiers import RunOnTiers
 log = logging.getLogger("tierd")
 
 _HANDS = 8  # manifests in flight at once
-UNFIT = (CorruptChunk, StoreUnavailable, StoreRefused)  # why a checkpoint is not delivered now, and may be later
+# Why a checkpoint is not delivered now, and may be later.
+UNFIT = (CorruptChunk, ManifestError, StoreUnavailable, StoreRefused)
 
 
 def rounds(
@@ -76,14 +78,18 @@ def check_manifests(tiers: RunOnTiers, listed: Listed) -> None:
 
     Raises:
         CorruptChunk: a manifest is proven corrupt, or was pruned since the listing.
+        ManifestError: the ranks' parts do not belong together.
         StoreUnavailable: a tier that may hold a manifest did not answer.
     """
+
+    origins: dict[str, CheckpointId | None] = {}
 
     async def ask(rank: int) -> None:
         copies = Replicas(PartId(name_of(tiers.run, listed), rank, listed.world_size), tiers.stores)
         await copies.ask()
         if not copies.manifests:
             raise copies.lost("its manifest", copies.unavailable)
+        check_origin(copies.contents()[0], origins)
 
     async def all_of_them() -> None:
         await together(_HANDS, [ask(rank) for rank in range(listed.world_size)])

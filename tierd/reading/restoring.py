@@ -69,8 +69,8 @@ def restore(
     metrics = (goal.metric,) if goal is not None and isinstance(goal.metric, str) else ()
     search = Search(tiers.run, Ranks(0, 1), TierView(tiers, metrics))
     for candidate in search.whole(step, attempt, goal, at_least):
-        files = TierFiles(tiers, candidate.checkpoint, candidate.world)
-        found, error = _try(tiers, search, candidate, files, chosen(state, names), names, rank, ignore_prefixes)
+        files = TierFiles(tiers, candidate.checkpoint, candidate.world, search.resume.origins)
+        found, error = _try(tiers, candidate, files, chosen(state, names), names, rank, ignore_prefixes)
         unfit = isinstance(error, StateMismatch | ConfigError)
         if search.settle(candidate, error, unfit=unfit).load:
             assert found is not None
@@ -97,7 +97,6 @@ def restore(
 
 def _try(
     tiers: RunOnTiers,
-    search: Search,
     candidate: Candidate,
     files: TierFiles,
     into: Mapping[str, Any],
@@ -112,7 +111,6 @@ def _try(
     """
     try:
         manifest, found = read_part(files, names, rank)
-        search.check_origin(manifest)
         tree = unflatten(found[TREE], found[TENSORS])
         tree = with_names_of(into, tree) if ignore_prefixes else tree
         return (manifest, tree, found[TENSORS], check_fit(into, tree)), None

@@ -12,12 +12,13 @@ from itertools import accumulate
 
 import msgspec
 
-from tierd.client.restoring.ranged_reader import PartRanges, Span
+from tierd.client.restoring.ranged_reader import NO_ORIGINS, PartRanges, Span
 from tierd.core.errors import CorruptChunk, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import Place
+from tierd.core.timeline.chain import check_origin
 from tierd.core.timeline.run_view import RunView, run_view_of
 from tierd.daemon.tiers.objects import is_there
 from tierd.daemon.tiers.observe import TierObserver
@@ -121,10 +122,20 @@ class TierView:
 
 
 class TierFiles(PartRanges):
-    """Reads one checkpoint's files. Several threads may use it at once."""
+    """Reads one checkpoint's files. Several threads may use it at once.
 
-    def __init__(self, tiers: RunOnTiers, checkpoint: CheckpointId, world: int) -> None:
-        super().__init__()
+    Args:
+        origins: as for `PartRanges`.
+    """
+
+    def __init__(
+        self,
+        tiers: RunOnTiers,
+        checkpoint: CheckpointId,
+        world: int,
+        origins: Mapping[str, CheckpointId | None] = NO_ORIGINS,
+    ) -> None:
+        super().__init__(origins)
         self._tiers, self.checkpoint, self.world = tiers, checkpoint, world
         self._copies: dict[PartId, Replicas] = {}
         # The contents that tiers claim for the part; the first one counts.
@@ -151,7 +162,9 @@ class TierFiles(PartRanges):
                 raise copies.lost("its manifest", copies.unavailable)
             copies.trust(contents[0])
             self._copies[part], self._contents[part] = copies, contents
-        return self._contents[part][0]
+        found = self._contents[part][0]
+        check_origin(found, self._origins)  # each time, because `try_next` may have switched to another history
+        return found
 
     def fill(self, memory: memoryview, spans: Collection[Span], base: int = 0) -> None:
         for file, some in _by_file(spans).items():

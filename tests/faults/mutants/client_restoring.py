@@ -164,9 +164,9 @@ MUTANTS = (
     ),
     Mutant(
         "parts that do not belong together are restored together",
-        _SEARCH,
-        "        if others != manifest.origin:\n",
-        "        if False:\n",
+        "tierd/core/timeline/chain.py",
+        "    if others != manifest.origin:\n",
+        "    if False:\n",
         "pytest tests/test_writers_on_nodes.py -k rank_origin",
     ),
     Mutant(

@@ -128,6 +128,20 @@ MUTANTS = (
         "step 4",
     ),
     Mutant(
+        "a restore into a directory takes another tier's content of another history",
+        _EXPORT,
+        "            check_origin(parts[-1], origins)",
+        "            pass",
+        "pytest tests/reading/test_reader.py -k another_history",
+    ),
+    Mutant(
+        "a disk that fills in a delivery ends a follower",
+        _EXPORT,
+        "        if is_full(error):\n",
+        "        if False:\n",
+        "pytest tests/reading/test_follow.py -k 'fills_in_a_delivery and write_at'",
+    ),
+    Mutant(
         "a fetch that was cut off looks like a checkpoint",
         _GATHERING,
         "f\".{target.name.removeprefix('.')}.partial\"",

@@ -18,6 +18,13 @@ MUTANTS = (
         "pytest tests/reading/test_export_units.py -k 'directories_of_dcp and torchtitan'",
     ),
     Mutant(
+        "parts of two histories are loaded for DCP",
+        "tierd/client/restoring/ranged_reader.py",
+        "            check_origin(found, self._origins)\n",
+        "            pass\n",
+        "pytest tests/dcp/test_dcp.py -k two_histories",
+    ),
+    Mutant(
         "keys in metadata may share a hash",
         "tierd/dcp/metadata.py",
         "            if any(one == other for one, other in zip(hashes, hashes[_SAME:], strict=False)):\n",

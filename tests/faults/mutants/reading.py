@@ -32,6 +32,20 @@ MUTANTS = (
         f"{_TEST_FOLLOW} -k full_disk",
     ),
     Mutant(
+        "a follower delivers parts of two histories",
+        _FOLLOW,
+        "        check_origin(copies.contents()[0], origins)\n",
+        "        pass\n",
+        f"{_TEST_FOLLOW} -k 'two_histories and step'",
+    ),
+    Mutant(
+        "a reader reads parts of two histories",
+        "tierd/reading/tiers.py",
+        "        check_origin(found, self._origins)",
+        "        pass",
+        f"{_TEST_READER} -k histor",
+    ),
+    Mutant(
         "a command's status is not recorded",
         _COMMANDS,
         '        if status == "0":',

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -29,6 +30,7 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import DRAFT_NAME, File, Manifest
 from tierd.core.manifest_codec import decode
 from tierd.core.seal import MAX_MANIFEST_SIZE
+from tierd.core.timeline.chain import check_origin
 from tierd.ipc.client import Link
 from tierd.ipc.messages import MAX_REQUEST, Fetch
 from tierd.spool.direct_io import LARGE, PAGE, memory_for
@@ -38,6 +40,7 @@ from tierd.spool.verified_reads import read_chunk, read_chunks
 
 _BATCH = 64 << 20  # bytes that are read at once, unless one entry is larger
 _RUNS = 1000  # runs of chunks for one file in one request
+NO_ORIGINS: Mapping[str, CheckpointId | None] = MappingProxyType({})
 _TRIES = 3  # how often a file is searched, because its part may be committed or pruned between two searches
 
 
@@ -59,9 +62,15 @@ class Span:
 
 
 class PartRanges(ABC):
-    """Verified ranges of one checkpoint's files, in whichever place they lie."""
+    """Verified ranges of one checkpoint's files, in whichever place they lie.
 
-    def __init__(self) -> None:
+    Args:
+        origins: the known origins, by attempt. No part is read that does not belong together with them, or with the
+            parts that were read before.
+    """
+
+    def __init__(self, origins: Mapping[str, CheckpointId | None] = NO_ORIGINS) -> None:
+        self._origins = dict(origins)
         self._files: dict[PartId, dict[str, tuple[File, list[int]]]] = {}
 
     @abstractmethod
@@ -106,13 +115,22 @@ class Files(PartRanges):
         link: the connection to the daemon, which keeps fetched chunks while it is open; None without a daemon. A part
             that is already in the spool is not kept there: if retention removes it, the daemon fetches it.
         alone: why there is no connection although tiers may have copies; empty without tiers.
+        origins: as for `PartRanges`.
 
     Attributes:
         tiers: the tiers from which chunks were fetched.
     """
 
-    def __init__(self, spool: Spool, checkpoint: CheckpointId, world: int, link: Link | None, alone: str) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        spool: Spool,
+        checkpoint: CheckpointId,
+        world: int,
+        link: Link | None,
+        alone: str,
+        origins: Mapping[str, CheckpointId | None] = NO_ORIGINS,
+    ) -> None:
+        super().__init__(origins)
         self._spool, self._link, self._alone = spool, link, alone
         self.checkpoint, self.world = checkpoint, world
         self.tiers: list[str] = []
@@ -125,7 +143,9 @@ class Files(PartRanges):
     def manifest(self, part: PartId) -> Manifest:
         """Return the manifest of a part. Raises as `read`."""
         if part not in self._manifests:
-            self._manifests[part] = self._find_manifest(part)
+            found = self._find_manifest(part)
+            check_origin(found, self._origins)
+            self._manifests[part] = found
         return self._manifests[part]
 
     def bring(self, spans: Iterable[Span]) -> None:

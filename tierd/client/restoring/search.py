@@ -16,11 +16,12 @@ from typing import Protocol
 from tierd.client.ranks.attempts import Clock, clock
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.consensus import Agreement, Settled
-from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, ManifestError, StoreUnavailable
+from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, StoreUnavailable
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import Manifest
 from tierd.core.save_policy import Goal
 from tierd.core.timeline.candidates import UNKNOWN_METRIC, Candidate, RestoreOrder, because, not_found
+from tierd.core.timeline.chain import check_origin
 from tierd.core.timeline.run_view import RunView
 from tierd.ipc.messages import MAX_REASON, MOST_REASONS, FellBack, Request
 
@@ -266,15 +267,10 @@ class Search:
             )
 
     def check_origin(self, manifest: Manifest) -> None:
-        """Raise `ManifestError` if this manifest names another origin than the other parts of its attempt, as far as
-        this rank sees them. Ranks that cannot talk may have resumed from different checkpoints under one given attempt.
+        """Raise `ManifestError` if this manifest does not belong together with the other parts of its attempt, as far
+        as this rank sees them.
         """
-        others = self.resume.origins.get(manifest.attempt, manifest.origin)
-        if others != manifest.origin:
-            raise ManifestError(
-                f"{manifest.part} goes on from {manifest.origin}, and other parts of its attempt from {others}: they "
-                "do not belong together"
-            )
+        check_origin(manifest, dict(self.resume.origins))
 
     def _check_nothing(self, step: int | None, attempt: str | None) -> None:
         """Return if a fresh start is right; raise if it would silently lose training."""

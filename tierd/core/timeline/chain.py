@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from tierd.core.errors import ManifestError
 from tierd.core.ids import CheckpointId
+from tierd.core.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +75,21 @@ def way(attempt: str, origins: Mapping[str, CheckpointId | None]) -> dict[str, i
         attempt = origin.attempt
         found[attempt] = origin.step
     return found
+
+
+def check_origin(manifest: Manifest, origins: dict[str, CheckpointId | None]) -> None:
+    """Raise `ManifestError` if this manifest names another origin than the other parts of its attempt.
+
+    Ranks that cannot talk may have resumed from different checkpoints under one given attempt. Then a checkpoint is
+    complete by its name, and its parts belong to different histories.
+
+    Args:
+        manifest: of a part that is about to be read.
+        origins: by attempt, the origin that its other parts name. The manifest's own is added if there is none yet.
+    """
+    others = origins.setdefault(manifest.attempt, manifest.origin)
+    if others != manifest.origin:
+        raise ManifestError(
+            f"{manifest.part} goes on from {manifest.origin}, and other parts of its attempt from {others}: they "
+            "do not belong together"
+        )

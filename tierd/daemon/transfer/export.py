@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierd.core.errors import ConfigError, CorruptChunk, SpoolFull, StoreUnavailable
-from tierd.core.ids import PartId
+from tierd.core.errors import ConfigError, CorruptChunk, ManifestError, SpoolFull, StoreUnavailable
+from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import MANIFEST_NAME, Manifest
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.save_policy import Goal
 from tierd.core.timeline.candidates import UNKNOWN_METRIC, Candidate, RestoreOrder, not_found, restore_candidates
+from tierd.core.timeline.chain import check_origin
 from tierd.daemon.tiers.objects import is_there
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.concurrency import to_the_end
@@ -26,6 +28,7 @@ from tierd.daemon.transfer.download import Progress, download, missing
 from tierd.daemon.transfer.gathering import clear, held, partial_of, publish, usable
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.daemon.transfer.replicas import Replicas
+from tierd.spool.conditions import is_full
 from tierd.spool.file_io import sync_directory, write_file
 from tierd.stores.base import Store
 
@@ -89,7 +92,7 @@ async def export(
     target = usable(target)
     work = _Export(stores, run, target, progress, budget or Budget(), rank, accept)
     resume = await work.observe(step, attempt, best)
-    with held(partial_of(target)) as home:
+    with _room(target), held(partial_of(target)) as home:
         for _ in range(_LISTINGS):
             exported = await work.first(resume, home, step)
             if exported:
@@ -107,12 +110,26 @@ async def export_one(
 
     Raises:
         CorruptChunk: the checkpoint is proven corrupt, or was pruned.
+        ManifestError: its parts do not belong together.
         StoreUnavailable, SpoolFull, ConfigError: as `export`.
     """
     target = usable(target)
     work = _Export(stores, candidate.checkpoint.run, target, progress, budget, None)
-    with held(partial_of(target)) as home:
-        return await work.one(candidate, home, ())
+    with _room(target), held(partial_of(target)) as home:
+        return await work.one(candidate, home, (), {})
+
+
+@contextmanager
+def _room(target: Path) -> Iterator[None]:
+    """Convert the error of a full disk into `SpoolFull`; other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise SpoolFull(
+                f"{target}: {error.strerror}; free space on that file system, and run the same command again"
+            ) from error
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +159,31 @@ class _Export:
         for candidate in resume.candidates:
             one = candidate.checkpoint
             try:
-                return await self.one(candidate, home, skipped)
-            except CorruptChunk as error:
+                return await self.one(candidate, home, skipped, resume.origins)
+            except (CorruptChunk, ManifestError) as error:
                 if not await is_there(self.stores, one, candidate.world):
                     return None
                 skipped.append(f"step {one.step} (attempt {one.attempt}): {error}")
         clear(home, set())
         raise not_found(resume, self.run, step, skipped)
 
-    async def one(self, candidate: Candidate, home: Path, skipped: Sequence[str]) -> Exported:
-        """Restore one candidate. Raises `CorruptChunk` if it is proven corrupt or was pruned."""
-        parts, tiers = await self._parts(candidate, home)
+    async def one(
+        self,
+        candidate: Candidate,
+        home: Path,
+        skipped: Sequence[str],
+        origins: Mapping[str, CheckpointId | None],
+    ) -> Exported:
+        """Restore one candidate.
+
+        Args:
+            origins: the known origins, by attempt.
+
+        Raises:
+            CorruptChunk: it is proven corrupt, or was pruned.
+            ManifestError: its parts do not belong together, or not to the known origin.
+        """
+        parts, tiers = await self._parts(candidate, home, dict(origins))
         publish(home, self.target, {manifest.part.name for manifest in parts})
         return Exported(
             self.run,
@@ -164,13 +195,16 @@ class _Export:
             tuple(skipped),
         )
 
-    async def _parts(self, candidate: Candidate, directory: Path) -> tuple[list[Manifest], tuple[str, ...]]:
+    async def _parts(
+        self, candidate: Candidate, directory: Path, origins: dict[str, CheckpointId | None]
+    ) -> tuple[list[Manifest], tuple[str, ...]]:
         if self.rank is not None and (type(self.rank) is not int or not 0 <= self.rank < candidate.world):
             raise ConfigError(f"rank={self.rank!r}: {candidate.checkpoint} has ranks 0..{candidate.world - 1}")
         ranks = range(candidate.world) if self.rank is None else (self.rank,)
         found = [await _ask(self.stores, PartId(candidate.checkpoint, rank, candidate.world)) for rank in ranks]
         for _, manifest in found:
             self.accept(manifest)
+            check_origin(manifest, origins)  # before anything is fetched
         self.progress.begin(sum(manifest.size for _, manifest in found))
         needed = sum(missing(directory / manifest.part.name, manifest) for _, manifest in found)
         room = os.statvfs(directory)
@@ -180,14 +214,17 @@ class _Export:
                 "free"
             )
         used: set[str] = set()
+        parts: list[Manifest] = []
         for copies, manifest in found:
             home = directory / manifest.part.name
             if home.is_symlink() or not home.is_dir():
                 home.unlink(missing_ok=True)
                 home.mkdir()
-            await to_the_end(_describe, home, await _whole(home, copies, self.budget, self.progress))
+            parts.append(await _whole(home, copies, self.budget, self.progress))
+            check_origin(parts[-1], origins)  # another tier's content may be of another history
+            await to_the_end(_describe, home, parts[-1])
             used |= copies.used
-        return [manifest for _, manifest in found], tuple(name for name in self.stores if name in used)
+        return parts, tuple(name for name in self.stores if name in used)
 
 
 async def _whole(home: Path, copies: Replicas, budget: Budget, progress: Progress) -> Manifest:
