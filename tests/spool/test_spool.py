@@ -788,6 +788,22 @@ def test_pins_that_cannot_be_listed_are_not_none(spool, monkeypatch, number):
         spool.pins()
 
 
+def test_the_newest_checkpoint_is_not_passed_over_when_the_disk_does_not_say_what_it_is(spool, monkeypatch):
+    """A restore would take an older one. `Path.is_dir` hides any error, by the version of Python."""
+    for step in (1, 2):
+        commit(spool, part(step))
+    real, name = Path.lstat, part(2).checkpoint.name
+
+    def fail(path):
+        if path.name == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path)
+
+    monkeypatch.setattr(Path, "lstat", fail)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        spool.newest(part().checkpoint.run, 1)
+
+
 def test_the_second_daemon_is_refused_and_told_who_holds_the_spool(spool):
     """P10, between processes."""
     held = "with Spool(sys.argv[1]).lock(): print('in', flush=True); input()"

@@ -7,6 +7,7 @@ import itertools
 import logging
 import operator
 import os
+import stat
 from collections.abc import Callable, Collection, Container
 from pathlib import Path
 
@@ -68,13 +69,12 @@ class LocalParts:
             count: the largest number of checkpoints to return.
 
         Raises:
-            OSError: the run's directory cannot be listed.
+            OSError: the run's directory cannot be listed, or the disk does not say what one of these is.
         """
         home = self.root / run
         names = sorted(sorted(names_in(home), reverse=True), key=_attempt, reverse=True)  # by attempt, then step
         found = (one for name in names if (one := CheckpointId.parse(run, name)))
-        there = (one for one in found if (home / one.name).is_dir() or (home / one.name).is_symlink())
-        newest = list(itertools.islice(there, count))
+        newest = list(itertools.islice((one for one in found if _may_have_parts(home / one.name)), count))
         self.check_mounted()
         return newest
 
@@ -263,3 +263,12 @@ class LocalParts:
 
 
 _attempt = operator.itemgetter(slice(13, None))  # the attempt in the name of a checkpoint's directory
+
+
+def _may_have_parts(path: Path) -> bool:
+    """Whether a name is a directory, or a link. Raises OSError, which `Path.is_dir` hides from Python 3.14 on."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:  # pruned since it was listed
+        return False
+    return stat.S_ISDIR(mode) or stat.S_ISLNK(mode)

@@ -219,6 +219,13 @@ MUTANTS = (
         "pytest tests/spool/test_spool.py -k pins_that_cannot",
     ),
     Mutant(
+        "a checkpoint of which the disk gives no kind is none",
+        "tierd/spool/local_parts.py",
+        "    except FileNotFoundError:  # pruned since it was listed\n        return False",
+        "    except OSError:\n        return False",
+        "pytest tests/spool/test_spool.py -k disk_does_not_say_what",
+    ),
+    Mutant(
         "a policy that the disk does not give is none",
         "tierd/spool/records.py",
         "        if not exists(path):\n",
