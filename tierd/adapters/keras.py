@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from tierd.adapters import framework
+from tierd.adapters.last_save import LastSave
 from tierd.core.errors import ConfigError, StateMismatch
 from tierd.state.kinds.rng import RngState
 
@@ -59,7 +60,8 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         self._checkpointer = checkpointer
         self._every = every_batches
         self._data = data
-        self._epoch = self._done = self._last = 0
+        self._epoch = self._done = 0
+        self._last = LastSave(0)
         self._metrics: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -73,7 +75,7 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         found = self._checkpointer.restore(state)
         if found is None:
             return
-        self._epoch, self._done, self._last = state["epoch"], state["done"], found.step
+        self._epoch, self._done, self._last = state["epoch"], state["done"], LastSave(found.step)
         self._metrics = state["metrics"] if state["within"] else None
         self.model._initial_epoch = self._epoch  # the same as keras.callbacks.BackupAndRestore does
 
@@ -114,9 +116,8 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         return self._checkpointer.restore(state, best=metric, mode=mode, only="model")
 
     def _save(self, epoch: int, within: bool, logs: Any) -> None:
-        if self._done > self._last:
-            self._checkpointer.save(self._done, self._state(epoch, within), metrics=_numbers(logs))
-            self._last = self._done
+        if self._last.is_due(self._done):
+            self._last.made(self._checkpointer.save(self._done, self._state(epoch, within), metrics=_numbers(logs)))
 
     def _state(self, epoch: int, within: bool) -> dict[str, Any]:
         model = self.model
