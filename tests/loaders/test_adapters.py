@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import tierd
-from tierd.client.saving.pipeline import Pipeline
 from tierd.core.errors import ConfigError, StateMismatch, StateRefused
-from tierd.spool.spool import Spool
 
 
 @pytest.mark.parametrize(
@@ -133,101 +128,6 @@ def test_a_state_that_lightning_loaded_in_part_is_not_saved(tmp_path: Path, monk
         ckpt.save(9, {})
         fit("tierd:3", 3)  # with nothing left to train
         ckpt.save(9, {})
-
-
-def checkpoints(spool: Path) -> list[tuple[str, int]]:
-    """The attempt and the step of each checkpoint."""
-    return sorted((part.checkpoint.attempt, part.checkpoint.step) for part in Spool(spool).parts("run"))
-
-
-@pytest.fixture
-def skipped_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
-    """Have the first save of a step find the slot busy; the list has the steps of all calls of `save`."""
-
-    def arrange(step: int) -> list[int]:
-        save, asked = tierd.Checkpointer.save, []
-
-        def first_finds_it_busy(self: tierd.Checkpointer, at: int, *args: Any, **options: Any) -> Any:
-            asked.append(at)
-            with monkeypatch.context() as patch:
-                if at == step and asked.count(at) == 1:
-                    patch.setattr(Pipeline, "busy", True)
-                return save(self, at, *args, **options)
-
-        monkeypatch.setattr(tierd.Checkpointer, "save", first_finds_it_busy)
-        return asked
-
-    return arrange
-
-
-@pytest.mark.loaders
-def test_lightning_saves_a_step_again_after_a_rollback(tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
-    from tierd.adapters.lightning import TierdCheckpointIO
-
-    with tierd.Checkpointer(tmp_path / "spool", "run", to=[]) as ckpt:
-        io = TierdCheckpointIO(ckpt)
-        for step in (1, 2):
-            io.save_checkpoint({"global_step": step, "optimizer_states": []}, tmp_path / "any.ckpt")
-        io.load_checkpoint("tierd:1")
-        io.save_checkpoint({"global_step": 2, "optimizer_states": []}, tmp_path / "last.ckpt")
-    named = json.loads((tmp_path / "last.ckpt").read_text())["tierd"]
-    found = checkpoints(tmp_path / "spool")
-    assert [step for _, step in found] == [1, 2, 2] and (named["attempt"], named["step"]) == found[-1]
-
-
-@pytest.mark.loaders
-def test_lightning_saves_a_step_whose_first_save_was_skipped(
-    tmp_path: Path, skipped_once: Callable[[int], list[int]]
-) -> None:
-    pytest.importorskip("lightning")
-    from tierd.adapters.lightning import TierdCheckpointIO
-
-    asked = skipped_once(2)
-    with tierd.Checkpointer(tmp_path / "spool", "run", to=[], when_busy="skip") as ckpt:
-        io = TierdCheckpointIO(ckpt)
-        for name in ("a.ckpt", "b.ckpt", "c.ckpt"):
-            io.save_checkpoint({"global_step": 2, "optimizer_states": []}, tmp_path / name)
-    assert asked == [2, 2] and [step for _, step in checkpoints(tmp_path / "spool")] == [2]
-    assert sorted(one.name for one in tmp_path.glob("*.ckpt")) == ["b.ckpt", "c.ckpt"]
-
-
-@pytest.mark.loaders
-def test_trainer_saves_at_its_end_a_step_whose_save_was_skipped(
-    tmp_path: Path, skipped_once: Callable[[int], list[int]]
-) -> None:
-    pytest.importorskip("transformers")
-    from loaders.test_best import Grows, Rows
-    from transformers import Trainer, TrainingArguments
-
-    from tierd.adapters.transformers import TierdCallback
-
-    asked = skipped_once(2)
-    args = TrainingArguments(
-        output_dir=str(tmp_path / "out"), max_steps=2, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True
-    )
-    with tierd.Checkpointer(tmp_path / "spool", "run", to=[], when_busy="skip") as ckpt:
-        saving = TierdCallback(ckpt, every_steps=2)
-        trainer = Trainer(model=Grows(), args=args, train_dataset=Rows(), callbacks=[saving])
-        trainer.train(resume_from_checkpoint=saving.resume(trainer))
-    assert asked == [2, 2] and [step for _, step in checkpoints(tmp_path / "spool")] == [2]
-
-
-@pytest.mark.loaders
-def test_keras_saves_at_an_epochs_end_a_step_whose_save_was_skipped(
-    tmp_path: Path, skipped_once: Callable[[int], list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(os.environ, "KERAS_BACKEND", "torch")
-    keras = pytest.importorskip("keras")
-    from tierd.adapters.keras import TierdCallback
-
-    asked = skipped_once(2)
-    x = torch.ones(4, 1).numpy()
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile(optimizer="sgd", loss="mse")
-    with tierd.Checkpointer(tmp_path, "run", to=[], when_busy="skip") as ckpt:
-        model.fit(x, x, 2, epochs=1, verbose=0, callbacks=[TierdCallback(ckpt, every_batches=2)])
-    assert asked == [2, 2] and [step for _, step in checkpoints(tmp_path)] == [2]
 
 
 @pytest.mark.loaders
