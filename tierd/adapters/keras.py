@@ -18,9 +18,11 @@ A resume at an epoch's end is always exact. Inside an epoch `fit` cannot skip ba
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Literal
 
 from tierd.adapters import framework
+from tierd.adapters.last_save import LastSave
 from tierd.core.errors import ConfigError, StateMismatch
 from tierd.state.kinds.rng import RngState
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from tierd.client.checkpointer import Checkpointer
     from tierd.client.restoring.restorer import Restored
 
+log = logging.getLogger("tierd")
 _BACKEND = ", and set the environment variable KERAS_BACKEND=torch before Keras is imported"
 _keras = framework("keras", "keras", _BACKEND)
 _seeds = framework("keras.src.random.seed_generator", "keras", _BACKEND)
@@ -59,11 +62,13 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         self._checkpointer = checkpointer
         self._every = every_batches
         self._data = data
-        self._epoch = self._done = self._last = 0
+        self._epoch = self._done = 0
+        self._last = LastSave(0)
         self._metrics: Any = None
+        self._best: Restored | None = None  # what `load_best` has loaded since the last `fit` began
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restore the newest verified checkpoint, if there is one.
+        """Restore the newest verified checkpoint, if there is one. Warn if the model loses what it holds by that.
 
         Raises:
             As `Checkpointer.restore`; StateMismatch: the checkpoint's model has other variables.
@@ -71,11 +76,29 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         state = self._state(epoch=0, within=False)
         state["metrics"] = None  # restored as raw values, because Keras resets metrics when the epoch begins
         found = self._checkpointer.restore(state)
+        best, self._best = self._best, None
         if found is None:
             return
-        self._epoch, self._done, self._last = state["epoch"], state["done"], found.step
+        self._warn_of_loss(found, best)
+        self._epoch, self._done, self._last = state["epoch"], state["done"], LastSave(found.step)
         self._metrics = state["metrics"] if state["within"] else None
         self.model._initial_epoch = self._epoch  # the same as keras.callbacks.BackupAndRestore does
+
+    def _warn_of_loss(self, found: Restored, best: Restored | None) -> None:
+        if best is not None:
+            lost = f"the weights of step {best.step} that load_best had loaded"
+            is_lost = (best.attempt, best.step) != (found.attempt, found.step)
+        else:
+            lost, is_lost = f"what this callback trained up to step {self._done}", self._done > found.step
+        if not is_lost:
+            return
+        log.warning(
+            "fit continues from step %d, the newest checkpoint of run %s, and discards %s; to train what is in memory, "
+            "make a Checkpointer with a new run name, and a callback with it",
+            found.step,
+            self._checkpointer.run,
+            lost,
+        )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
@@ -111,12 +134,12 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
             As `Checkpointer.restore`.
         """
         state = {"model": _Variables(lambda: self.model.variables)}
-        return self._checkpointer.restore(state, best=metric, mode=mode, only="model")
+        self._best = self._checkpointer.restore(state, best=metric, mode=mode, only="model")
+        return self._best
 
     def _save(self, epoch: int, within: bool, logs: Any) -> None:
-        if self._done > self._last:
-            self._checkpointer.save(self._done, self._state(epoch, within), metrics=_numbers(logs))
-            self._last = self._done
+        if self._last.is_due(self._done):
+            self._last.made(self._checkpointer.save(self._done, self._state(epoch, within), metrics=_numbers(logs)))
 
     def _state(self, epoch: int, within: bool) -> dict[str, Any]:
         model = self.model

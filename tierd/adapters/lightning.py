@@ -40,6 +40,7 @@ from typing import Any
 import torch
 
 from tierd.adapters import framework
+from tierd.adapters.last_save import LastSave
 from tierd.client.checkpointer import Checkpointer, made_of
 from tierd.core.errors import CheckpointNotFound, ConfigError
 from tierd.state.kinds.rng import RngState
@@ -73,7 +74,7 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
             )
         self._checkpointer = checkpointer
         self._restored: tuple[str, dict[str, Any]] | None = None
-        self._last = -1
+        self._last = LastSave(-1)
         self.callback = _Resume(checkpointer)
 
     def latest(self) -> str | None:
@@ -89,7 +90,8 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Save the trainer's dictionary; Lightning calls this.
 
-        A second save of the same step (at a batch's end and at its epoch's) is skipped.
+        A second save of the same step (at a batch's end and at its epoch's) is left out unless the first was skipped or
+        has failed.
 
         Raises:
             StateRefused: a value in the dictionary cannot be stored; the message names its path.
@@ -99,13 +101,12 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
             return
         step = checkpoint["global_step"]
         _forget_what_is_read(checkpoint)
-        if step == self._last:
+        if self._last.holds(step):
             log.info("step %d is saved already: %s is the same", step, path)
         else:
             state = {"lightning": checkpoint, "rng": RngState()}
-            self._checkpointer.save(step, state, metrics=_monitored(checkpoint))
-            self._last = step
-        if "://" not in str(path):  # only local paths get a text
+            self._last.made(self._checkpointer.save(step, state, metrics=_monitored(checkpoint)))
+        if self._last.holds(step) and "://" not in str(path):  # only local paths get a text
             self._name(Path(path), step)
 
     def _name(self, path: Path, step: int) -> None:
@@ -173,6 +174,7 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
                 "on purpose make another Checkpointer and do not call latest"
             )
             self.callback.waiting = True
+        self._last = LastSave(-1)  # because the attempt that begins has saved none
         self._restored = path, state["lightning"]
         self.callback.generators, self.callback.loaders = state["rng"], _loaders(state["lightning"])
         return path

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tierd.adapters import framework
+from tierd.adapters.last_save import LastSave
 from tierd.core.errors import ConfigError
 from tierd.state.kinds.rng import RngState
 
@@ -55,7 +56,7 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
         self._checkpointer = checkpointer
         self._every = every_steps
         self._trainer: Any = None
-        self._last = 0
+        self._last = LastSave(0)
         self._wanted = False  # a save that waits for this step's evaluation
         self._epoch: int | None = None  # the epoch that has just ended
         self._directory: Path | None = None
@@ -76,7 +77,7 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
         found = self._checkpointer.restore(state)
         if found is None:
             return None
-        self._last = found.step
+        self._last = LastSave(found.step)
         self._directory = Path(trainer.args.output_dir) / f"tierd-resume-{trainer.args.process_index}"
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
@@ -142,11 +143,11 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
             control.should_training_stop = True
 
     def _save(self, state: Any, control: Any, parts: dict[str, Any]) -> None:
-        if state.global_step <= self._last:
+        if not self._last.is_due(state.global_step):
             return
         callbacks = [*self._trainer.callback_handler.callbacks, control]
         states = {**dataclasses.asdict(state), "stateful_callbacks": _exported(callbacks)}
-        self._checkpointer.save(
+        save = self._checkpointer.save(
             state.global_step,
             {
                 "model": parts["model"],
@@ -158,7 +159,7 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
             },
             metrics=_logged(state),
         )
-        self._last = state.global_step
+        self._last.made(save)
 
     def _discard(self) -> None:
         if self._directory is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from faults.rounds import Mutant
 
 _TRANSFORMERS = "tierd/adapters/transformers.py"
+_TEST_SAME_PROCESS = "pytest tests/loaders/test_same_process.py"
 _TEST_BEST = "pytest tests/loaders/test_best.py"
 
 MUTANTS = (
@@ -31,6 +32,41 @@ MUTANTS = (
         "        self._loaded()  # a fit",
         "        pass  # a fit",
         "pytest tests/loaders/test_adapters.py -k lightning_loaded_in_part",
+    ),
+    Mutant(
+        "Lightning saves no step again after a rollback",
+        "tierd/adapters/lightning.py",
+        "        self._last = LastSave(-1)  # because",
+        "        pass  # because",
+        f"{_TEST_SAME_PROCESS} -k after_a_rollback",
+    ),
+    Mutant(
+        "a file stands for a checkpoint that Lightning did not get saved",
+        "tierd/adapters/lightning.py",
+        '        if self._last.holds(step) and "://"',
+        '        if "://"',
+        f"{_TEST_SAME_PROCESS} -k lightning_saves_a_step_whose",
+    ),
+    Mutant(
+        "a save of a loop that was skipped counts as made",
+        "tierd/adapters/last_save.py",
+        " and (self._save is None or self._save.error() is None)",
+        "",
+        f"{_TEST_SAME_PROCESS} -k was_skipped",
+    ),
+    Mutant(
+        "a second fit of Keras discards what was trained without a word",
+        "tierd/adapters/keras.py",
+        ", self._done > found.step\n",
+        ", False\n",
+        f"{_TEST_SAME_PROCESS} -k second_fit",
+    ),
+    Mutant(
+        "a fit of Keras discards what load_best loaded without a word",
+        "tierd/adapters/keras.py",
+        "        best, self._best = self._best, None\n",
+        "        best, self._best = None, None\n",
+        f"{_TEST_SAME_PROCESS} -k second_fit",
     ),
     Mutant(
         "a state that Accelerate loaded in part is saved",

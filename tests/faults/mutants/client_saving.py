@@ -276,4 +276,18 @@ MUTANTS = (
         "",
         f"{_TEST_DEVICE_COPIES} -k each_optimizers_stream",
     ),
+    Mutant(
+        "a save after an interrupted step warns of nothing",
+        "tierd/client/saving/state_saver.py",
+        "        self._gate.report_interrupted(save.part)\n",
+        "",
+        "pytest tests/client/saving/test_interrupted_step.py -k after_an_interrupted_step",
+    ),
+    Mutant(
+        "a save in an optimizer's hook counts as one after an interrupted step",
+        "tierd/client/saving/step_gate.py",
+        "[optimizer for optimizer in mine if not _is_at_work(optimizer)]",
+        "mine",
+        "pytest tests/client/saving/test_interrupted_step.py -k beside_one_does_not_warn",
+    ),
 )

@@ -99,6 +99,8 @@ class StateRestorer:
                 self._hold = found.hold
                 self._launch.started_from = found.manifest.started_from
                 self._load(found, state, names, fitting, restorer, uploads)
+                if state is not None and names is None:
+                    self._gate.forget_interrupted()  # because no parameter of such a step is left
         self._schedule.resume(found.part.checkpoint if found else None, restorer.resume)
         if found is None:
             self._start_anew(state, restorer)

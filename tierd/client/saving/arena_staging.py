@@ -138,6 +138,7 @@ class Staging:
         capture = self._capturer.capture({_ROOT: list(map(local_of, tensors))})
         dtensors = [(f"{_ROOT}/{index}", tensor) for index, tensor in enumerate(tensors) if is_dtensor(tensor)]
         capture = dataclasses.replace(capture, dtensors=dtensors)
+        self._gate.report_interrupted(save.part)
         late = self._gate.late(capture)
         staged = Staged(self, Snapshot(save, capture, lambda: manifest, late, self._gate.distrust))
         snapshot = staged.snapshot

@@ -75,6 +75,7 @@ class StateSaver:
         return save
 
     def _take(self, save: Save, capture: Capture, numbers: dict[str, float]) -> None:
+        self._gate.report_interrupted(save.part)
         late = self._gate.late(capture)
         manifest = functools.partial(self._launch.manifest, save.part, numbers)
         snapshot = Snapshot(save, capture, manifest, late, self._gate.distrust, timings.given())

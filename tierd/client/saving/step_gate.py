@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -24,9 +28,11 @@ from tierd.client.saving.sampling import NONE, Late
 from tierd.client.saving.save import Stats
 from tierd.client.saving.snapshot import Snapshot
 from tierd.core.errors import ConfigError
+from tierd.core.ids import PartId
 from tierd.state.capture import Capture
 from tierd.state.kinds.optimizers import owned, place
 
+log = logging.getLogger("tierd")
 _gates: weakref.WeakSet[Gate] = weakref.WeakSet()
 
 
@@ -43,7 +49,7 @@ class Gate:
         self._stats = stats
         self._pid = os.getpid()
         self._optimizers: dict[Optimizer, list[Any]] = {}  # optimizer -> the handles of its hooks
-        self._stepping: set[Optimizer] = set()
+        self._stepping: dict[Optimizer, int] = {}  # optimizer -> the thread that makes its step
         self._pending: list[Snapshot] = []
         self._on_devices: list[DeviceCopies] = []  # copies that may still run; each optimizer may have its own streams
         self._late = NONE
@@ -80,6 +86,27 @@ class Gate:
             self._late = Late(late, {name: capture.tensors[name] for name in names})
             self._known = known
         return self._late
+
+    def report_interrupted(self, part: PartId) -> None:
+        """Warn, before `part` is saved, of steps of this thread that an exception has ended. Each is reported once."""
+        for optimizer in self.forget_interrupted():
+            log.warning(
+                "%s: a step of %s was interrupted before this save, so this checkpoint and later ones may mix "
+                "parameters from before that step with others from after it; to be sure, restore an earlier checkpoint",
+                part,
+                type(optimizer).__name__,
+            )
+
+    def forget_interrupted(self) -> list[Optimizer]:
+        """Forget the steps of this thread that an exception has ended, and return their optimizers.
+
+        A step that is still at work is not one of them, because its hooks and its closure may save.
+        """
+        mine = [optimizer for optimizer, thread in self._stepping.items() if thread == threading.get_ident()]
+        ended = [optimizer for optimizer in mine if not _is_at_work(optimizer)]
+        for optimizer in ended:
+            self._stepping.pop(optimizer, None)
+        return ended
 
     def _governed(self, capture: Capture) -> frozenset[str]:
         own = {place(tensor) for optimizer in self._optimizers for tensor in owned(optimizer)}
@@ -122,12 +149,16 @@ class Gate:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if os.getpid() == self._pid:
-            self._stepping.add(optimizer)
-            if self._pending:
-                begun = time.perf_counter()
-                self.confirm()
-                self._stats.step_waited_s += time.perf_counter() - begun
-            self._hold()
+            self._stepping[optimizer] = threading.get_ident()
+            try:
+                if self._pending:
+                    begun = time.perf_counter()
+                    self.confirm()
+                    self._stats.step_waited_s += time.perf_counter() - begun
+                self._hold()
+            except BaseException:
+                self._stepping.pop(optimizer, None)  # it has changed nothing yet
+                raise
 
     def _hold(self) -> None:
         """Make the current stream of the stepping optimizer wait for copies that devices still run. The host has waited
@@ -141,4 +172,14 @@ class Gate:
                 copies.hold_current()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._stepping.discard(optimizer)
+        self._stepping.pop(optimizer, None)
+
+
+def _is_at_work(optimizer: Optimizer) -> bool:
+    """Return whether a method of this optimizer is among the calls of this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,146 @@
+"""Adapters that a process asks twice: to save a step again, or to train again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierd
+from tierd.client.saving.pipeline import Pipeline
+from tierd.spool.spool import Spool
+
+pytestmark = pytest.mark.loaders
+
+
+def checkpoints(spool: Path) -> list[tuple[str, int]]:
+    """The attempt and the step of each checkpoint."""
+    return sorted((part.checkpoint.attempt, part.checkpoint.step) for part in Spool(spool).parts("run"))
+
+
+@pytest.fixture
+def skipped_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
+    """Have the first save of a step find the slot busy; the list has the steps of all calls of `save`."""
+
+    def arrange(step: int) -> list[int]:
+        save, asked = tierd.Checkpointer.save, []
+
+        def first_finds_it_busy(self: tierd.Checkpointer, at: int, *args: Any, **options: Any) -> Any:
+            asked.append(at)
+            with monkeypatch.context() as patch:
+                if at == step and asked.count(at) == 1:
+                    patch.setattr(Pipeline, "busy", True)
+                return save(self, at, *args, **options)
+
+        monkeypatch.setattr(tierd.Checkpointer, "save", first_finds_it_busy)
+        return asked
+
+    return arrange
+
+
+def test_lightning_saves_a_step_again_after_a_rollback(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    from tierd.adapters.lightning import TierdCheckpointIO
+
+    with tierd.Checkpointer(tmp_path / "spool", "run", to=[]) as ckpt:
+        io = TierdCheckpointIO(ckpt)
+        for step in (1, 2):
+            io.save_checkpoint({"global_step": step, "optimizer_states": []}, tmp_path / "any.ckpt")
+        io.load_checkpoint("tierd:1")
+        io.save_checkpoint({"global_step": 2, "optimizer_states": []}, tmp_path / "last.ckpt")
+    named = json.loads((tmp_path / "last.ckpt").read_text())["tierd"]
+    found = checkpoints(tmp_path / "spool")
+    assert [step for _, step in found] == [1, 2, 2] and (named["attempt"], named["step"]) == found[-1]
+
+
+def test_lightning_saves_a_step_whose_first_save_was_skipped(
+    tmp_path: Path, skipped_once: Callable[[int], list[int]]
+) -> None:
+    pytest.importorskip("lightning")
+    from tierd.adapters.lightning import TierdCheckpointIO
+
+    asked = skipped_once(2)
+    with tierd.Checkpointer(tmp_path / "spool", "run", to=[], when_busy="skip") as ckpt:
+        io = TierdCheckpointIO(ckpt)
+        for name in ("a.ckpt", "b.ckpt", "c.ckpt"):
+            io.save_checkpoint({"global_step": 2, "optimizer_states": []}, tmp_path / name)
+    assert asked == [2, 2] and [step for _, step in checkpoints(tmp_path / "spool")] == [2]
+    assert sorted(one.name for one in tmp_path.glob("*.ckpt")) == ["b.ckpt", "c.ckpt"]
+
+
+def test_trainer_saves_at_its_end_a_step_whose_save_was_skipped(
+    tmp_path: Path, skipped_once: Callable[[int], list[int]]
+) -> None:
+    pytest.importorskip("transformers")
+    from loaders.test_best import Grows, Rows
+    from transformers import Trainer, TrainingArguments
+
+    from tierd.adapters.transformers import TierdCallback
+
+    asked = skipped_once(2)
+    args = TrainingArguments(
+        output_dir=str(tmp_path / "out"), max_steps=2, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    with tierd.Checkpointer(tmp_path / "spool", "run", to=[], when_busy="skip") as ckpt:
+        saving = TierdCallback(ckpt, every_steps=2)
+        trainer = Trainer(model=Grows(), args=args, train_dataset=Rows(), callbacks=[saving])
+        trainer.train(resume_from_checkpoint=saving.resume(trainer))
+    assert asked == [2, 2] and [step for _, step in checkpoints(tmp_path / "spool")] == [2]
+
+
+def test_keras_saves_at_an_epochs_end_a_step_whose_save_was_skipped(
+    tmp_path: Path, skipped_once: Callable[[int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(os.environ, "KERAS_BACKEND", "torch")
+    keras = pytest.importorskip("keras")
+    from tierd.adapters.keras import TierdCallback
+
+    asked = skipped_once(2)
+    x = torch.ones(4, 1).numpy()
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    with tierd.Checkpointer(tmp_path, "run", to=[], when_busy="skip") as ckpt:
+        model.fit(x, x, 2, epochs=1, verbose=0, callbacks=[TierdCallback(ckpt, every_batches=2)])
+    assert asked == [2, 2] and [step for _, step in checkpoints(tmp_path)] == [2]
+
+
+def test_keras_warns_of_what_a_second_fit_discards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(os.environ, "KERAS_BACKEND", "torch")
+    keras = pytest.importorskip("keras")
+    from tierd.adapters.keras import TierdCallback
+
+    x = torch.ones(4, 1).numpy()
+
+    def begin(ckpt: tierd.Checkpointer) -> tuple[TierdCallback, Callable[[int], str]]:
+        """A callback, and a `fit` up to an epoch, which returns its warning."""
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile(optimizer=keras.optimizers.SGD(2.0), loss="mse")  # each epoch is worse than the one before
+        saving = TierdCallback(ckpt)
+
+        def fit(epochs: int) -> str:
+            caplog.clear()
+            model.fit(x, x, 2, epochs=epochs, verbose=0, callbacks=[saving])
+            return "".join(one.getMessage() for one in caplog.records if "discards" in one.getMessage())
+
+        return saving, fit
+
+    with tierd.Checkpointer(tmp_path, "all", to=[]) as ckpt:
+        saving, fit = begin(ckpt)
+        assert not fit(1) and not fit(2), "nothing was lost"
+        assert (found := saving.load_best("loss")) and found.step == 2
+        assert "from step 4, " in (text := fit(3)) and "weights of step 2 that load_best" in text
+        assert "new run name" in text and not fit(4), "said once"
+    with tierd.Checkpointer(tmp_path, "best", to=[], when=tierd.When(best="loss", best_only=True)) as ckpt:
+        saving, fit = begin(ckpt)
+        assert not fit(3)
+        assert "from step 2, " in (text := fit(3)) and "what this callback trained up to step 6" in text
+        assert saving.load_best("loss") and not fit(3), "the same weights"
+    with tierd.Checkpointer(tmp_path, "tuned", to=[]) as ckpt:
+        assert not begin(ckpt)[1](1), "the way out"
