@@ -210,6 +210,28 @@ def test_a_changed_key_is_read_again(node, spool, said):
     asyncio.run(work())
 
 
+def test_a_watch_goes_on_to_show_other_nodes_that_it_lives(node, spool, said, tmp_path, monkeypatch):
+    """With the stores of the new configuration, because those of the former one are closed."""
+    timed(monkeypatch, watch_s=0.02, silent_s=0.2, idle_renew_s=0.1)
+    (tmp_path / "out").mkdir()
+    node.configure("a", each=f'[[watch]]\ndirectory = "{tmp_path}/out"\nrun = "run"')
+
+    def records() -> list[str]:
+        return [path.read_text() for path in (tmp_path / "a").glob("run/watching/*.json")]
+
+    async def work():
+        async with node.serving():
+            await until(records)
+            await reload(said)
+            for _ in range(3):
+                before = records()
+                await until(lambda before=before: records() != before)
+        [ended] = records()
+        assert '"ended":true' in ended
+
+    asyncio.run(work())
+
+
 def test_receivers_are_those_of_the_new_configuration(node, spool, said):
     reported = node.file.parent / "told"
     script = f"import sys; open({str(reported)!r}, 'a').write(sys.stdin.read())"

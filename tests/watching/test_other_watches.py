@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace as replace_timings
 from pathlib import Path
 from threading import Event
 
@@ -23,7 +24,8 @@ from tierd.daemon.intake.other_watches import OtherWatches
 from tierd.daemon.intake.watch_at_work import RunNotWatched
 from tierd.daemon.timings import DaemonTimings
 from tierd.spool.spool import Spool
-from tierd.stores.base import ObjectInfo, Store
+from tierd.stores.base import ObjectInfo, Store, octets
+from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
 
 TIMINGS = DaemonTimings(silent_s=180.0, wall_ns=Ticking())
@@ -243,6 +245,66 @@ def test_a_watch_with_nothing_to_take_renews_its_record_less_often(
         await one.watches.renew(600.0)
         assert not await two.asks(B, 0.0) and not await two.asks(B, 1199.0)
         assert await two.asks(B, 1200.0)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_record_is_renewed_on_the_store_that_a_reload_opened(elsewhere: bool, tmp_path: Path) -> None:
+    """The former store is closed then. On another first tier the others are compared anew."""
+
+    async def play() -> None:
+        async def record() -> bytes:
+            return bytes(octets(await stores[-1].get("r/watching/aaaaaaaa.json")))
+
+        tiers = [tmp_path / "tier", tmp_path / "other" if elsewhere else tmp_path / "tier"]
+        for tier in tiers:
+            tier.mkdir(exist_ok=True)
+        stores = [FileStore(tiers[0])]
+        one = Node(None, tmp_path, "a", visible=False)
+        one.watches._find = lambda: stores[-1]
+        assert await one.asks(A)
+        await stores[0].aclose()
+        stores.append(FileStore(tiers[1]))
+        assert await one.asks(A), "which puts it at once"
+        for _ in range(2):
+            before = await record()
+            await one.watches.renew(90.0)
+            assert await record() != before
+        await one.watches.end()
+        assert b'"ended":true' in await record()
+        await stores[1].aclose()
+
+    asyncio.run(play())
+
+
+def test_an_error_that_nobody_foresaw_does_not_end_the_renewals(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(MemoryStore):
+        broken = True
+
+        async def put(self, key, data, *args, **kwargs):  # type: ignore[no-untyped-def]
+            if self.broken and "aaaaaaaa" in key:
+                raise RuntimeError("nobody foresaw it")
+            return await super().put(key, data, *args, **kwargs)
+
+    async def play() -> None:
+        store = Broken()
+        store.broken = False
+        one = Node(store, tmp_path, "a")
+        one.watches._timings = replace_timings(TIMINGS, silent_s=0.02)
+        assert await one.asks(A)
+        before = await store.get("r/watching/aaaaaaaa.json")
+        store.broken = True
+        renewing = asyncio.ensure_future(one.watches.keep_renewing(lambda: False))
+        while "nobody foresaw it" not in caplog.text:
+            await asyncio.sleep(0.01)
+        store.broken = False
+        while await store.get("r/watching/aaaaaaaa.json") == before:
+            assert not renewing.done()
+            await asyncio.sleep(0.01)
+        renewing.cancel()
 
     asyncio.run(play())
 

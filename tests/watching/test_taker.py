@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,60 @@ def test_nothing_is_announced_again_where_nothing_can_be_deleted() -> None:
             await one.release()
             assert await one.may_take(TWO, now_s) and not one.held
         assert len(await keys(store)) == 2
+
+    asyncio.run(play())
+
+
+def test_an_announcement_is_renewed_and_withdrawn_on_the_store_that_a_reload_opened(tmp_path: Path) -> None:
+    async def play() -> None:
+        (tmp_path / "tier").mkdir()
+        stores = [FileStore(tmp_path / "tier")]
+        one = Taker(RUN, "a" * 8, lambda: stores[-1], TIMINGS)
+        assert await one.may_take(ONE, 0.0) and one.held
+        before = await keys(stores[0])
+        await stores[0].aclose()
+        stores.append(FileStore(tmp_path / "tier"))
+        await one.renew()
+        after = await keys(stores[1])
+        assert len(after) == 1 and after != before
+        await stores[1].aclose()
+        stores.append(FileStore(tmp_path / "tier"))
+        await one.release()
+        assert await keys(stores[2]) == []
+        await stores[2].aclose()
+
+    asyncio.run(play())
+
+
+def test_a_release_on_a_closed_store_raises_nothing(tmp_path: Path) -> None:
+    async def play() -> None:
+        (tmp_path / "tier").mkdir()
+        store = FileStore(tmp_path / "tier")
+        found: list[Store | None] = [store]
+        one = Taker(RUN, "a" * 8, lambda: found[-1], TIMINGS)
+        assert await one.may_take(ONE, 0.0) and one.held
+        await store.aclose()
+        found.append(None)  # a reload opened another, which is not observed yet
+        await one.release()
+        assert not one.held
+
+    asyncio.run(play())
+
+
+def test_an_error_that_nobody_foresaw_does_not_end_the_announcements(caplog: pytest.LogCaptureFixture) -> None:
+    async def play() -> None:
+        store = MemoryStore()
+        one = Taker(RUN, "a" * 8, lambda: store, replace(TIMINGS, renew_s=0.01))
+        assert await one.may_take(ONE, 0.0) and one.held
+        before, one._find = await keys(store), lambda: 1 // 0  # type: ignore[assignment,return-value]
+        renewing = asyncio.ensure_future(one.keep_renewing())
+        while "ZeroDivisionError" not in caplog.text:
+            await asyncio.sleep(0.01)
+        one._find = lambda: store
+        while await keys(store) == before:
+            assert not renewing.done()
+            await asyncio.sleep(0.01)
+        renewing.cancel()
 
     asyncio.run(play())
 

@@ -166,7 +166,8 @@ async def serve(
         finally:
             tasks = (work, taking, life, idle, refusing, stopped, reloading, recording, answering)
             for task in tasks:
-                task.cancel()
+                if not task.cancelling():  # a second time would cut off how the watches end on the tier
+                    task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.to_thread(last_status.write, spool.control, control.status())
         if work.done() and not work.cancelled():

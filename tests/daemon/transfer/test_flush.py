@@ -16,6 +16,7 @@ from tierd.core.errors import CorruptChunk, ManifestError, StoreRefused, StoreUn
 from tierd.core.ids import pruning_prefix
 from tierd.core.manifest import Manifest
 from tierd.core.manifest_codec import decode
+from tierd.daemon.tiers.observe import base_of, observe_places
 from tierd.daemon.tiers.prune import quarantine
 from tierd.daemon.timings import USUAL
 from tierd.daemon.transfer.chunk_source import Twin
@@ -181,6 +182,49 @@ def test_what_an_interrupted_flush_left_corrupt_is_sent_again(spool):
     store.calls = []
     flushed(spool, store)
     assert store.puts(is_chunk) == [victim]
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("EIO"), StoreRefused("403")])
+def test_what_an_interrupted_flush_left_unreadable_is_sent_again(spool, error):
+    """One object that cannot be read kept its part, and all that waits behind it, from a tier for ever."""
+    commit(spool, PART)
+    store = Double()
+    flushed(spool, store)
+    victim = keys(store.inner, is_chunk)[0]
+
+    def unreadable(operation, key):
+        if (operation, key) == ("get", victim) and victim not in store.puts():
+            raise error
+
+    store.calls, store.before = [], unreadable
+    flushed(spool, store)
+    assert store.puts(is_chunk) == [victim]
+    assert asyncio.run(restored(spool, store)) == FILES
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("EIO"), StoreRefused("403")])
+def test_a_base_that_cannot_be_read_is_not_shared_with(spool, error):
+    """It only saves bytes; each later save read it first, and failed."""
+    old, new = part(1), part(2)
+    commit(spool, old, FILES)
+    commit(spool, new, FILES)
+    store = Double()
+
+    async def work():
+        await flush(spool, old, Route(store))
+        place = (await observe_places(spool, {"a": store}, "run")).tiers["a"]
+        assert place is not None
+        found, _ = await base_of(store, place, new)
+        assert found is not None and found.step == 1
+
+        def unreadable(operation, key):
+            if (operation, key) == ("get", old.manifest_key):
+                raise error
+
+        store.before = unreadable
+        assert await base_of(store, place, new) == (None, frozenset())
+
+    asyncio.run(work())
 
 
 def test_a_put_whose_answer_was_lost_is_settled_by_the_next_try(spool):

@@ -19,6 +19,8 @@ _TEST_IN_PLACE = "pytest tests/watching/test_in_place.py"
 _TEST_ORDER = "pytest tests/watching/test_order.py"
 _OTHER_WATCHES = "tierd/daemon/intake/other_watches.py"
 _TEST_OTHER_WATCHES = "pytest tests/watching/test_other_watches.py"
+_TAKER = "tierd/daemon/intake/taker.py"
+_TEST_TAKER = "pytest tests/watching/test_taker.py"
 _TEST_WATCH_ENDS = "pytest tests/watching/test_watch_ends.py"
 _TEST_UNIT_WATCH = "pytest tests/watching/test_unit_watch.py"
 
@@ -197,6 +199,41 @@ MUTANTS = (
         'open(fresh, "wb"',
         'open(fresh, "xb"',
         f"{_TEST_UNIT_WATCH} -k failed_write_of_the_record",
+    ),
+    Mutant(
+        "a watch's record is renewed on the store that a reload closed",
+        _OTHER_WATCHES,
+        "        record = self._own[1]\n",
+        "        store, record = self._own\n",
+        f"{_TEST_OTHER_WATCHES} --timeout 60 -k reload_opened",
+    ),
+    Mutant(
+        "a daemon that is stopped does not record that its watches ended",
+        "tierd/daemon/service.py",
+        "                if not task.cancelling():",
+        "                if True:",
+        "pytest tests/daemon/test_reload.py -k it_lives",
+    ),
+    Mutant(
+        "an unforeseen error ends the renewals of a watch's record",
+        _OTHER_WATCHES,
+        "            except Exception:  # a loop that ended",
+        "            except OSError:  # a loop that ended",
+        f"{_TEST_OTHER_WATCHES} --timeout 20 -k nobody_foresaw",
+    ),
+    Mutant(
+        "a taker announces again on the store that a reload closed",
+        _TAKER,
+        "        _, checkpoint, key = self._own\n",
+        "        store, checkpoint, key = self._own\n",
+        f"{_TEST_TAKER} -k reload_opened",
+    ),
+    Mutant(
+        "an unforeseen error ends the announcements of a taker",
+        _TAKER,
+        "            except Exception:  # a loop that ended",
+        "            except OSError:  # a loop that ended",
+        f"{_TEST_TAKER} --timeout 20 -k nobody_foresaw",
     ),
     Mutant(
         "each look at a spool on a dead mount leaves a thread behind",

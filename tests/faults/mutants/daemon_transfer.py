@@ -15,6 +15,20 @@ _TEST_SHARED_ENCODING = "pytest tests/daemon/transfer/test_shared_encoding.py"
 
 MUTANTS = (
     Mutant(
+        "one unreadable chunk that an interrupted flush left blocks a tier",
+        "tierd/daemon/transfer/chunk_upload.py",
+        "            except (StoreUnavailable, StoreRefused) as error:  # perhaps",
+        "            except StoreRefused as error:  # perhaps",
+        "pytest tests/daemon/transfer/test_flush.py -k left_unreadable",
+    ),
+    Mutant(
+        "one unreadable manifest blocks a tier",
+        "tierd/daemon/tiers/observe.py",
+        "    except (StoreUnavailable, StoreRefused) as error:  # perhaps",
+        "    except StoreRefused as error:  # perhaps",
+        "pytest tests/daemon/transfer/test_flush.py -k base_that_cannot_be_read",
+    ),
+    Mutant(
         "a chunk of a shared file is not checked in the file's copy",
         "tierd/daemon/transfer/download.py",
         "            target.right.append((index, offset))\n",

@@ -112,8 +112,10 @@ class Intake:
             for task in renewing:
                 task.cancel()
             await asyncio.gather(*renewing, return_exceptions=True)
-            await taker.release()
-            await others.end()
+            try:
+                await taker.release()
+            finally:
+                await others.end()
 
     async def _observe_for_ever(self, one: WatchAtWork, taker: Taker, others: OtherWatches) -> None:
         run = one.watch.run

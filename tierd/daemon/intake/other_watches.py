@@ -86,7 +86,8 @@ class OtherWatches:
         run: the watched run.
         who: this node's id among the nodes that share the tier.
         spool: this node's spool.
-        find: returns the store of the first tier; None if there is none, or if it is not to be asked now.
+        find: returns the store of the first tier, another one after a reload; None if there is none, or if it is not to
+            be asked now.
         timings: the daemon's.
 
     Attributes:
@@ -98,7 +99,8 @@ class OtherWatches:
     ) -> None:
         self._run, self._spool, self._find, self._timings = run, spool, find, timings
         self._key = watching_key(run, who)
-        self._own: tuple[Store, WatchRecord] | None = None  # set once this watch may go on
+        self._own: tuple[Store, WatchRecord] | None = None  # set once this watch may go on, and where it is recorded
+        self._every_s = timings.silent_s / 2  # seconds from one record to the next
         self._seen: dict[str, _Seen] = {}  # others' records, by key
         self._asked: dict[tuple[str, tuple[int, int]], asyncio.Future[bool | None]] = {}  # by spool and lock
         self.awaited = ""
@@ -113,10 +115,13 @@ class OtherWatches:
         Raises:
             RunNotWatched: another directory is being watched as this run.
         """
+        store = self._find()
+        if self._own is not None and store is not None and store is not self._own[0]:
+            await self.renew(self._every_s)  # compares again if a reload made another tier the first one
         if self._own is not None:  # a program may have made its directory anew
             self._own = self._own[0], structs.replace(self._own[1], directory=directory)
             return True
-        if (store := self._find()) is None:
+        if store is None:
             return True
         try:
             async with asyncio.timeout(_ANSWER_S):
@@ -217,31 +222,38 @@ class OtherWatches:
         while True:
             await asyncio.sleep(every_s)
             every_s = min(2 * every_s, self._timings.idle_renew_s) if is_idle() else self._timings.silent_s / 2
-            await self.renew(every_s)
+            try:
+                await self.renew(every_s)
+            except Exception:  # a loop that ended would end without a word, and others take this watch for dead
+                log.exception("%s: the record of its watch could not be put again", self._run)
 
     async def renew(self, every_s: float) -> None:
-        """Put the record anew, if there is one and the tier may be asked. Raises nothing.
+        """Put the record anew, if there is one and the tier may be asked; a tier that fails raises nothing.
 
-        If another watch deleted it, because this process did not run for long, the others are compared again.
+        If another watch deleted it, because this process did not run for long, the others are compared again. So they
+        are on another first tier after a reload.
         """
-        if self._own is None or self._find() is None:
+        self._every_s = every_s
+        if self._own is None or (store := self._find()) is None:  # never the former store: a reload has closed it
             return
-        store, record = self._own
+        record = self._own[1]
         try:
             async with asyncio.timeout(_ANSWER_S):
                 if not [info async for info in store.scan(self._key) if info.key == self._key]:
                     self._own = None
                     return
                 await self._put(store, structs.replace(record, at_ms=self._timings.now_ms(), every_s=every_s))
+                if self._own is not None:
+                    self._own = store, self._own[1]
         except _FAILURES as error:
             log.info("%s: the record of its watch could not be put again: %s", self._run, error or type(error).__name__)
 
     async def end(self) -> None:
-        """Record that the watch has ended. Raises nothing."""
+        """Record that the watch has ended; a tier that fails raises nothing."""
         own, self._own = self._own, None
-        if own is None or self._find() is None:
+        if own is None or (store := self._find()) is None:
             return
-        store, record = own
+        record = own[1]
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await self._put(store, structs.replace(record, at_ms=self._timings.now_ms(), ended=True))
@@ -258,7 +270,7 @@ class OtherWatches:
             spool=os.fspath(self._spool.root),
             lock=(lock.st_dev, lock.st_ino),
             at_ms=self._timings.now_ms(),
-            every_s=self._timings.silent_s / 2,
+            every_s=self._every_s,
         )
 
 

@@ -35,7 +35,8 @@ class Taker:
     Args:
         run: the watched run.
         who: this node's id among the nodes that share the tier.
-        find: returns the store of the first tier; None if there is none, or if it is not to be asked now.
+        find: returns the store of the first tier, another one after a reload; None if there is none, or if it is not to
+            be asked now.
         timings: the daemon's.
 
     Attributes:
@@ -99,13 +100,19 @@ class Taker:
         """Renew the announcement until cancelled. Each time it is another object, so that others see it change."""
         while True:
             await asyncio.sleep(self._timings.renew_s)
-            await self.renew()
+            try:
+                await self.renew()
+            except Exception:  # a loop that ended would end without a word, and others take this node for dead
+                log.exception("%s: it could not be announced again", self._run)
 
     async def renew(self) -> None:
-        """Renew the announcement, if there is one and the tier may be asked. Raises nothing."""
-        if self._own is None or self._refused or self._find() is None:
-            return
-        store, checkpoint, key = self._own
+        """Renew the announcement, if there is one and the tier may be asked; a tier that fails raises nothing.
+
+        If a reload made another tier the first one, the announcement on the former tier counts as over by itself.
+        """
+        if self._own is None or self._refused or (store := self._find()) is None:
+            return  # never on the former store: a reload has closed it
+        _, checkpoint, key = self._own
         try:
             fresh = await announce(store, checkpoint, self._who, self._timings)
         except _FAILURES as error:
@@ -120,7 +127,7 @@ class Taker:
         if self._own is None:
             return
         (store, _, key), self._own = self._own, None
-        await self._withdraw(store, key)
+        await self._withdraw(self._find() or store, key)
 
     async def _withdraw(self, store: Store, key: str) -> None:
         try:
@@ -128,5 +135,5 @@ class Taker:
                 await withdraw(store, key)
         except DeleteRefused:
             self._refused = True
-        except _FAILURES as error:
+        except Exception as error:  # also of a store that a reload closed, while the new one is not observed yet
             log.info("%s: it is left, and counts as over when it is not renewed: %s", key, error)

@@ -110,7 +110,8 @@ async def base_of(store: Store, place: Place, part: PartId) -> tuple[Manifest | 
 
     Returns:
         The manifest whose equal chunks need not be sent again, and the checkpoints whose chunks must be sent again
-            because enough others depend on them.
+            because enough others depend on them. None and no checkpoints if there is no base or it cannot be read: a
+            base only saves bytes.
     """
     whose = base_part(place, part)
     if whose is None:
@@ -119,6 +120,9 @@ async def base_of(store: Store, place: Place, part: PartId) -> tuple[Manifest | 
         return await read_manifest(store, whose), worn(place, part)
     except (ObjectNotFound, ManifestError):
         return None, frozenset()  # pruned or damaged since the observation
+    except (StoreUnavailable, StoreRefused) as error:  # perhaps this object alone; a tier that is down fails the puts
+        log.warning("%s: nothing of it is shared with %s, because its manifest cannot be read: %s", whose, part, error)
+        return None, frozenset()
 
 
 class TierObserver:

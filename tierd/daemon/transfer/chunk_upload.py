@@ -6,12 +6,13 @@ their checksum and has shown before that it refuses a wrong one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import msgspec
 
 from tierd.codec.codec import check_digest, check_stored, recognize
-from tierd.core.errors import CorruptChunk, FormatTooNew, ObjectNotFound, StoreUnavailable
+from tierd.core.errors import CorruptChunk, FormatTooNew, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import PartId
 from tierd.core.manifest import Chunk, File, Stored, Where
 from tierd.daemon.tiers.objects import get_object
@@ -20,6 +21,8 @@ from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.memory_budget import Hold
 from tierd.daemon.transfer.route import Route
 from tierd.stores.base import digesting, digests, weight
+
+log = logging.getLogger("tierd.daemon")
 
 
 class ChunkUpload:
@@ -69,6 +72,9 @@ class ChunkUpload:
                 codec, own = key.rpartition(".")[2], key.partition("/")[2]
                 self.encoded, _ = await to_the_end(recognize, self.encoded, codec, own, data, self._route.tier)
             except (ObjectNotFound, CorruptChunk, FormatTooNew):
+                continue
+            except (StoreUnavailable, StoreRefused) as error:  # perhaps this object alone; else the put fails, too
+                log.warning("%s: it is sent again, because what lies there cannot be read: %s", key, error)
                 continue
             return True
         return False
