@@ -12,7 +12,11 @@ import pytest
 import torch
 
 import tierd
+from tierd.adapters.last_save import LastSave
+from tierd.client.checkpointer import made_of
 from tierd.client.saving.pipeline import Pipeline
+from tierd.client.saving.save import Save
+from tierd.core.errors import DaemonUnavailable, StepRefused
 from tierd.spool.spool import Spool
 
 pytestmark = pytest.mark.loaders
@@ -144,3 +148,21 @@ def test_keras_warns_of_what_a_second_fit_discards(
         assert saving.load_best("loss") and not fit(3), "the same weights"
     with tierd.Checkpointer(tmp_path, "tuned", to=[]) as ckpt:
         assert not begin(ckpt)[1](1), "the way out"
+
+
+def test_a_save_that_failed_after_it_was_committed_ends_no_training(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """As where the daemon committed it, and was stopped before it said so. Only under a given attempt is that seen."""
+    with tierd.Checkpointer(tmp_path / "spool", "run", to=[], attempt=tierd.new_attempt()) as ckpt:
+        last = LastSave(0)
+        last.save(ckpt, 1, {"x": torch.ones(1)}, None)
+        ckpt.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(Save, "error", lambda self: DaemonUnavailable("it said nothing"))
+            made_of(ckpt).launch.steps.discard(1)
+            assert last.is_due(1)
+            last.save(ckpt, 1, {"x": torch.zeros(1)}, None)
+        assert last.holds(1) and not last.is_due(1)
+        last.save(ckpt, 2, {"x": torch.ones(1)}, None)
+        with pytest.raises(StepRefused):
+            last.save(ckpt, 1, {"x": torch.zeros(1)}, None)
+    assert [step for _, step in checkpoints(tmp_path / "spool")] == [1, 2]

@@ -139,7 +139,7 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
 
     def _save(self, epoch: int, within: bool, logs: Any) -> None:
         if self._last.is_due(self._done):
-            self._last.made(self._checkpointer.save(self._done, self._state(epoch, within), metrics=_numbers(logs)))
+            self._last.save(self._checkpointer, self._done, self._state(epoch, within), _numbers(logs))
 
     def _state(self, epoch: int, within: bool) -> dict[str, Any]:
         model = self.model

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from tierd.client.checkpointer import Checkpointer
 from tierd.client.saving.save import Save
+from tierd.core.errors import StepRefused
+
+log = logging.getLogger("tierd")
 
 
 class LastSave:
@@ -15,8 +23,19 @@ class LastSave:
         self.step = step
         self._save: Save | None = None
 
-    def made(self, save: Save) -> None:
-        self.step, self._save = save.step, save
+    def save(
+        self, checkpointer: Checkpointer, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None
+    ) -> None:
+        """Save the state of a step. Raises as `Checkpointer.save`, but not if a save that failed had committed it."""
+        try:
+            save = checkpointer.save(step, state, metrics=metrics)
+        except StepRefused as error:
+            if self._save is None or step != self.step:
+                raise
+            log.warning("%s; its save had failed after that", error)
+            self._save = None
+        else:
+            self.step, self._save = step, save
 
     def holds(self, step: int) -> bool:
         """Return whether the last save is of this step, and running or durable."""

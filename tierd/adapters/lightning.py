@@ -105,7 +105,7 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
             log.info("step %d is saved already: %s is the same", step, path)
         else:
             state = {"lightning": checkpoint, "rng": RngState()}
-            self._last.made(self._checkpointer.save(step, state, metrics=_monitored(checkpoint)))
+            self._last.save(self._checkpointer, step, state, _monitored(checkpoint))
         if self._last.holds(step) and "://" not in str(path):  # only local paths get a text
             self._name(Path(path), step)
 

@@ -147,7 +147,8 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
             return
         callbacks = [*self._trainer.callback_handler.callbacks, control]
         states = {**dataclasses.asdict(state), "stateful_callbacks": _exported(callbacks)}
-        save = self._checkpointer.save(
+        self._last.save(
+            self._checkpointer,
             state.global_step,
             {
                 "model": parts["model"],
@@ -157,9 +158,8 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
                 "rng": RngState(),
                 "trainer_state": json.dumps(states, sort_keys=True),
             },
-            metrics=_logged(state),
+            _logged(state),
         )
-        self._last.made(save)
 
     def _discard(self) -> None:
         if self._directory is not None:

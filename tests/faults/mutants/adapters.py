@@ -55,6 +55,13 @@ MUTANTS = (
         f"{_TEST_SAME_PROCESS} -k was_skipped",
     ),
     Mutant(
+        "a save that failed after it was committed ends the training",
+        "tierd/adapters/last_save.py",
+        "            if self._save is None or step != self.step:\n                raise\n",
+        "            raise\n",
+        f"{_TEST_SAME_PROCESS} -k after_it_was_committed",
+    ),
+    Mutant(
         "a second fit of Keras discards what was trained without a word",
         "tierd/adapters/keras.py",
         ", self._done > found.step\n",

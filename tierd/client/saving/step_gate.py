@@ -102,7 +102,8 @@ class Gate:
 
         A step that is still at work is not one of them, because its hooks and its closure may save.
         """
-        mine = [optimizer for optimizer, thread in self._stepping.items() if thread == threading.get_ident()]
+        every = list(self._stepping.items())  # a copy, because other threads make steps meanwhile
+        mine = [optimizer for optimizer, thread in every if thread == threading.get_ident()]
         ended = [optimizer for optimizer in mine if not _is_at_work(optimizer)]
         for optimizer in ended:
             self._stepping.pop(optimizer, None)

@@ -222,7 +222,10 @@ class Pass:
         async with aclosing(self.store.scan(key)) as listing:
             first = await anext(listing, None)
         if first is not None and first.key == key:
-            raise StoreUnavailable(f"{key} is listed, but cannot be found; nothing is deleted without reading it")
+            raise StoreUnavailable(
+                f"{key} is listed, but cannot be found; nothing is deleted without reading it. If that does not end, "
+                "delete this key in the store, or repair the store's index"
+            )
 
     async def _list(self, found: ListedManifests, asked: Collection[CheckpointId], *, listed: bool) -> None:
         async def unknown() -> AsyncGenerator[tuple[ObjectInfo, CheckpointId]]:
