@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.world import wait_until
 
 import tierd
 from tierd.adapters.last_save import LastSave
@@ -155,7 +156,7 @@ def test_a_save_that_failed_after_it_was_committed_ends_no_training(tmp_path: Pa
     with tierd.Checkpointer(tmp_path / "spool", "run", to=[], attempt=tierd.new_attempt()) as ckpt:
         last = LastSave(0)
         last.save(ckpt, 1, {"x": torch.ones(1)}, None)
-        ckpt.wait()
+        wait_until(lambda: checkpoints(tmp_path / "spool") != [])
         with monkeypatch.context() as patch:
             patch.setattr(Save, "error", lambda self: DaemonUnavailable("it said nothing"))
             made_of(ckpt).launch.steps.discard(1)
