@@ -17,10 +17,8 @@ from support.nursery import context
 STEPS = range(1, 6)
 LIMIT_S = 60.0
 PERIOD_S = 0.02
-# $1: the step, $2: the log, $3: seconds, $4: the directory
-_SCRIPT = (
-    'echo begin $1 >> $2; sleep $3; cat "$4"/00000-of-00001/deep/er/state.json >> $2; echo >> $2; echo end $1 >> $2'
-)
+# $1: the step, $2: the log, $3: seconds, $4: the directory. Each line is one write: a kill may come between two.
+_SCRIPT = 'echo begin $1 >> $2; sleep $3; echo "$(cat "$4"/00000-of-00001/deep/er/state.json)" >> $2; echo end $1 >> $2'
 
 
 def delivered(home: Path) -> list[int]:
