@@ -145,8 +145,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             verified before retention would; it keeps a run's newest copy while the run has a trainer.
         finished: how long a run has no trainer and no new part before the daemon deletes it from the spool. The
             daemon waits until the tiers hold all checkpoints of the run that they want.
-        scrub: the daemon verifies every copy again within this time; `0s`: it verifies only copies in which an error
-            was found.
+        scrub: the daemon verifies every copy again within this time, though never more often than each minute; `0s`:
+            it verifies only copies in which an error was found.
         scrub_rate: how fast the scrub reads, in each place.
         notify: the receivers of events, each a `[[notify]]`.
         http: the HTTP server, a `[http]`; None: there is none.

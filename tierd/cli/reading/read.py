@@ -79,7 +79,7 @@ def ls(
     elif not missing:
         print_checkpoints(found)
         for name in found.unreached:
-            console().print(f"{name} did not answer")
+            complain(f"{name} did not answer")
     if found.unreached or unanswered:
         raise typer.Exit(6)
     with answering(where, run):
