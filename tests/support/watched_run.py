@@ -77,10 +77,10 @@ def files(root: Path) -> dict[str, bytes]:
 
 
 @contextmanager
-def watching(home: Path, name: str, directory: str = "out") -> Iterator[Daemon]:
+def watching(home: Path, name: str, directory: str = "out", **options: object) -> Iterator[Daemon]:
     """A daemon with the spool `home/name` that watches a directory of `home` and flushes to `home/tier`."""
     watch = WatchConfig(directory=str(home / directory), run=RUN)
-    with Daemon(home / name, lambda: {"file": FileStore(home / "tier")}, watch=(watch,)) as daemon:
+    with Daemon(home / name, lambda: {"file": FileStore(home / "tier")}, watch=(watch,), **options) as daemon:
 
         async def begin() -> None:
             daemon.intake = Intake(daemon.reconciler, lambda: None)  # type: ignore[attr-defined]

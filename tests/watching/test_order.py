@@ -74,6 +74,37 @@ def test_a_program_that_went_back_while_no_daemon_ran_has_a_new_attempt(root: Pa
     assert newest_first(spool) == [40, 20, 30, 20, 10] and spool.pins() == set()
 
 
+def test_what_another_node_took_while_this_one_was_down_is_in_no_doubt(
+    root: Path, spool: Spool, tmp_path: Path
+) -> None:
+    save(root, "a-10.pt", 10)
+    take(spool, root)
+    other, known = Spool(tmp_path / "other"), observed(spool)
+    for step in (20, 30, 40, 50):
+        save(root, f"a-{step}.pt", step)
+    took = UnitWatch(other, root, RUN, Reported(), settle_s=0.0)
+    for now_s in (1.0, 2.0):
+        took.observe(known, now_s)
+    made, seen, reported = observed(other).made, observed(spool), Reported()
+    again = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
+    for now_s, one in enumerate(sorted(made)[2:]):  # retention deleted those before
+        seen = seen.with_one(one, made[one], None)
+        again.observe(seen, float(now_s))
+    assert reported.doubts == {} and spool.pins() == set()
+    assert {part.checkpoint for part in reported.parts} == set(sorted(made)[:2]), "they have the names that they had"
+
+
+def test_what_is_written_after_the_last_take_is_newer_whatever_its_time(root: Path, spool: Spool) -> None:
+    """Also if the watch is killed before its next listing."""
+    save(root, "a-10.pt", 10)
+    take(spool, root)
+    save(root, "a-20.pt", 100_000)
+    take(spool, root)
+    save(root, "a-15.pt", 50_000)
+    take(spool, root)
+    assert newest_first(spool) == [15, 20, 10] and spool.pins() == set()
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_copies_without_times_lose_none(first: bool, root: Path, spool: Spool) -> None:
     """`cp -r` copies by name: step 1000 before 800 and 900."""

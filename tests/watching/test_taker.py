@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.timed import Ticking, timed
-from support.watched_run import RUN, watching
+from support.watched_run import RUN, flush, take, watching
 from support.world import Daemon, wait_until
 
 from tierd.core.errors import DeleteRefused, StoreUnavailable
@@ -23,6 +23,7 @@ from tierd.core.ids import CheckpointId
 from tierd.daemon.intake import unit_watch
 from tierd.daemon.intake.taker import Taker
 from tierd.daemon.timings import DaemonTimings
+from tierd.spool.spool import Spool
 from tierd.stores.base import ObjectInfo, Store
 from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
@@ -277,6 +278,31 @@ def test_a_node_that_is_killed_while_it_takes_is_followed_by_another(
             killed.wait()
             wait_until(lambda: manifests(home) == 1 and settled(two), 60)
     assert reads == {"model_step1.pt": 1}
+
+
+def test_a_node_sees_what_another_takes_while_it_waits_for_its_turn(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(monkeypatch, watch_s=0.02, settle_s=0.05, renew_s=0.1, silent_s=3600.0)
+    home = root.parent
+    (home / "tier").mkdir()
+
+    async def hold() -> None:
+        """Announce, as a node does that goes on to take."""
+        store = FileStore(home / "tier")
+        assert await taker(store, "a").may_take(ONE, 0.0)
+        await store.aclose()
+
+    asyncio.run(hold())
+    with watching(home, "two", rescan="1s") as two:
+        for step in (1, 2):
+            save(root, step)
+            wait_until(lambda: two.intake.busy, 60)  # type: ignore[attr-defined]
+            other = Spool(home / f"other{step}")
+            take(other, root)
+            flush(other, home / "tier")
+            wait_until(lambda: settled(two), 10)
+        assert not list(two.spool.parts(RUN))
 
 
 def test_a_tier_that_is_down_loses_nothing(root: Path, reads: Counter[str], monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -676,4 +676,25 @@ MUTANTS = (
         "        return self._settling.is_waiting()\n",
         "pytest --timeout 20 tests/watching/test_watch_ends.py -k may_not_be_read_is_told",
     ),
+    Mutant(
+        "a node that waits for its turn does not see what another takes",
+        "tierd/daemon/intake/intake.py",
+        "            await self._see_taken(run)\n",
+        "            pass\n",
+        "pytest tests/watching/test_taker.py -k waits_for_its_turn",
+    ),
+    Mutant(
+        "what another node took while this one was down counts as newer than that node's newest",
+        "tierd/daemon/intake/taken.py",
+        "        after = min(record.newest or known, known) if",
+        "        after = known if",
+        f"{_TEST_ORDER} -k in_no_doubt",
+    ),
+    Mutant(
+        "what was written after the last take counts as older if its time is",
+        "tierd/daemon/intake/taken.py",
+        "        if checkpoint is not None:\n            record.newest",
+        "        if False:\n            record.newest",
+        f"{_TEST_ORDER} -k last_take",
+    ),
 )

@@ -17,6 +17,7 @@ from tierd.core.config import WatchConfig
 from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import PartId, pin_key
 from tierd.core.planning.place import SPOOL
+from tierd.core.retention.policy import seconds
 from tierd.daemon.intake.directory_id import identify
 from tierd.daemon.intake.manifests import first_manifest
 from tierd.daemon.intake.other_watches import OtherWatches
@@ -157,7 +158,11 @@ class Intake:
         self._failed(one, TimeoutError(f"it has not answered for {SILENT_S:g} s; look at its mount"))
 
     async def _observe_watch(self, one: WatchAtWork, watch: UnitWatch, taker: Taker) -> None:
-        """Look once; take what is due if no other node does. What another node took is known only after it is done."""
+        """Look once; take what is due if no other node does. What another node took is known only after it is done.
+
+        An idle daemon lists its tiers seldom. So the first one is observed here while another node takes: retention may
+        delete what that node took before this one has its turn, and this one would take it again.
+        """
         run = one.watch.run
 
         async def observe(may_take: bool) -> None:
@@ -167,17 +172,28 @@ class Intake:
         await observe(taker.held)
         if watch.wanted is not None and await taker.may_take(watch.wanted, time.monotonic()):
             if taker.held:
-                await self._observe(run, list(self._reconciler.stores)[:1])
+                await self._observe(run, self._first)
             await observe(True)
+        elif watch.wanted is not None:
+            await self._see_taken(run)
         if taker.held and not await self._is_sending(run):
             await taker.release()
+
+    async def _see_taken(self, run: str) -> None:
+        """Observe the first tier, at most once in `rescan`."""
+        observed, rescan_s = self._reconciler.tiers.observed, seconds(self._reconciler.config.rescan)
+        await self._observe(run, [name for name in self._first if observed.age_s(name) >= rescan_s])
+
+    @property
+    def _first(self) -> list[str]:
+        """The name of the first tier, if there is one."""
+        return list(self._reconciler.stores)[:1]
 
     async def _is_sending(self, run: str) -> bool:
         """Whether the first tier still lacks checkpoints of a run that this node sends there."""
         await self._observe(run, [SPOOL])  # because what was taken just now may not have been observed yet
         inventory = self._reconciler.inventory()
-        names = list(self._reconciler.stores)[:1]
-        left = {part for part, tier in self._reconciler.backlog.flushes(inventory) if tier in names}
+        left = {part for part, tier in self._reconciler.backlog.flushes(inventory) if tier in self._first}
         return any(part.checkpoint.run == run for part in left | inventory.busy)
 
     def _find_first(self) -> Store | None:

@@ -3,8 +3,9 @@
 It holds the units that were taken. A cache: without it, units that retention deleted everywhere, and that their program
 kept, are taken once more when a daemon starts.
 
-It also holds, for each unit that was not taken yet, the newest checkpoint when the unit was first seen. A unit that
-appears later is never older than that one, whatever its files' times are. Without the record, times alone order.
+It also holds, for each unit that was not taken yet, the newest checkpoint that was known before the unit appeared. The
+unit is never older than that one, whatever its files' times are. Without the record, times alone order. What became
+known since the listing before does not count: another node may have taken later units while this one was down.
 
 Invariant: a unit that was gone for some time comes back as what it was, because a directory may be an empty mount point
 for that time, or partly unreadable. If it came back as new, it would sort after the newest checkpoint.
@@ -30,7 +31,7 @@ _T = TypeVar("_T", _Sizes, "_Waiting")
 
 
 class _Waiting(msgspec.Struct, frozen=True):
-    """A unit that was not taken yet, and the attempt and the step of the newest checkpoint when it was first seen."""
+    """A unit that was not taken yet, and the attempt and the step of the newest checkpoint before it appeared."""
 
     sizes: _Sizes
     after: tuple[str, int] | None
@@ -40,6 +41,7 @@ class _Record(msgspec.Struct):
     taken: dict[str, _Sizes]
     waiting: dict[str, _Waiting]
     earlier: dict[str, int] = {}  # by unit: how many versions of the same time were taken before
+    newest: tuple[str, int] | None = None  # the newest checkpoint after the last listing; None in an older record
 
 
 class TakenUnits:
@@ -70,9 +72,11 @@ class TakenUnits:
         same = _time(was) == _time(sizes)
         return record.earlier.get(path, 0) + (was != sizes) if was and same else 0
 
-    def add(self, path: str, shape: Shape) -> None:
-        """Record that a unit was taken, or that a place has it. Raises nothing."""
+    def add(self, path: str, shape: Shape, checkpoint: CheckpointId | None = None) -> None:
+        """Record that a unit was taken as a checkpoint, or that a place has it. Raises nothing."""
         record = self._record = self._record or _Record({}, {})
+        if checkpoint is not None:
+            record.newest = max(_pair(checkpoint), record.newest or ("", 0))
         if self.has(path, shape):
             return
         record.earlier[path] = self.earlier(path, shape)
@@ -91,8 +95,9 @@ class TakenUnits:
         """
         if not shapes:
             return
-        record, newest = self._record or _Record({}, {}), newest if self._record else None
-        after = (newest.attempt, newest.step) if newest else None
+        record, known = self._record or _Record({}, {}), _pair(newest) if newest else None
+        # What appears now was not there in the listing before, so it is newer than what was taken until then.
+        after = min(record.newest or known, known) if known and self._record else None
         taken = _gone(record.taken, shapes) | {path: one for path, one in record.taken.items() if path in shapes}
         waiting = _gone(record.waiting, shapes)
         for path, shape in shapes.items():
@@ -100,13 +105,13 @@ class TakenUnits:
                 was = record.waiting.get(path)
                 waiting[path] = was if was and was.sizes == sizes else _Waiting(sizes, after)
         earlier = {path: count for path, count in record.earlier.items() if count and path in taken}
-        fresh = _Record(taken, waiting, earlier)
+        fresh = _Record(taken, waiting, earlier, known)
         if fresh != self._record:
             self._write(fresh)
         self._record = fresh
 
     def after(self, path: str) -> CheckpointId | None:
-        """Return the newest checkpoint when a unit was first seen as it is now; None if it was there from the start."""
+        """Return the newest checkpoint before a unit appeared as it is now; None if it was there from the start."""
         waiting = self._record.waiting.get(path) if self._record else None
         return CheckpointId(self._run, *waiting.after) if waiting and waiting.after else None
 
@@ -135,6 +140,10 @@ def _gone(units: Mapping[str, _T], shapes: Mapping[str, Shape]) -> dict[str, _T]
                 break
             found[path] = one
     return dict(reversed(found.items()))
+
+
+def _pair(checkpoint: CheckpointId) -> tuple[str, int]:
+    return checkpoint.attempt, checkpoint.step
 
 
 def _sizes(shape: Shape) -> _Sizes:

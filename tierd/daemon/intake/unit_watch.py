@@ -306,9 +306,9 @@ class UnitWatch:
         if self._settling.finish(due, True, tree.listing()) == "taken":
             self._record(due)
 
-    def _record(self, due: Due) -> None:
+    def _record(self, due: Due, checkpoint: CheckpointId | None = None) -> None:
         """Record that a unit was taken; it may have been refused until it was tried again."""
-        self._taken.add(due.unit.path, due.shape)
+        self._taken.add(due.unit.path, due.shape, checkpoint)
         self.refused.pop(due.unit.path, None)
 
     def _take(self, tree: Tree, due: Due, described: Described, named: Named, made: datetime) -> None:
@@ -361,7 +361,7 @@ class UnitWatch:
             stage.commit(Manifest.of(part, named.origin, described.metrics, made, __version__, staged.files))
         self._settling.finish(due, True, after)
         self._known = self._known.with_one(named.checkpoint, made, named.origin)
-        self._record(due)
+        self._record(due, named.checkpoint)
         how = ", ".join(f"{count} by {name}" for name, count in sorted(staged.how.items()))
         log.info("%s: taken as %s: %s", due.unit.path, named.checkpoint, how)
         if not all(is_in_range(entry.mtime_ns) for entry in entries.values()):
