@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tierd.client.checkpointer import made_of
 from tierd.client.saving import pipeline, slots
 from tierd.core.errors import ConfigError, SaveFailed, SaveSkipped, SpoolFull
 from tierd.spool.arena import Arena, available
+from tierd.spool.control_groups import limited_groups
 
 
 class Brake:
@@ -203,5 +205,58 @@ def test_memory_that_was_made_ready_for_nothing_is_given_back(spool):
     assert same(restored(spool, 1)[1], 1) and same(restored(spool, 2)[1], 2)
 
 
+# -- how much memory is left ------------------------------------------------------------------------------------------
+
+
 def test_the_system_is_asked_for_its_memory(monkeypatch, tmp_path):
     assert 0 < available() < 1 << 50
+
+
+def group(directory, limit, used, cache=0, *, first=False):
+    """A memory control group with these bytes, of version 2 or of the first."""
+    limit_name, used_name = ("limit_in_bytes", "usage_in_bytes") if first else ("max", "current")
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"memory.{limit_name}").write_text(f"{limit}\n")
+    (directory / f"memory.{used_name}").write_text(f"{used}\n")
+    stat = f"inactive_file 1\ntotal_inactive_file {cache}\n" if first else f"anon 5\ninactive_file {cache}\n"
+    (directory / "memory.stat").write_text(stat)
+
+
+NONE = 9_223_372_036_854_771_712  # "no limit", in version 1
+HYBRID = "9:cpu:/\n4:hugetlb,memory:/job/one\n1:name=systemd:/job\n0::/session\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "made", "left"),
+    [
+        ("0::/job/one\n", [("job/one", 100, 60, 10)], [50]),
+        ("0::/job/one\n", [("job/one", "max", 60), ("job", 70, 60)], [10]),
+        ("0::/of/the/host\n", [("", 100, 60)], [40]),
+        ("0::/../../beside\n", [("", 100, 60)], [40]),
+        ("4:memory:/job/one\n", [("memory/job/one", 100, 60, 10)], [50]),
+        ("4:memory:/job/one\n", [("memory/job/one", NONE, 60), ("memory/job", 70, 60), ("memory", NONE, 9)], [10]),
+        ("4:memory:/docker/1\n", [("memory", 100, 60)], [40]),
+        (HYBRID, [("memory/job/one", 100, 60)], [40]),
+        (HYBRID, [("memory/job/one", 100, 60), ("session", 90, 60)], [40, 30]),
+        ("9:cpu:/job/one\n\nbroken\n", [("job/one", 100, 60), ("memory/job/one", 100, 60)], []),
+    ],
+)
+def test_every_control_group_above_says_what_it_leaves(tmp_path, groups, made, left):
+    for path, *numbers in made:
+        group(tmp_path / path, *numbers, first=path.startswith("memory"))
+    assert [one.left() for one in limited_groups(groups, tmp_path)] == left
+
+
+def test_a_group_throttles_its_processes_above_its_high_limit(tmp_path):
+    group(tmp_path / "job", "max", 60)
+    (tmp_path / "job" / "memory.high").write_text("100\n")
+    assert [(one.limit, one.left()) for one in limited_groups("0::/job\n", tmp_path)] == [(100, 40)]
+
+
+def test_the_tightest_control_group_bounds_an_arena(monkeypatch, tmp_path):
+    group(tmp_path / "memory" / "a" / "b", 400 << 20, 100 << 20, first=True)
+    group(tmp_path / "memory" / "a", 320 << 20, 240 << 20, first=True)
+    monkeypatch.setattr("tierd.spool.arena.limited_groups", partial(limited_groups, "4:memory:/a/b\n0::/\n", tmp_path))
+    assert available() == 64 << 20  # a twentieth of that group's limit is left to others, and not one of the machine
+    (tmp_path / "memory" / "a" / "memory.stat").unlink()
+    assert available() == 280 << 20  # what a group does not say hides no other
