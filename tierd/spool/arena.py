@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,7 +23,7 @@ from tierd.spool.direct_io import PAGE, populate
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _SLICE = 64 << 20  # bytes touched by one call, so that an interpreter's exit does not wait for the whole arena
-_SPARE = 0.05  # share of all memory, and of a limit, that is left to other processes
+_SPARE = 0.05  # share of all memory, and of a limit, that is left to others
 
 _open: weakref.WeakSet[Arena] = weakref.WeakSet()
 
@@ -169,8 +170,8 @@ class Arena:
 def available() -> int:
     """Return the bytes of memory that this process could still take.
 
-    That is the least that the system and every control group above the process leave. A share of each is left to other
-    processes.
+    That is the least that the system, every control group above the process and the limit of its address space leave.
+    A share of each is left to others.
     """
     facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(facts[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
@@ -178,4 +179,8 @@ def available() -> int:
     for group in limited_groups():
         with suppress(OSError, ValueError):
             left.append(group.left() - int(_SPARE * group.limit))
+    space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if space != resource.RLIM_INFINITY:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        left.append(space - mapped - int(_SPARE * space))
     return max(0, min(left))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
+import resource
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,13 +147,54 @@ def test_a_streamed_save_that_fails_is_a_value_all_the_same(spool, monkeypatch):
 
 
 def test_the_system_that_says_no_is_believed(spool, monkeypatch):
-    def refuses(self, size=None):
-        raise MemoryError("cannot allocate")
-
-    monkeypatch.setattr(Arena, "prefault", refuses)
+    monkeypatch.setattr(Arena, "prefault", refused)
     with opened(spool) as ckpt:
         ckpt.save(1, tensors(1)).wait()
     assert same(restored(spool)[1], 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "spare", "small"),
+    [(64, 0, 16), (64, 8192, 64), (90, 80, 20), (4096, 3072, 256), (1, 0, 16)],
+)
+def test_the_small_arena_is_no_larger_than_the_state_and_a_share_of_what_is_left(monkeypatch, size, spare, small):
+    monkeypatch.setattr(slots, "available", lambda: spare << 20)
+    monkeypatch.setattr(Arena, "prefault", refused)
+    slot = slots.Slot(0)
+    assert not slot.fit(size << 20) and slot.arena.size == small << 20
+
+
+def refused(self, size=None):
+    raise MemoryError("cannot allocate")
+
+
+def test_a_smaller_arena_is_tried_where_the_system_refuses_one(monkeypatch, caplog):
+    real, asked = slots.Arena, []
+
+    def allocate(size):
+        asked.append(size >> 20)
+        if size > 20 << 20:
+            raise MemoryError("cannot allocate")
+        return real(size)
+
+    monkeypatch.setattr(slots, "available", lambda: 1 << 30)
+    monkeypatch.setattr(slots, "Arena", allocate)
+    slot = slots.Slot(0)
+    assert not slot.fit(96 << 20) and asked == [96, 96, 48, 24, 16]
+    assert "finds no memory although" in caplog.text and "through 16777216 bytes" in caplog.text
+    monkeypatch.setattr(slots, "Arena", refused)
+    with pytest.raises(MemoryError):
+        slot.fit(96 << 20)
+
+
+def test_a_state_that_is_streamed_is_warned_of_once_until_one_fits_again(monkeypatch, caplog):
+    slot, warned = slots.Slot(0), []
+    for spare in (0, 0, 1 << 30, 0, 0):
+        monkeypatch.setattr(slots, "available", lambda spare=spare: spare)
+        slot.drop()
+        assert slot.fit(1 << 20) == bool(spare)
+        warned.append(caplog.text.count("streams it"))
+    assert warned == [1, 1, 1, 2, 2]
 
 
 # -- the arena is ready before it is needed ---------------------------------------------------------------------------
@@ -260,3 +304,10 @@ def test_the_tightest_control_group_bounds_an_arena(monkeypatch, tmp_path):
     assert available() == 64 << 20  # a twentieth of that group's limit is left to others, and not one of the machine
     (tmp_path / "memory" / "a" / "memory.stat").unlink()
     assert available() == 280 << 20  # what a group does not say hides no other
+
+
+def test_the_limit_of_the_address_space_bounds_an_arena(monkeypatch):
+    before, mapped = available(), int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    limit = (mapped + (100 << 20)) * 20 // 19
+    monkeypatch.setattr(resource, "getrlimit", lambda number: (limit, limit) if number == resource.RLIMIT_AS else None)
+    assert available() == pytest.approx(100 << 20, abs=32 << 20) and available() < before

@@ -67,6 +67,13 @@ MUTANTS = (
         f"{_TEST_SLOTS} -k tightest_control_group",
     ),
     Mutant(
+        "the limit of the address space bounds no arena",
+        _ARENA,
+        "if space != resource.RLIM_INFINITY",
+        "if False",
+        f"{_TEST_SLOTS} -k address_space",
+    ),
+    Mutant(
         "unsealed memory is taken",
         _ARENA,
         "sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS",
