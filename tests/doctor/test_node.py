@@ -14,6 +14,7 @@ from support.world import commit, part
 from tierd.doctor import disk, machine, service
 from tierd.doctor.bounded import in_thread, output
 from tierd.spool import direct_io
+from tierd.spool.control_groups import MemoryGroup
 from tierd.spool.mounts import mount_of
 from tierd.spool.spool import Spool
 
@@ -127,24 +128,11 @@ def test_the_mount_of_a_path(path: str, kind: str, frozen: bool) -> None:
     assert mount_of(Path(path), "nothing known") is None
 
 
-def test_the_lowest_limit_of_all_groups_above_counts(tmp_path: Path) -> None:
-    below = tmp_path / "system.slice" / "tierd.service"
-    below.mkdir(parents=True)
-    (below / "memory.max").write_text("max\n")
-    (below / "memory.high").write_text("5000000000\n")
-    (tmp_path / "system.slice" / "memory.max").write_text("3000000000\n")
-    assert machine.memory_limit("0::/system.slice/tierd.service\n", tmp_path) == 3_000_000_000
-    assert machine.memory_limit("0::/elsewhere\n", tmp_path) is None
-    first = tmp_path / "memory" / "job"
-    first.mkdir(parents=True)
-    (first / "memory.limit_in_bytes").write_text("7000000000\n")
-    assert machine.memory_limit("9:cpu:/\n4:memory:/job\n", tmp_path) == 7_000_000_000
-    (first / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # "none", in version 1
-    assert machine.memory_limit("4:memory:/job\n", tmp_path) is None
-
-
-def test_this_machine_is_examined() -> None:
+def test_this_machine_is_examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert [one.check for one in machine.examine(None)] == ["memfd", "memory", "limits"]
+    groups = [MemoryGroup(tmp_path, 4 << 30), MemoryGroup(tmp_path, 2 << 30)]
+    monkeypatch.setattr(machine, "limited_groups", lambda: groups)
+    assert "limit is 2.0 GiB" in next(one.found for one in machine.examine(None) if one.check == "memory")
 
 
 def test_a_daemon_that_never_ran_is_a_note(tmp_path: Path) -> None:

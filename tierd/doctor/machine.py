@@ -10,8 +10,8 @@ from pathlib import Path
 from tierd.core.diagnosis import node
 from tierd.core.diagnosis.findings import NODE, Finding, finding
 from tierd.spool.arena import Arena
+from tierd.spool.control_groups import limited_groups
 
-_CGROUPS = Path("/sys/fs/cgroup")
 _LIMITS = {
     "files": resource.RLIMIT_NOFILE,
     "threads": resource.RLIMIT_NPROC,
@@ -26,7 +26,8 @@ def examine(state: int | None) -> Iterator[Finding]:
     yield _shared_memory()
     found = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", _read(Path("/proc/meminfo")), re.MULTILINE))
     total = int(found.get("MemTotal", 0)) << 10
-    yield node.memory(total, int(found.get("MemAvailable", 0)) << 10, memory_limit(), state)
+    limit = min((group.limit for group in limited_groups()), default=None)
+    yield node.memory(total, int(found.get("MemAvailable", 0)) << 10, limit, state)
     yield node.limits({name: _soft(number) for name, number in _LIMITS.items()})
 
 
@@ -41,30 +42,6 @@ def _shared_memory() -> Finding:
 def _soft(number: int) -> int | None:
     soft = resource.getrlimit(number)[0]
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def memory_limit(groups: str = "", root: Path = _CGROUPS) -> int | None:
-    """Return the lowest memory limit of this process's control groups, in bytes; None if there is none.
-
-    Args:
-        groups: the content of ``/proc/self/cgroup``; empty: read it.
-        root: where the control groups are mounted.
-    """
-    limits = []
-    for line in (groups or _read(Path("/proc/self/cgroup"))).splitlines():
-        _, controllers, path = line.split(":", 2) if line.count(":") >= 2 else ("", "-", "")
-        if controllers not in ("", "memory"):
-            continue
-        base, names = root, ["memory.max", "memory.high"]
-        if controllers:  # version 1
-            base, names = root / "memory", ["memory.limit_in_bytes"]
-        # In a container the path may be the host's, which is not there; the container's own group is then the root.
-        here = base / path.lstrip("/") if (base / path.lstrip("/")).is_dir() else base
-        for directory in (here, *here.parents):
-            limits += [int(text) for name in names if (text := _read(directory / name).strip()).isdigit()]
-            if directory == base:
-                break
-    return min((one for one in limits if one < 1 << 60), default=None)  # version 1 writes "none" as a large number
 
 
 def _read(path: Path) -> str:

@@ -12,15 +12,18 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+from tierd.spool.control_groups import limited_groups
 from tierd.spool.direct_io import PAGE, populate
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _SLICE = 64 << 20  # bytes touched by one call, so that an interpreter's exit does not wait for the whole arena
-_SPARE = 0.05  # share of all memory that is left to other processes
+_SPARE = 0.05  # share of all memory, and of a limit, that is left to others
 
 _open: weakref.WeakSet[Arena] = weakref.WeakSet()
 
@@ -167,31 +170,17 @@ class Arena:
 def available() -> int:
     """Return the bytes of memory that this process could still take.
 
-    That is the least that the system and every control group above the process leave, less a share for other processes.
+    That is the least that the system, every control group above the process and the limit of its address space leave.
+    A share of each is left to others.
     """
     facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(facts[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable"))
-    left = min([free, *_group_headroom()])
-    return max(0, left - int(_SPARE * total))
-
-
-def _group_headroom() -> list[int]:
-    """Return the bytes that each memory control group (v2) above this process leaves.
-
-    That is its limit less its use, where clean page cache does not count as use.
-    """
-    found = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        name = next(line[3:].strip() for line in lines if line.startswith("0::"))
-        group = Path("/sys/fs/cgroup") / name.lstrip("/")
-        while group.is_relative_to("/sys/fs/cgroup"):
-            limit = group / "memory.max"
-            if limit.is_file() and (text := limit.read_text().strip()) != "max":
-                used = int((group / "memory.current").read_text())
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                found.append(int(text) - used + int(stat.get("inactive_file", 0)))
-            group = group.parent
-    except (OSError, ValueError, StopIteration):
-        pass  # no control groups: only the system's free memory limits
-    return found
+    left = [free - int(_SPARE * total)]
+    for group in limited_groups():
+        with suppress(OSError, ValueError):
+            left.append(group.left() - int(_SPARE * group.limit))
+    space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if space != resource.RLIM_INFINITY:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        left.append(space - mapped - int(_SPARE * space))
+    return max(0, min(left))

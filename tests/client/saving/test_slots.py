@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
+import resource
 import threading
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from tierd.client.checkpointer import made_of
 from tierd.client.saving import pipeline, slots
 from tierd.core.errors import ConfigError, SaveFailed, SaveSkipped, SpoolFull
 from tierd.spool.arena import Arena, available
+from tierd.spool.control_groups import limited_groups
 
 
 class Brake:
@@ -142,13 +147,54 @@ def test_a_streamed_save_that_fails_is_a_value_all_the_same(spool, monkeypatch):
 
 
 def test_the_system_that_says_no_is_believed(spool, monkeypatch):
-    def refuses(self, size=None):
-        raise MemoryError("cannot allocate")
-
-    monkeypatch.setattr(Arena, "prefault", refuses)
+    monkeypatch.setattr(Arena, "prefault", refused)
     with opened(spool) as ckpt:
         ckpt.save(1, tensors(1)).wait()
     assert same(restored(spool)[1], 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "spare", "small"),
+    [(64, 0, 16), (64, 8192, 64), (90, 80, 20), (4096, 3072, 256), (1, 0, 16)],
+)
+def test_the_small_arena_is_no_larger_than_the_state_and_a_share_of_what_is_left(monkeypatch, size, spare, small):
+    monkeypatch.setattr(slots, "available", lambda: spare << 20)
+    monkeypatch.setattr(Arena, "prefault", refused)
+    slot = slots.Slot(0)
+    assert not slot.fit(size << 20) and slot.arena.size == small << 20
+
+
+def refused(self, size=None):
+    raise MemoryError("cannot allocate")
+
+
+def test_a_smaller_arena_is_tried_where_the_system_refuses_one(monkeypatch, caplog):
+    real, asked = slots.Arena, []
+
+    def allocate(size):
+        asked.append(size >> 20)
+        if size > 20 << 20:
+            raise MemoryError("cannot allocate")
+        return real(size)
+
+    monkeypatch.setattr(slots, "available", lambda: 1 << 30)
+    monkeypatch.setattr(slots, "Arena", allocate)
+    slot = slots.Slot(0)
+    assert not slot.fit(96 << 20) and asked == [96, 96, 48, 24, 16]
+    assert "finds no memory although" in caplog.text and "through 16777216 bytes" in caplog.text
+    monkeypatch.setattr(slots, "Arena", refused)
+    with pytest.raises(MemoryError):
+        slot.fit(96 << 20)
+
+
+def test_a_state_that_is_streamed_is_warned_of_once_until_one_fits_again(monkeypatch, caplog):
+    slot, warned = slots.Slot(0), []
+    for spare in (0, 0, 1 << 30, 0, 0):
+        monkeypatch.setattr(slots, "available", lambda spare=spare: spare)
+        slot.drop()
+        assert slot.fit(1 << 20) == bool(spare)
+        warned.append(caplog.text.count("streams it"))
+    assert warned == [1, 1, 1, 2, 2]
 
 
 # -- the arena is ready before it is needed ---------------------------------------------------------------------------
@@ -203,5 +249,65 @@ def test_memory_that_was_made_ready_for_nothing_is_given_back(spool):
     assert same(restored(spool, 1)[1], 1) and same(restored(spool, 2)[1], 2)
 
 
+# -- how much memory is left ------------------------------------------------------------------------------------------
+
+
 def test_the_system_is_asked_for_its_memory(monkeypatch, tmp_path):
     assert 0 < available() < 1 << 50
+
+
+def group(directory, limit, used, cache=0, *, first=False):
+    """A memory control group with these bytes, of version 2 or of the first."""
+    limit_name, used_name = ("limit_in_bytes", "usage_in_bytes") if first else ("max", "current")
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"memory.{limit_name}").write_text(f"{limit}\n")
+    (directory / f"memory.{used_name}").write_text(f"{used}\n")
+    stat = f"inactive_file 1\ntotal_inactive_file {cache}\n" if first else f"anon 5\ninactive_file {cache}\n"
+    (directory / "memory.stat").write_text(stat)
+
+
+NONE = 9_223_372_036_854_771_712  # "no limit", in version 1
+HYBRID = "9:cpu:/\n4:hugetlb,memory:/job/one\n1:name=systemd:/job\n0::/session\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "made", "left"),
+    [
+        ("0::/job/one\n", [("job/one", 100, 60, 10)], [50]),
+        ("0::/job/one\n", [("job/one", "max", 60), ("job", 70, 60)], [10]),
+        ("0::/of/the/host\n", [("", 100, 60)], [40]),
+        ("0::/../../beside\n", [("", 100, 60)], [40]),
+        ("4:memory:/job/one\n", [("memory/job/one", 100, 60, 10)], [50]),
+        ("4:memory:/job/one\n", [("memory/job/one", NONE, 60), ("memory/job", 70, 60), ("memory", NONE, 9)], [10]),
+        ("4:memory:/docker/1\n", [("memory", 100, 60)], [40]),
+        (HYBRID, [("memory/job/one", 100, 60)], [40]),
+        (HYBRID, [("memory/job/one", 100, 60), ("session", 90, 60)], [40, 30]),
+        ("9:cpu:/job/one\n\nbroken\n", [("job/one", 100, 60), ("memory/job/one", 100, 60)], []),
+    ],
+)
+def test_every_control_group_above_says_what_it_leaves(tmp_path, groups, made, left):
+    for path, *numbers in made:
+        group(tmp_path / path, *numbers, first=path.startswith("memory"))
+    assert [one.left() for one in limited_groups(groups, tmp_path)] == left
+
+
+def test_a_group_throttles_its_processes_above_its_high_limit(tmp_path):
+    group(tmp_path / "job", "max", 60)
+    (tmp_path / "job" / "memory.high").write_text("100\n")
+    assert [(one.limit, one.left()) for one in limited_groups("0::/job\n", tmp_path)] == [(100, 40)]
+
+
+def test_the_tightest_control_group_bounds_an_arena(monkeypatch, tmp_path):
+    group(tmp_path / "memory" / "a" / "b", 400 << 20, 100 << 20, first=True)
+    group(tmp_path / "memory" / "a", 320 << 20, 240 << 20, first=True)
+    monkeypatch.setattr("tierd.spool.arena.limited_groups", partial(limited_groups, "4:memory:/a/b\n0::/\n", tmp_path))
+    assert available() == 64 << 20  # a twentieth of that group's limit is left to others, and not one of the machine
+    (tmp_path / "memory" / "a" / "memory.stat").unlink()
+    assert available() == 280 << 20  # what a group does not say hides no other
+
+
+def test_the_limit_of_the_address_space_bounds_an_arena(monkeypatch):
+    before, mapped = available(), int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    limit = (mapped + (100 << 20)) * 20 // 19
+    monkeypatch.setattr(resource, "getrlimit", lambda number: (limit, limit) if number == resource.RLIMIT_AS else None)
+    assert available() == pytest.approx(100 << 20, abs=32 << 20) and available() < before

@@ -206,6 +206,20 @@ MUTANTS = (
         "pytest tests/client/saving/test_numa.py -k before_its_pages",
     ),
     Mutant(
+        "a state is streamed through an arena larger than itself",
+        _SLOTS,
+        "self._small(min(size, spare // 4))",
+        "self._small(_BOUND)",
+        "pytest tests/client/saving/test_slots.py -k small_arena_is_no_larger",
+    ),
+    Mutant(
+        "a small arena that the system refuses ends a save",
+        _SLOTS,
+        "size <= _SMALLEST",
+        "size",
+        "pytest tests/client/saving/test_slots.py -k smaller_arena_is_tried",
+    ),
+    Mutant(
         "an arena that grows keeps what was pinned",
         _SLOTS,
         "        self._unpin()  # a copy",

@@ -5,12 +5,14 @@ from __future__ import annotations
 from faults.rounds import Mutant
 
 _ARENA = "tierd/spool/arena.py"
+_CONTROL_GROUPS = "tierd/spool/control_groups.py"
 _LEASES = "tierd/spool/leases.py"
 _LOCAL_PARTS = "tierd/spool/local_parts.py"
 _PERMISSIONS = "tierd/spool/permissions.py"
 _SPOOL = "tierd/spool/spool.py"
 _STAGE = "tierd/spool/stage.py"
 _TEST_PERMISSIONS = "pytest tests/spool/test_permissions.py"
+_TEST_SLOTS = "pytest tests/client/saving/test_slots.py"
 _TEST_SURROUNDINGS = "pytest tests/end_to_end/test_surroundings.py"
 _TEST_LINKS = "pytest tests/spool/test_links.py"
 
@@ -49,6 +51,27 @@ MUTANTS = (
         "_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW",
         "_SEALS = fcntl.F_SEAL_GROW",
         f"{_TEST_PERMISSIONS} -k short",
+    ),
+    Mutant(
+        "the limit of a control group of version 1 is not read",
+        _CONTROL_GROUPS,
+        '"memory" in controllers.split(",")',
+        "False",
+        f"{_TEST_SLOTS} -k control_group",
+    ),
+    Mutant(
+        "a group's limit leaves a share of the machine's memory to others",
+        _ARENA,
+        "_SPARE * group.limit",
+        "_SPARE * total",
+        f"{_TEST_SLOTS} -k tightest_control_group",
+    ),
+    Mutant(
+        "the limit of the address space bounds no arena",
+        _ARENA,
+        "if space != resource.RLIM_INFINITY",
+        "if False",
+        f"{_TEST_SLOTS} -k address_space",
     ),
     Mutant(
         "unsealed memory is taken",

@@ -39,6 +39,7 @@ class Slot:
         self._targets: Targets = {}
         self._backed = 0  # bytes of the arena that have pages
         self._pinning: Pinning | None = None
+        self._streams = False  # the last state fitted into no arena
         self._device: torch.device | None = None  # the device that copies into the arena
 
     def has(self, size: int) -> bool:
@@ -63,6 +64,7 @@ class Slot:
             return True
         self._unpin()  # a copy must not lie in what was pinned at two times
         spare = available()
+        reason = f"does not fit into the {spare} bytes of memory that are left"
         if size <= spare + self._backed:
             try:
                 # A state that grew once may grow at every save, and touching all memory again takes longer than the
@@ -71,20 +73,31 @@ class Slot:
                 self.arena = self.arena or self._made(roomy if grows and roomy <= spare + self._backed else size)
                 self.arena.prefault()
                 self._backed = self.arena.size
+                self._streams = False
                 return True
-            except MemoryError:
-                pass
+            except MemoryError as error:
+                reason = f"finds no memory although {spare} bytes are left ({error})"
         self.drop()
-        bound = min(_BOUND, max(_SMALLEST, spare // 4))
-        log.warning(
-            "a snapshot of %d bytes does not fit into the %d bytes of memory that are left: save() streams it through "
-            "%d bytes, and blocks until it is written",
-            size,
-            spare,
-            bound,
-        )
-        self.arena = self._made(bound)
+        self.arena = self._small(min(size, spare // 4))
+        if not self._streams:  # one warning, and not one for each save
+            log.warning(
+                "a snapshot of %d bytes %s: save() streams it through %d bytes, and blocks until it is written",
+                size,
+                reason,
+                self.arena.size,
+            )
+        self._streams = True
         return False
+
+    def _small(self, most: int) -> Arena:
+        size = min(_BOUND, max(_SMALLEST, most))
+        while True:
+            try:
+                return self._made(size)
+            except MemoryError:
+                if size <= _SMALLEST:
+                    raise
+                size = max(_SMALLEST, size // 2)
 
     def _made(self, size: int) -> Arena:
         arena = Arena(size)
