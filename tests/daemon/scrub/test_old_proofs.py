@@ -185,6 +185,27 @@ def test_a_tiers_copy_that_was_replaced_during_a_fetch_is_not_quarantined(spool,
     asyncio.run(work())
 
 
+def test_a_copy_that_is_pruned_during_a_fetch_is_not_called_corrupt(spool):
+    """Seed 20970 of corruption: its chunks were missing, because retention deleted it there meanwhile."""
+
+    async def work():
+        stores = await flushed(spool, "first", "second")
+        first = stores["first"]
+
+        def prune(operation: str, key: str) -> None:
+            if operation == "get" and is_chunk(key):  # the manifest was read
+                first.inner.objects.clear()
+                first.inner.keys.clear()
+
+        first.before = prune
+        repairer, journal = of_another_node(spool, stores)
+        assert "second" in await repairer.repair_spool(PART)
+        assert not first.inner.objects and not journal.counters["corruptions"]
+        assert not [event for event in journal.events if event.what in ("corrupt", "quarantined")]
+
+    asyncio.run(work())
+
+
 def test_a_manifest_that_was_replaced_while_its_tier_was_asked_for_it_proves_nothing(spool):
     async def work():
         tier = (await flushed(spool, "tier"))["tier"]

@@ -59,6 +59,14 @@ MUTANTS = (
         f"{_TEST_OLD_PROOFS} -k during_a_fetch",
     ),
     Mutant(
+        "a fetch calls a copy corrupt that was pruned meanwhile",
+        _REPAIRER,
+        "            except ObjectNotFound:  # pruned there while it was fetched, so the missing chunks prove nothing\n"
+        "                continue\n",
+        "            except ObjectNotFound:\n                pass\n",
+        f"{_TEST_OLD_PROOFS} -k pruned_during_a_fetch",
+    ),
+    Mutant(
         "a fetch that finds no right copy quarantines the one that came since",
         _REPAIRER,
         "await _quarantine_as_read(store, part, progress.manifests.get(name))",
@@ -68,8 +76,8 @@ MUTANTS = (
     Mutant(
         "a restore fails over what cannot be set aside",
         "tierd/daemon/scrub/repairer.py",
-        "\n            with suppress(DeleteRefused, ObjectNotFound):\n",
-        "\n            with suppress(ObjectNotFound):\n",
+        "                with suppress(DeleteRefused):\n",
+        "                with suppress():\n",
         "pytest tests/daemon/tiers/test_append_only.py -k restore_goes_on",
     ),
     Mutant(

@@ -101,10 +101,13 @@ class Repairer:
         # Only a copy that was verified whole proves another one bad. A fetch of some chunks does not verify a whole
         # copy.
         for name, reason in fetched.defects.items() if wanted is None else ():
+            try:
+                with suppress(DeleteRefused):
+                    await _quarantine_as_read(stores[name], part, progress.manifests.get(name))
+            except ObjectNotFound:  # pruned there while it was fetched, so the missing chunks prove nothing
+                continue
             self._journal.counters["corruptions"] += 1
             self._journal.record("corrupt", name, part, f"it will be flushed again: {reason}")
-            with suppress(DeleteRefused, ObjectNotFound):
-                await _quarantine_as_read(stores[name], part, progress.manifests.get(name))
         if fetched.chunks:
             self._journal.counters["healed_chunks"] += fetched.chunks
             self._journal.record(
