@@ -31,7 +31,9 @@ class Agents:
     def start(self, node: int) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:4", "--nproc-per-node=1"]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.port}", "--rdzv-id=job"]
-        command += ["--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=15"]
+        # Else the first that listens hosts it, because all are of one machine: under load that can be any of them.
+        hosts = f"is_host={int(node == 0)}"
+        command += [f"--rdzv-conf={hosts},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=15"]
         command += ["--local-addr=127.0.0.1", "--monitor-interval=0.2", "--max-restarts=20"]
         command += [elastic.__file__, str(self.home), str(STEPS)]
         orders = json.dumps({"home": str(self.home)}).replace(" ", "")
