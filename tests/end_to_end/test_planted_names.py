@@ -38,6 +38,7 @@ from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
 EVIL = "\u202e\x9b31m\x9d0;x\x9c\u2028\u2066\u200b\U000e0041[red][link=x]:smile:"
+ESCAPED = r"\u202e\x9b31m\x9d0;x\x9c\u2028\u2066\u200b\U000e0041[red][link=x]:smile:"
 UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 CODES = {"ls": 0, "show": 0, "verify": 5, "restore": 5}
 
@@ -90,7 +91,7 @@ def commands(spool: Path, tier: Path, home: Path) -> Iterator[tuple[list[str], s
     yield ["runs", str(tier)], ""
     yield ["runs", str(home / f"none{EVIL}")], ""
     yield ["ls", "--config", str(best)], "\\u202e"
-    yield ["show", "r", "20", str(tier)], "\\u202e\\x9b31m"
+    yield ["show", "r", "20", str(tier)], f"metrics:m{ESCAPED}0.5"
     yield ["show", "r", "20", "--spool", str(spool)], "[red][link=x]:smile:"
     yield ["show", "r", "20", str(tier), "--json"], "\\u202e\\u009b31m"
     yield ["verify", str(tier)], ""

@@ -27,18 +27,9 @@ MET = (
     *("killed", "again", "delete", "delete and save", "rename", "overtaken while it is taken", "ends torn or deleted"),
     *("two nodes", "left to the other node", "a node killed"),
 )
-_UNIT_WATCH = "tierd/daemon/intake/unit_watch.py"
 _TAKER = "tierd/daemon/intake/taker.py"
 _ALIVE = "        return any(now_s - since_s < self._timings.silent_s for since_s in self._seen.values())\n"
 MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
-        "what changed while it was taken is committed",
-        _UNIT_WATCH,
-        '                raise Changed("it was written to, renamed or deleted")\n',
-        "                pass\n",
-        "watched --trials 400",
-        "torn | lost",
-    ),
     Mutant(
         "units are left for ever to a node that was killed",
         _TAKER,

@@ -62,7 +62,7 @@ MUTANTS = (
         "tierd/codec/codec.py",
         "    if len(raw) != chunk.size or digest(raw) != chunk.xxh3_128:\n",
         "    if len(raw) != chunk.size:\n",
-        "corruption --only 29",
+        "corruption --only 52",
         "was healed, and is not right",
     ),
     Mutant(
@@ -78,7 +78,7 @@ MUTANTS = (
         "tierd/core/seal.py",
         "    if seal[len(_SEAL) : -3] != xxhash.xxh3_128_hexdigest(body).encode():\n",
         "    if False:\n",
-        "corruption --only 48",
+        "corruption --only 579",
         "is wrong and was taken",
     ),
     Mutant(
@@ -94,7 +94,7 @@ MUTANTS = (
         "tierd/core/manifest_codec.py",
         "    if (match[2], match[3]) != (chunk.xxh3_128, chunk.stored.codec):",
         "    if False:",
-        "corruption --only 19",
+        "corruption --only 35",
         "was called right after mending, and is not",
     ),
     Mutant(
@@ -102,7 +102,7 @@ MUTANTS = (
         "tierd/daemon/scrub/tier_repair.py",
         "        if now is not manifest:\n",
         "        if False:\n",
-        "corruption --only 112",
+        "corruption --only 176",
         "was called right after mending, and is not",
     ),
     Mutant(
@@ -110,8 +110,8 @@ MUTANTS = (
         "tierd/stores/encrypted.py",
         "            raise ManifestError(str(error)) from None\n        except ValueError",
         "            raise WrongKey(str(error)) from None\n        except ValueError",
-        "corruption --only 62",
-        "a tier could not be asked",
+        "corruption --only 86",
+        "a tier's copy could not be read",
     ),
     Mutant(
         "retention counts what lacks parts",
@@ -132,7 +132,7 @@ MUTANTS = (
         "tierd/client/restoring/search.py",
         "            self._passed[candidate.checkpoint] = settled.corrupt\n",
         '            self._passed[candidate.checkpoint] = ""\n',
-        "corruption --only 63",
+        "corruption --only 83",
         "and this was said of it",
     ),
     Mutant(
@@ -140,7 +140,7 @@ MUTANTS = (
         "tierd/daemon/transfer/export.py",
         "            tuple(skipped),\n",
         "            (),\n",
-        "corruption --only 252",
+        "corruption --only 86",
         "and this was said of it",
     ),
     Mutant(

@@ -432,6 +432,13 @@ MUTANTS = (
         f"{_TEST_PREPARE_LEAVES} -k an_edit",
     ),
     Mutant(
+        "what changed while it was taken is committed",
+        _UNIT_WATCH,
+        '                raise Changed("it was written to, renamed or deleted")\n',
+        "                pass\n",
+        f"{_TEST_UNIT_WATCH} -k while_it_is_taken",
+    ),
+    Mutant(
         "an import takes what is not sound",
         _IMPORTING,
         '    if found.status != "sound":\n',

@@ -119,7 +119,14 @@ MUTANTS = (
         "tierd/stores/s3/http1.py",
         'keeps = "close" not in tokens if',
         "keeps = True if",
-        _TEST_LINE_MODEL,
+        f"{_TEST_BODIES} -k heads",
+    ),
+    Mutant(
+        "a short read is an answer",
+        _S3_STORE,
+        "if size is not None and count != size:",
+        "if size is None:",
+        f"{_TEST_BODIES} -k fewer_bytes",
     ),
     Mutant(
         "a body that nobody can read is an object",

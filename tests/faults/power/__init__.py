@@ -149,8 +149,8 @@ MUTANTS = (
         "a part is renamed into place before its manifest is written",
         "tierd/spool/stage.py",
         "        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))",
-        "        target.parent.mkdir(parents=True, exist_ok=True)\n"
-        "        self.path = self.path.rename(target)\n"
+        "        self._target.parent.mkdir(parents=True, exist_ok=True)\n"
+        "        self.path = self.path.rename(self._target)\n"
         "        write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))",
         "power --trials 60",
         "visible and not whole",

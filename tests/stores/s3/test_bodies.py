@@ -64,6 +64,19 @@ def test_a_size_that_is_too_long_is_given_up_and_named(monkeypatch: pytest.Monke
     against(respond, use)
 
 
+def test_chunks_that_are_fewer_bytes_than_the_answer_says_are_no_object() -> None:
+    async def respond(first: str, writer: Writer) -> None:
+        lines = b"ETag: e\r\nTransfer-Encoding: chunked\r\nContent-Length: 9\r\n\r\n"
+        writer.write(b"HTTP/1.1 200 OK\r\n" + lines + b"4\r\ndata\r\n0\r\n\r\n")
+
+    async def use(store: S3Store) -> None:
+        for into in (None, memoryview(bytearray(20))):
+            with pytest.raises(StoreUnavailable, match="get k: 4 of 9 bytes came"):
+                await store.get("k", into)
+
+    against(respond, use)
+
+
 def test_gzip_that_nobody_asked_for_is_named_and_no_object() -> None:
     async def respond(first: str, writer: Writer) -> None:
         body = gzip.compress(LISTING)
@@ -313,6 +326,7 @@ def test_heads() -> None:
         "",
     )
     assert parse_head(b"HTTP/1.0 200 OK\r\nContent-Length: 5", "GET").keeps is False
+    assert parse_head(b"HTTP/1.1 200 OK\r\nConnection: Close\r\nContent-Length: 5", "GET").keeps is False
     assert parse_head(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Length: 5", "GET").keeps is False
     assert parse_head(b"HTTP/1.1 204 No Content", "PUT").size == 0
     assert parse_head(b"HTTP/1.1 200 OK\r\nContent-Length: 5", "HEAD").size == 0
