@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 from faults import mutants
 from faults.sabotage import KITS, ROOT, collect, misfit, stride
@@ -15,6 +19,20 @@ def test_no_two_mutants_have_one_name():
 
 def test_each_mutant_fits_one_place_and_changes_it():
     assert [why for mutant in collect() if (why := misfit(mutant, (ROOT / mutant.path).read_text()))] == []
+
+
+def test_no_mutant_is_red_only_because_it_is_no_program(tmp_path):
+    """A name that is defined nowhere, or a line that cannot be parsed, makes any test red, whatever that looks for."""
+    for number, mutant in enumerate(collect()):
+        if mutant.path.endswith(".py"):
+            wrong = (ROOT / mutant.path).read_text().replace(mutant.old, mutant.new)
+            (tmp_path / f"{number}_{Path(mutant.path).name}").write_text(wrong)
+    rules = ["--isolated", "--no-cache", "--target-version=py311", "--select=F821,F822,F823", "--output-format=concise"]
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", *rules, str(tmp_path)], capture_output=True, text=True)
+    names = [mutant.name for mutant in collect()]
+    found = re.findall(r"(\d+)_\w+\.py:\d+:\d+: (.+)", done.stdout)
+    assert [(names[int(number)], why) for number, why in found] == []
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_mutant_that_fits_no_place_or_two_or_changes_nothing_is_a_misfit():

@@ -286,8 +286,8 @@ MUTANTS = (
     Mutant(
         "only the first optimizer's stream waits",
         "tierd/client/saving/step_gate.py",
-        "            self._hold()\n",
-        "",
+        "                self._hold()\n            except",
+        "                    self._hold()\n            except",
         f"{_TEST_DEVICE_COPIES} -k each_optimizers_stream",
     ),
     Mutant(

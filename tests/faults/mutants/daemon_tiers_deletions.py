@@ -173,7 +173,7 @@ MUTANTS = (
         "a flush waits for the marks of a prune that an outage has cut off",
         _INTENTS,
         "older=_LEFT_OVER_S * 1000",
-        "older=_DEADLINE * 1000",
+        "older=DEADLINE_S * 1000",
         f"{_TEST_INTENTS} -k cut_off_by_an_outage",
     ),
     Mutant(

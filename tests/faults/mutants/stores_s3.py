@@ -195,7 +195,7 @@ MUTANTS = (
         "a listing through a proxy is unbounded",
         _TRANSPORT,
         "        return ProxiedSession(**options)\n",
-        "        return AIOHTTPSession(**options)\n",
+        "        from aiobotocore.httpsession import AIOHTTPSession\n\n        return AIOHTTPSession(**options)\n",
         "pytest tests/stores/s3/test_transport.py -k listing_is_bounded",
     ),
     Mutant(
