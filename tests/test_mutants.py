@@ -28,7 +28,7 @@ def test_no_mutant_is_red_only_because_it_is_no_program(tmp_path):
             wrong = (ROOT / mutant.path).read_text().replace(mutant.old, mutant.new)
             (tmp_path / f"{number}_{Path(mutant.path).name}").write_text(wrong)
     rules = ["--isolated", "--no-cache", "--target-version=py311", "--select=F821,F822,F823", "--output-format=concise"]
-    done = subprocess.run([sys.executable, "-m", "ruff", "check", *rules, str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", *rules, tmp_path], capture_output=True, text=True)
     names = [mutant.name for mutant in collect()]
     found = re.findall(r"(\d+)_\w+\.py:\d+:\d+: (.+)", done.stdout)
     assert [(names[int(number)], why) for number, why in found] == []
