@@ -232,7 +232,7 @@ def test_rank_0_may_end_with_its_store_only_when_others_have_read_why():
 
         def late(key: str) -> bytes | None:
             found = read(key)
-            if key == "1/all" and found is not None:
+            if key == "0/all" and found is not None:
                 time.sleep(1.0)  # rank 0 has long noticed that rank 2 is absent
             return found
 
