@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,16 @@ def test_a_command_that_is_killed_with_its_follower_is_run_again(seed, full, tmp
     assert "killed with its command" in play(seed, True, full, tmp_path)
 
 
+def has_open(pid: int, directory: Path, suffix: str) -> bool:
+    """Whether a process has a file of this directory open whose name ends so."""
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            link = os.readlink(descriptor)
+            if link.startswith(str(directory)) and link.endswith(suffix):
+                return True
+    return False
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_the_next_follower_waits_for_a_command_that_outlived_its_own(interrupted, full, tmp_path):
     """Ctrl-C in a terminal reaches the follower, the keeper and the command; this command goes on."""
@@ -41,22 +52,30 @@ def test_the_next_follower_waits_for_a_command_that_outlived_its_own(interrupted
     )
     first.start()
     until = time.monotonic() + LIMIT_S
-    while not log.exists():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    if interrupted:
-        os.killpg(first.pid, signal.SIGINT)
-    else:
-        first.kill()
-    first.join()
-    second.start()
-    time.sleep(0.3)
-    assert log.read_text().split() == ["begin"] and delivered(home) == []
-    (tmp_path / "go").touch()
-    while delivered(home) != [1]:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    time.sleep(0.1)
-    second.kill()
-    second.join()
+    try:
+        while not log.exists():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        if interrupted:
+            os.killpg(first.pid, signal.SIGINT)
+        else:
+            first.kill()
+        first.join()
+        second.start()
+        while not has_open(second.pid, home, ".lock"):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        time.sleep(0.5)
+        assert log.read_text().split() == ["begin"] and delivered(home) == []
+        (tmp_path / "go").touch()
+        while delivered(home) != [1]:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        time.sleep(0.1)
+    finally:  # pytest would wait for the followers, and the commands wait for the file
+        (tmp_path / "go").touch()
+        for one in (first, second):
+            if one.pid is not None:
+                one.kill()
+                one.join()
     assert log.read_text().split() == ["begin", "end"]

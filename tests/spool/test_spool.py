@@ -963,6 +963,26 @@ def test_a_directory_that_cannot_be_listed_is_an_error_and_not_an_empty_one(tmp_
         describe_directory(tmp_path)
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_directory_of_the_spool_that_cannot_be_listed_is_not_an_empty_one(spool, monkeypatch, depth):
+    """A restore would find no checkpoint, and training would begin anew."""
+    commit(spool, part())
+    broken = spool.path(part()).parents[2 - depth]
+
+    def failing(real):
+        def fail(path):
+            if Path(path) == broken:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(path)
+
+        return fail
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    with pytest.raises(OSError, match="Input/output error"):
+        spool.parts()
+
+
 @pytest.mark.parametrize("call", ["flock", "fstat"])
 def test_a_stage_that_could_not_be_locked_is_left_to_be_discarded(spool, monkeypatch, call):
     def fail(*_):

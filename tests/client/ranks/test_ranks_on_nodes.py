@@ -289,6 +289,7 @@ _RANK = """
 import json, os, sys, time
 from support.training import tensors, same
 import tierd
+from tierd.client.checkpointer import made_of
 from tierd.client.restoring import source
 number, spool, room, what = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 os.environ.update({
@@ -329,7 +330,7 @@ elif what == "second":
     with made() as checkpointer:
         found = checkpointer.restore(state)
         assert same(state, found.step * 100 + number)
-        print(json.dumps([found.step, checkpointer.attempt]))
+        print(json.dumps([found.step, checkpointer.attempt, made_of(checkpointer).ranks.talk]))
 """
 
 
@@ -359,6 +360,7 @@ def test_ranks_of_a_slurm_step_on_two_nodes_resume_from_the_same_without_a_group
             assert left() == [], "ranks that end in order leave nothing"
     first, second = (json.loads(one.splitlines()[-1]) for one in reported)
     assert first == second and first[0] in (5, 6), "rank 0 would go on from 5, and rank 1 from 6"
+    assert first[2], "they agree by talking, and not because each reads the same listing of a tier"
 
 
 def slurm(monkeypatch, **more: str) -> None:

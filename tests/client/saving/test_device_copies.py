@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.fakecuda import FakeCuda
 from torch.distributed import checkpoint as dcp
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import tierd
 import tierd.dcp
@@ -246,7 +247,7 @@ def test_late_tensors_are_let_go_as_well(spool, fake, monkeypatch):
     go, real = threading.Event(), pipeline.write_part
     monkeypatch.setattr(pipeline, "write_part", lambda *a: go.wait(30) and real(*a))
     job = Job(fake)
-    gone = [weakref.ref(fake.device_of(job.buffer) and job.buffer), weakref.ref(job.parameters[0])]
+    gone = [StorageWeakRef(tensor.untyped_storage()) for tensor in (job.buffer, job.parameters[0])]
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
         checkpointer.attach(job.optimizer)
         save = checkpointer.save(1, job.state)
@@ -254,10 +255,10 @@ def test_late_tensors_are_let_go_as_well(spool, fake, monkeypatch):
         made_of(checkpointer).gate.detach()
         del job
         end = time.monotonic() + 10
-        while any(one() is not None for one in gone) and time.monotonic() < end:
+        while not all(one.expired() for one in gone) and time.monotonic() < end:
             gc.collect()
             time.sleep(0.01)
-        assert [one() for one in gone] == [None, None]
+        assert [one.expired() for one in gone] == [True, True]
         assert not save.done()
         go.set()
     assert holds(loaded(spool, 1), 0)

@@ -178,12 +178,14 @@ def test_a_directory_whose_entries_cannot_be_removed_is_append_only(tmp_path: Pa
     assert asyncio.run(reach(FileStore(tmp_path / "tier"))).mode == "append-only"
 
 
-def test_what_comes_back_has_to_be_what_was_put() -> None:
+def test_what_comes_back_has_to_be_what_was_put_and_leaves_nothing() -> None:
     class Forgetful(MemoryStore):
         async def put(self, key, data) -> str:
             return await super().put(key, b"other")
 
-    assert asyncio.run(reach(Forgetful())).mode is None
+    store = Forgetful()
+    assert asyncio.run(reach(store)).mode is None
+    assert store.objects == {}
 
 
 @pytest.mark.parametrize("moment", ["deleted after the put", "replaced after the put", "put again after the deletion"])

@@ -90,8 +90,7 @@ MUTANTS = (
         "tierd/spool/directories.py",
         "    except FileNotFoundError:\n        return []\n",
         "    except OSError:\n        return []\n",
-        "disk --only 2707",
-        "restored None",
+        "pytest tests/spool/test_spool.py -k cannot_be_listed_is_not",
     ),
     Mutant(
         "a stage stays when its save fails",

@@ -112,8 +112,7 @@ MUTANTS = (
         "tierd/daemon/tiers/objects.py",
         'log.warning("read once more: %s", error)',
         "raise",
-        "s3 --only 31",
-        "corruptions, and nothing is corrupt",
+        "pytest tests/daemon/scrub/test_scrubber.py -k flips_once",
     ),
     Mutant(
         "a connection that broke over TLS is parked",

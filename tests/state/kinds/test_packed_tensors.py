@@ -128,6 +128,7 @@ CROSSINGS = {
     "None, bytes": (None, b"x" * packed_tensors.FEWEST_BYTES),
     "a bytearray": (bytearray(9), bytearray(packed_tensors.FEWEST_BYTES)),
     "bytes in a list": ([b"x", 1], [b"x" * packed_tensors.FEWEST_BYTES, 1]),
+    "bytes beside a tensor": ([torch.ones(1), b"x"], [torch.ones(1), b"x" * packed_tensors.FEWEST_BYTES]),
 }
 
 
