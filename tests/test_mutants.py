@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
+from _pytest.mark.expression import Expression
 from faults import mutants
 from faults.sabotage import KITS, ROOT, collect, misfit, stride
 
@@ -54,3 +56,32 @@ def test_what_is_to_find_a_mutant_exists():
         named = [word.split("::")[0] for word in arguments if word.startswith("tests/")]
         assert named if what == "pytest" else what in KITS, mutant
         assert [path for path in named if not (ROOT / path).exists()] == [], mutant
+
+
+def test_what_is_to_find_a_mutant_selects_a_test():
+    """A test whose name or parameters changed is not selected any more, which only a round of sabotage would notice."""
+    named = {mutant.by: selection(mutant.by) for mutant in collect() if mutant.by.startswith("pytest ")}
+    files = sorted({path.split("::")[0] for paths, _ in named.values() for path in paths})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    assert len(listed) > len(files), listed[-10:]
+    tests: dict[str, list[str]] = defaultdict(list)
+    for line in listed:
+        tests[line.split("::")[0]].append(line)
+
+    def selects(paths: list[str], words: str) -> bool:
+        ids = [one for path in paths for one in tests[path.split("::")[0]] if one.startswith(path)]
+        chosen = Expression.compile(words)
+        names = [[Path(one.split("::")[0]).name, *one.split("::")[1:]] for one in ids]
+        return any(
+            chosen.evaluate(lambda word, own=own: any(word.lower() in name.lower() for name in own)) for own in names
+        )
+
+    assert [by for by, (paths, words) in named.items() if not selects(paths, words)] == []
+
+
+def selection(by: str) -> tuple[list[str], str]:
+    """The files or tests that a command line of pytest names, and its expression of `-k`."""
+    arguments = shlex.split(by)[1:]
+    words = arguments[arguments.index("-k") + 1] if "-k" in arguments else "test"
+    return [word for word in arguments if word.startswith("tests/")], words

@@ -618,7 +618,7 @@ MUTANTS = (
         _UNIT_WATCH,
         "            if not is_unchanged(due, after):\n",
         "            if False:\n",
-        f"{_TEST_UNIT_WATCH} -k 'changes_while and rewrite-4'",
+        f"{_TEST_UNIT_WATCH} -k 'changes_while and rewrite'",
     ),
     Mutant(
         "a damaged unit is taken",
