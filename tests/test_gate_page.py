@@ -41,8 +41,9 @@ def test_pieces_of_a_round_are_joined():
         result(0, 9, tierd=None),
         result(0, 9, losses=[{"seed": 3, "why": "lost"}]),
         result(0, 9, skipped=["no root"]),
+        result(0, 9, of=21),
     ],
-    ids=["none", "a gap", "twice", "another tierd", "not committed", "a loss", "skipped"],
+    ids=["none", "a gap", "twice", "another tierd", "not committed", "a loss", "skipped", "of other mutants"],
 )
 def test_what_does_not_belong_together_is_not(before):
     piece = result(10, 19)
@@ -60,6 +61,11 @@ def test_only_a_full_round_has_a_row_and_of_others_the_page_says_how_far_they_ar
     made = page.table(results, {"power": 5, "launchers": 2000, "sabotage": 20})
     assert [line.split(" | ")[0] for line in made.splitlines() if line.startswith("| ")][2:] == ["| sabotage"]
     assert made.endswith("Not played in full yet: power, launchers (1,500 of 2,000 so far).\n")
+
+
+def test_a_round_stays_full_when_there_are_more_mutants_than_it_had():
+    assert page.is_full(result(0, 19, of=20), 21)
+    assert not page.is_full(result(0, 18, of=20), 19)
 
 
 def test_two_pieces_without_a_commit_are_not_joined():

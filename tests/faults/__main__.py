@@ -48,11 +48,12 @@ def trials(kind: str, number: int, seed: int, only: int | None = None, kept: Pat
     finally:
         shutil.rmtree(room, ignore_errors=True)
     before = kept_in(kept).get(kind) if kept else None
-    result = joined(before, work.result())
+    own = {"of": which.GATE}  # how many a full round has now: of sabotage, as many as there are mutants
+    result = joined(before, work.result() | own)
     full = only is None and result["asked"] >= which.GATE
     if full and (unmet := [note for note in which.MET if not result["notes"].get(note)]):
         work.lost(seed, f"never happened in a full round: {', '.join(unmet)}", units=0)
-        result = joined(before, work.result())
+        result = joined(before, work.result() | own)
     say(f"   {work.done:,} {which.UNIT}, {len(work.losses)} lost, {result['seconds']} s, {result['notes']}")
     if kept:
         save(kept, result)

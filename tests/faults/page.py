@@ -32,8 +32,11 @@ def refused(results: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def is_full(result: dict[str, Any], gate: int) -> bool:
-    """Whether a round has all of its trials. A long one is played in pieces, and kept between them."""
-    return bool(min(result["asked"], result["trials"]) >= gate)
+    """Whether a round has all of its trials. A long one is played in pieces, and kept between them.
+
+    Mutants that came later are of a later tierd/. So the number counts that was full then, or else `gate`, today's.
+    """
+    return bool(min(result["asked"], result["trials"]) >= result.get("of", gate))
 
 
 def table(results: dict[str, dict[str, Any]], gates: dict[str, int]) -> str:

@@ -164,12 +164,13 @@ def kept_in(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def joined(kept: dict[str, Any] | None, result: dict[str, Any]) -> dict[str, Any]:
-    """A round and the one that it goes on from: of the same committed tierd/, which ended at the seed before with no
-    loss and nothing skipped. Else the round alone. So a long round may be played in pieces."""
+    """A round and the one that it goes on from: of the same committed tierd/ and of as many trials, which ended at the
+    seed before with no loss and nothing skipped. Else the round alone. So a long round may be played in pieces."""
     if (
         kept is None
         or kept["tierd"] is None
         or kept["tierd"] != result["tierd"]
+        or kept.get("of") != result.get("of")
         or kept["seeds"][1] + 1 != result["seeds"][0]
         or kept["losses"]
         or kept["skipped"]
