@@ -124,6 +124,39 @@ def test_who_saves_the_newest_launch_prunes_and_who_restored_it_does_not(trained
     asyncio.run(work())
 
 
+def test_a_node_that_names_fewer_tiers_deletes_nothing_that_the_others_may_want(spool, tmp_path):
+    """The tier that wants every fourth step was away, and the job went on on a node whose configuration lacks it."""
+    near, far, other = MemoryStore(), Double(), Spool(tmp_path / "moved")
+    fours = RetentionPolicy(keep_last=1, keep_every_steps=4)
+
+    def daemon(where: Spool, stores: dict[str, Store]) -> Reconciler:
+        made = config(where, *stores, keep=1)
+        tiers = [msgspec.structs.replace(one, retention=fours) if one.name == "far" else one for one in made.tier]
+        return Reconciler(msgspec.structs.replace(made, tier=tuple(tiers)), where, stores)
+
+    async def work() -> None:
+        save(spool, 1)
+        async with running(daemon(spool, {"near": near, "far": far})) as first:
+            await settle(first)
+            far.error = StoreUnavailable("away")
+            for step in range(2, 9):
+                save(spool, step)
+                first.wake()
+                await until(lambda step=step: step in steps_on(near.objects))
+            await until(lambda: steps_on(near.objects) == [4, 8])
+        save(other, 9, 10, launch=2)
+        async with running(daemon(other, {"near": near})) as second:
+            await settle(second)
+        assert steps_on(near.objects) == [4, 8, 10], "9 is the launch's own, whose node names no tier that wants it"
+        far.error = None
+        save(spool, 11, launch=3)
+        async with running(daemon(spool, {"near": near, "far": far})) as first:
+            await settle(first)
+        assert steps_on(far.inner.objects) == [4, 8, 11] and steps_on(near.objects) == [11]
+
+    asyncio.run(work())
+
+
 # -- the run's own policy ---------------------------------------------------------------------------------------------
 
 

@@ -299,4 +299,25 @@ MUTANTS = (
         "        reasons = ()",
         f"{_TEST_DEMAND} -k starts_at_the_oldest",
     ),
+    Mutant(
+        "a tier deletes what a tier may want that only another node names",
+        _VERDICTS,
+        "    if names := _unnamed(demand, tier, one):\n",
+        "    if names := ():\n",
+        f"{_TEST_DEMAND} -k only_it_names",
+    ),
+    Mutant(
+        "a tier that only another node names is held for without end",
+        _VERDICTS,
+        "    return names if held else ()\n",
+        "    return names\n",
+        f"{_TEST_DEMAND} -k no_longer_than_hold_for",
+    ),
+    Mutant(
+        "the oldest record says on which tiers a checkpoint was kept",
+        "tierd/core/retention/policies.py",
+        "max((one for one in records if one[0] <= created), default=records[0])",
+        "records[0]",
+        f"{_TEST_DEMAND} -k only_it_names",
+    ),
 )

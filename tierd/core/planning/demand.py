@@ -53,6 +53,7 @@ class Demand:
     """One run's checkpoints over all places that answer, and which place wants which of them.
 
     Attributes:
+        config: the tiers and their policies.
         copies: by checkpoint and place, the copy that each answering place shows.
         merged: each checkpoint with the parts that are usable in any place.
         whole: the checkpoints that are complete by their merged parts.
@@ -85,7 +86,7 @@ class Demand:
         for tier in self._pending:
             self._note_pending(tier, changed)
         self.origins = inventory.origins(run)
-        self._config = config
+        self.config = config
         self._policies: dict[str, RetentionPolicy] = {}
         self._rankings: dict[str, Ranking] = {}
         self._live: dict[str, frozenset[str]] = {}
@@ -123,12 +124,12 @@ class Demand:
     def policy(self, place: str) -> RetentionPolicy:
         """The run's policy in a place."""
         if place not in self._policies:
-            self._policies[place] = policy_for(self.inventory, self._config, self.run, place)
+            self._policies[place] = policy_for(self.inventory, self.config, self.run, place)
         return self._policies[place]
 
     def fills(self, tier: str) -> bool:
         """Whether this daemon copies the run to a tier although it never saved the run."""
-        return fills(self.inventory, self._config, self.run, tier)
+        return fills(self.inventory, self.config, self.run, tier)
 
     def _wants(self, place: str) -> RetentionPolicy:
         """The policy by which a place wants checkpoints: a tier wants all while the run's policy cannot be read."""

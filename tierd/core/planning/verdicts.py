@@ -9,6 +9,8 @@ from tierd.core.planning.demand import Demand, info_of
 from tierd.core.planning.eviction import retired, superseded
 from tierd.core.planning.place import SPOOL, Place
 from tierd.core.planning.tier_verdicts import by_order, judge_tier, oldest_completable
+from tierd.core.retention.policies import unnamed
+from tierd.core.retention.policy import seconds
 from tierd.core.retention.ranking import HOPED_FOR, Ranking, Verdict
 
 
@@ -53,7 +55,30 @@ def _over_all_places(demand: Demand, name: str, tier: Place, verdict: Verdict, o
         # An older checkpoint that only such a tier has moves the whole chain of `keep_every`.
         names += tuple(other for other, place in demand.inventory.tiers.items() if place is None and other not in names)
     names = tuple(other for other in names if other not in demand.inventory.silent)
-    return Verdict(one, True, (f"held for {', '.join(names)}",), names) if names else verdict
+    if names:
+        return Verdict(one, True, (f"held for {', '.join(names)}",), names)
+    if names := _unnamed(demand, tier, one):
+        return Verdict(
+            one, True, (f"held for {', '.join(names)}, which another node names, and this one does not",), names
+        )
+    return verdict
+
+
+def _unnamed(demand: Demand, tier: Place, one: CheckpointId) -> tuple[str, ...]:
+    """The tiers that may want a checkpoint of another node's launch, and that this node's configuration does not name.
+
+    Nobody here knows whether they answer. So a checkpoint is held for `hold_for` from its save to the newest one's, and
+    not for ever for the sake of a node that is gone. The newest launch keeps what its own node's configuration says.
+    """
+    seen = demand.merged.get(one)
+    if one not in demand.whole or seen is None or seen.spoken is None:
+        return ()
+    names = unnamed(demand.inventory, tier, demand.run, seen.spoken.created)
+    if not names or one.attempt == max(other.attempt for other in demand.merged):
+        return ()
+    newest = max(other.spoken.created for other in demand.merged.values() if other.spoken)
+    held = (newest - seen.spoken.created).total_seconds() < seconds(demand.config.hold_for)
+    return names if held else ()
 
 
 def judge_spool(demand: Demand, *, drops: bool = False) -> tuple[Verdict, ...]:
