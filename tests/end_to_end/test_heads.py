@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,7 @@ from tierd.daemon.tiers.heads import rolled_back
 from tierd.events.journal import Journal
 from tierd.events.save_events import SaveEvents
 from tierd.spool.spool import Spool
+from tierd.stores.base import ObjectInfo
 from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.file import FileStore
 from tierd.stores.keys import Key
@@ -246,6 +248,38 @@ def saved_here(home: Path, spool: str, *steps: int) -> None:
         for step in steps:
             ckpt.save(step, {"w": torch.full((10,), float(step))}).wait("tier", timeout=60)
         daemon.settle()
+
+
+class SlowAtFirst(FileStore):
+    """Between looking at a run here and comparing what was seen, a daemon asks for intents. It waits for them."""
+
+    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo]:
+        if "/flushing/" in prefix:
+            await asyncio.sleep(0.5)
+        async for info in super().scan(prefix, after):
+            yield info
+
+
+def test_an_older_copy_of_a_tier_is_told_of_though_another_tier_is_done_first(home) -> None:
+    (home / "other").mkdir()
+    spool = Spool(home / "spool")
+
+    def daemon() -> Daemon:
+        stores = {"tier": lambda: FileStore(home / "tier"), "other": lambda: SlowAtFirst(home / "other")}
+        return Daemon(home / "spool", lambda: {name: made() for name, made in stores.items()})
+
+    with daemon() as first:
+        first.settle()
+        copied(home / "other", home / "copy")
+        with tierd.Checkpointer(spool.root, "r") as ckpt:
+            ckpt.restore({"w": torch.zeros(10)})
+            ckpt.save(40, {"w": torch.full((10,), 40.0)}).wait("other", timeout=60)
+        first.settle()
+    copied(home / "copy", home / "other")
+    with daemon() as second:
+        second.settle()
+        found = [one.place for one in second.reconciler.journal.events if one.what == "rolled back"]
+    assert found == ["other"]
 
 
 def test_an_older_copy_of_a_tier_is_told_of_once_whoever_writes_the_next_head(home) -> None:

@@ -196,4 +196,11 @@ MUTANTS = (
         "            if facts:\n",
         "pytest tests/test_writers_on_nodes.py -k rank_metrics",
     ),
+    Mutant(
+        "the head that a tier shows is remembered before it is compared",
+        "tierd/daemon/reconciling/records.py",
+        "        for run in saved:  # before this node's own heads adopt the tier's state\n",
+        "        await self._remember(tier, saved)\n        for run in saved:\n",
+        f"{_TEST_HEADS} -k done_first",
+    ),
 )

@@ -33,7 +33,7 @@ class RunRecords:
             setup.save_events.rolled_back(tier, run, await tiers.rolled_back(tier, run, live.place))
         if not setup.pause.paused:
             await self.write_heads(tier, saved)
-            await self._remember(saved)
+            await self._remember(tier, saved)
             if not setup.phase.draining:
                 await tiers.record(tier, live.inventory(), setup.config, [*saved, *sorted(setup.backfill.runs)])
 
@@ -46,9 +46,9 @@ class RunRecords:
         with suppress(StoreUnavailable, StoreRefused):
             await self._setup.tiers.write_heads(tier, self._setup.live.inventory(), runs)
 
-    async def _remember(self, runs: Iterable[str]) -> None:
-        """Record in the spool the launches of `runs` that any place shows."""
-        live, urls = self._setup.live, {tier.name: tier.url for tier in self._setup.config.tier}
+    async def _remember(self, tier: str, runs: Iterable[str]) -> None:
+        """Record in the spool the launches of `runs` that any place shows, and the last heads on `tier`."""
+        live, urls = self._setup.live, {one.name: one.url for one in self._setup.config.tier if one.name == tier}
         inventory = live.inventory()
         for head in [head for run in runs if (head := remembering(inventory, run, urls))]:
             try:

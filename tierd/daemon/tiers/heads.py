@@ -98,10 +98,12 @@ def remembering(inventory: Inventory, run: str, urls: Mapping[str, str]) -> Head
     Args:
         inventory: the latest inventory.
         run: the run.
-        urls: tier name -> URL.
+        urls: tier name -> URL of the tiers whose last heads are remembered now. Another tier may show an older head
+            than before, which must not be taken over before `rolled_back` compared it.
     """
     before = inventory.spool.heads.get(run, ())
-    there = {urls[name]: last_of(place.heads.get(run, ())) for name, place in inventory.tiers.items() if place}
+    seen = {urls[name]: place for name, place in inventory.tiers.items() if place and name in urls}
+    there = {url: last_of(place.heads.get(run, ())) for url, place in seen.items()}
     tiers = seeing(before[0].tiers if before else {}, there)
     head = replace(following(inventory, inventory.spool, run, "", before), tiers=tiers)
     known = [(one.launches, one.tiers) for one in before]
