@@ -7,6 +7,8 @@ import mmap
 import os
 import resource
 import threading
+import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from support.training import fresh, restored, same, tensors, train
 import tierd
 from tierd.client.checkpointer import made_of
 from tierd.client.saving import pipeline, slots
+from tierd.client.saving.save_records import SaveRecords
 from tierd.core.errors import ConfigError, SaveFailed, SaveSkipped, SpoolFull
 from tierd.spool.arena import Arena, available
 from tierd.spool.control_groups import limited_groups
@@ -75,6 +78,20 @@ def test_a_save_may_fail_instead(spool, brake):
         assert ckpt.stats.skipped == 1
         brake.go.set()
     assert restored(spool)[0].step == 1
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_slot_is_free_once_its_save_has_ended_well_or_not(spool, monkeypatch, broken):
+    """What follows the end, such as a word with the daemon, takes a while."""
+    real = SaveRecords.ended
+    monkeypatch.setattr(SaveRecords, "ended", lambda *a: real(*a) or time.sleep(0.3))
+    if broken:
+        monkeypatch.setattr(pipeline, "write_part", lambda *a: os.stat(spool.root / "none"))
+    with opened(spool, when_busy="fail") as ckpt:
+        for step in (1, 2, 3):
+            save = ckpt.save(step, tensors(step))
+            with pytest.raises(SaveFailed) if broken else nullcontext():
+                save.wait()
 
 
 @pytest.mark.parametrize("when_busy", ["wait", "skip", "fail"])

@@ -304,4 +304,25 @@ MUTANTS = (
         "mine",
         "pytest tests/client/saving/test_interrupted_step.py -k beside_one_does_not_warn",
     ),
+    Mutant(
+        "a slot is still taken when its save has ended",
+        _PIPELINE,
+        """            try:
+                written = self._answer(snapshot.manifest, slot, given, files)
+            finally:
+                self._free_again(snapshot, slot)  # before the save ends, so that the next one finds it free
+        except Exception as error:
+            self._failed(snapshot.save, error)
+        else:
+            self._committed(snapshot.save, written)
+""",
+        """            written = self._answer(snapshot.manifest, slot, given, files)
+            self._committed(snapshot.save, written)
+        except Exception as error:
+            self._failed(snapshot.save, error)
+        finally:
+            self._free_again(snapshot, slot)
+""",
+        "pytest tests/client/saving/test_slots.py -k free_once",
+    ),
 )

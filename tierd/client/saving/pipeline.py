@@ -227,11 +227,15 @@ class Pipeline:
     def _persist(
         self, snapshot: Snapshot, slot: Slot, given: PendingHandoff | None, files: dict[str, memoryview]
     ) -> None:
-        manifest = snapshot.manifest
         try:
-            self._end(snapshot.save, lambda: self._answer(manifest, slot, given, files))
-        finally:
-            self._free_again(snapshot, slot)
+            try:
+                written = self._answer(snapshot.manifest, slot, given, files)
+            finally:
+                self._free_again(snapshot, slot)  # before the save ends, so that the next one finds it free
+        except Exception as error:
+            self._failed(snapshot.save, error)
+        else:
+            self._committed(snapshot.save, written)
 
     def _answer(
         self, manifest: Manifest, slot: Slot, given: PendingHandoff | None, files: dict[str, memoryview]
@@ -308,14 +312,6 @@ class Pipeline:
     def _write(self, manifest: Manifest, files: dict[str, memoryview]) -> CommittedPart:
         room = None if self._line is not None and self._line.stopped else self._room  # a stopped daemon makes no room
         return write_with_room(lambda: write_part(self._spool, manifest, files), manifest.part, files, room)
-
-    def _end(self, save: Save, persist: Callable[[], CommittedPart]) -> None:
-        try:
-            written = persist()
-        except Exception as error:
-            self._failed(save, error)
-        else:
-            self._committed(save, written)
 
     def _committed(self, save: Save, written: CommittedPart) -> None:
         self._log_indirect(written)
