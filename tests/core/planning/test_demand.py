@@ -6,14 +6,12 @@ The oracle asks `retention.decide` alone, about every complete checkpoint that a
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from support.inventories import (
-    EPOCH,
     Cluster,
     checkpoint,
     config,
@@ -264,10 +262,9 @@ def test_a_copy_that_another_place_has_is_not_lost():
 # -- tiers that another node names ------------------------------------------------------------------------------------
 
 
-def kept(tiers: str, minute: int, by: str = "0000000b") -> StoredRetention:
-    """What a node recorded on tier a: on which tiers it keeps the run, and since when."""
-    written = (EPOCH + timedelta(minutes=minute)).isoformat()
-    return StoredRetention("r", by, "configuration", written=written, retention=LAST1, tiers=tuple(tiers))
+def kept(tiers: str, by: str = "0000000b", given: str = "configuration") -> StoredRetention:
+    """What a node recorded on tier a: on which tiers it keeps the run."""
+    return StoredRetention("r", by, given, retention=LAST1, tiers=tuple(tiers))
 
 
 def moved(*records: StoredRetention, who: str = "0000000a") -> Inventory:
@@ -283,25 +280,25 @@ OWN, BEFORE = checkpoint(2, 20), [C[9], C[10], C[11]]
     ("records", "gone"),
     [
         ([], [*BEFORE, OWN]),
-        ([kept("a", 0)], [*BEFORE, OWN]),
-        ([kept("ab", 0)], [OWN]),
-        ([kept("ab", 15)], [OWN]),  # the first save reached the tier before the record
-        ([kept("ab", 0, by="0000000a")], [*BEFORE, OWN]),  # this node named b before, and does not any more
-        (
-            [kept("ab", 0), kept("a", 10, by="0000000c")],
-            [C[10], C[11], OWN],
-        ),  # from 10 on, b was not named there either
-        ([kept("a", 0), kept("ab", 10, by="0000000c")], [C[9], OWN]),
-        ([replace(kept("ab", 0), written="yesterday")], [OWN]),
-        ([kept("ab", 0), kept("a", 20, by="0000000a")], [OWN]),
+        ([kept("a")], [*BEFORE, OWN]),
+        ([kept("ab")], [OWN]),
+        ([kept("ab", given="default")], [OWN]),
+        ([kept("ab", by="0000000a")], [*BEFORE, OWN]),  # this node named b before, and does not any more
+        ([kept("ab"), kept("a", by="0000000c"), kept("a", by="0000000a")], [OWN]),
+        ([kept("")], [*BEFORE, OWN]),  # an older tierd did not say
     ],
 )
 def test_what_another_node_saved_is_held_for_the_tiers_that_only_it_names(records, gone):
     assert [one.checkpoint for one in prunes(moved(*records), config(LAST1))] == gone
 
 
+def test_a_command_that_makes_up_the_names_of_tiers_holds_nothing_for_those_of_a_node():
+    verdicts = judge(Demand(moved(kept("nfs"), who=""), config(LAST1), "r"), "a")
+    assert [verdict.id for verdict in verdicts if verdict.keep] == [checkpoint(2, 21)]
+
+
 def test_what_is_held_for_a_tier_that_this_node_does_not_name_says_so_and_is_given_up_by_a_full_tier():
-    demand = Demand(moved(kept("ab", 0)), config(LAST1), "r")
+    demand = Demand(moved(kept("ab")), config(LAST1), "r")
     held = {verdict.id: verdict for verdict in judge(demand, "a")}[C[10]]
     assert held.held_for == ("b",) and "which another node names" in held.reasons[0]
     assert [one.checkpoint for one in prunes_when_full([demand], "a")] == BEFORE
@@ -310,7 +307,7 @@ def test_what_is_held_for_a_tier_that_this_node_does_not_name_says_so_and_is_giv
 def test_a_tier_that_this_node_does_not_name_is_held_for_no_longer_than_hold_for():
     """From a checkpoint's save to the newest one's: the node that names the tier may be gone for good."""
     minutes = msgspec.structs.replace(config(LAST1), hold_for="11m")
-    assert [one.checkpoint for one in prunes(moved(kept("ab", 0)), minutes)] == [C[9], C[10], OWN]
+    assert [one.checkpoint for one in prunes(moved(kept("ab")), minutes)] == [C[9], C[10], OWN]
 
 
 def test_a_full_tier_gives_up_the_oldest_that_it_only_holds_and_before_it_is_sent_anything():

@@ -314,10 +314,10 @@ MUTANTS = (
         f"{_TEST_DEMAND} -k no_longer_than_hold_for",
     ),
     Mutant(
-        "the oldest record says on which tiers a checkpoint was kept",
+        "a command holds a tier's checkpoints for that tier under another name",
         "tierd/core/retention/policies.py",
-        "max((one for one in records if one[0] <= created), default=records[0])",
-        "records[0]",
-        f"{_TEST_DEMAND} -k only_it_names",
+        " if inventory.who else ()",
+        "",
+        f"{_TEST_DEMAND} -k makes_up_the_names",
     ),
 )

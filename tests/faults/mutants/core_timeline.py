@@ -203,4 +203,11 @@ MUTANTS = (
         "        await self._remember(tier, saved)\n        for run in saved:\n",
         f"{_TEST_HEADS} -k done_first",
     ),
+    Mutant(
+        "of two tiers that are done together one head is forgotten",
+        "tierd/daemon/reconciling/records.py",
+        "        async with self._remembering:\n",
+        "        if True:\n",
+        "pytest tests/daemon/reconciling/test_records.py",
+    ),
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import cached_property
 from typing import cast
 
@@ -178,6 +179,16 @@ class Demand:
         else:
             ranking = self.ranking(place)
         return Wanted(ranking.kept | pinned, lambda one: one in pinned or ranking.is_for_good(infos[one]))
+
+    @cached_property
+    def newest_attempt(self) -> str:
+        """The newest launch of which any place shows a checkpoint."""
+        return max((one.attempt for one in self.merged), default="")
+
+    @cached_property
+    def newest_save(self) -> datetime:
+        """When the checkpoint that was made last was made, as far as manifests were read."""
+        return max(seen.spoken.created for seen in self.merged.values() if seen.spoken)
 
     @cached_property
     def halves(self) -> tuple[CheckpointId, ...]:

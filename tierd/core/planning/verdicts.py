@@ -65,7 +65,7 @@ def _over_all_places(demand: Demand, name: str, tier: Place, verdict: Verdict, o
 
 
 def _unnamed(demand: Demand, tier: Place, one: CheckpointId) -> tuple[str, ...]:
-    """The tiers that may want a checkpoint of another node's launch, and that this node's configuration does not name.
+    """The tiers that may want a checkpoint of an earlier launch, and that only another node's configuration names.
 
     Nobody here knows whether they answer. So a checkpoint is held for `hold_for` from its save to the newest one's, and
     not for ever for the sake of a node that is gone. The newest launch keeps what its own node's configuration says.
@@ -73,11 +73,10 @@ def _unnamed(demand: Demand, tier: Place, one: CheckpointId) -> tuple[str, ...]:
     seen = demand.merged.get(one)
     if one not in demand.whole or seen is None or seen.spoken is None:
         return ()
-    names = unnamed(demand.inventory, tier, demand.run, seen.spoken.created)
-    if not names or one.attempt == max(other.attempt for other in demand.merged):
+    names = unnamed(demand.inventory, tier, demand.run)
+    if not names or one.attempt == demand.newest_attempt:
         return ()
-    newest = max(other.spoken.created for other in demand.merged.values() if other.spoken)
-    held = (newest - seen.spoken.created).total_seconds() < seconds(demand.config.hold_for)
+    held = (demand.newest_save - seen.spoken.created).total_seconds() < seconds(demand.config.hold_for)
     return names if held else ()
 
 

@@ -7,7 +7,6 @@ If several policies hold, each checkpoint that any of them keeps is kept.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
 
 from tierd.core.config import Config
 from tierd.core.planning.inventory import Inventory
@@ -68,26 +67,14 @@ def disagreeing(place: Place, run: str) -> tuple[StoredRetention, ...]:
     return given if len({one.retention for one in given}) > 1 or unknown(place, run) else ()
 
 
-def unnamed(inventory: Inventory, tier: Place, run: str, created: datetime) -> tuple[str, ...]:
-    """The tiers that this node does not name, and on which the run was kept when a checkpoint was `created`.
+def unnamed(inventory: Inventory, tier: Place, run: str) -> tuple[str, ...]:
+    """The tiers on which another node keeps the run, by its record on `tier`, and that this node does not name.
 
-    Says whose record of the run on `tier` was the last one before; if there was none yet, the oldest. What such a tier
-    wants is not known here.
+    What such a tier wants is not known here. None are unnamed if the inventory is no node's, because a command that was
+    given URLs makes up their names.
     """
-    stored = tier.policies.get(run, ())
-    if all(one.by == inventory.who or inventory.tiers.keys() >= set(one.tiers) for one in stored):
-        return ()
-    records = sorted((_written(one), one.by, one.tiers) for one in stored if one.tiers)
-    _, by, tiers = max((one for one in records if one[0] <= created), default=records[0])
-    return () if by == inventory.who else tuple(sorted(set(tiers).difference(inventory.tiers)))
-
-
-def _written(one: StoredRetention) -> datetime:
-    try:
-        found = datetime.fromisoformat(one.written)
-    except ValueError:  # a person has edited it
-        return datetime.min.replace(tzinfo=UTC)
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
+    others = {name for one in tier.policies.get(run, ()) if one.by != inventory.who for name in one.tiers}
+    return tuple(sorted(others.difference(inventory.tiers))) if inventory.who else ()
 
 
 def _standing(inventory: Inventory, config: Config, run: str, tier: str, place: Place) -> Iterator[StoredRetention]:

@@ -36,7 +36,7 @@ class StoredRetention:
         by: the node's id, 8 hex digits; empty in the spool, which belongs to one node.
         given: the policy's origin; any word if the object is unreadable, because a newer tierd may have written it.
         host: the node's host name, for people.
-        written: the time of writing in RFC 3339; any text, because a person may edit it.
+        written: the time of writing in RFC 3339, for people.
         tiers: the names of all tiers on which the node keeps the run; empty if the object does not say.
         retention: the policy; None if the object cannot be read.
         why: why the object cannot be read; empty if it can.

@@ -20,6 +20,7 @@ class RunRecords:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
+        self._remembering = asyncio.Lock()  # each tier's worker adds to what the others wrote
 
     async def bring_up_to_date(self, tier: str) -> None:
         """Remove this node's leftovers from a tier, and record there the policies and heads of the runs that it saves.
@@ -49,14 +50,15 @@ class RunRecords:
     async def _remember(self, tier: str, runs: Iterable[str]) -> None:
         """Record in the spool the launches of `runs` that any place shows, and the last heads on `tier`."""
         live, urls = self._setup.live, {one.name: one.url for one in self._setup.config.tier if one.name == tier}
-        inventory = live.inventory()
-        for head in [head for run in runs if (head := remembering(inventory, run, urls))]:
-            try:
-                await asyncio.to_thread(remember, self._setup.spool.control, head)
-            except (
-                OSError,
-                SpoolUnusable,
-            ) as error:  # not raised: it would delay the flushes that empty a full disk
-                log.warning("local: %s: where its launches came from is not remembered yet: %s", head.run, error)
-                return
-            live.place = live.place.with_heads(head.run, (head,))
+        async with self._remembering:
+            inventory = live.inventory()
+            for head in [head for run in runs if (head := remembering(inventory, run, urls))]:
+                try:
+                    await asyncio.to_thread(remember, self._setup.spool.control, head)
+                except (
+                    OSError,
+                    SpoolUnusable,
+                ) as error:  # not raised: it would delay the flushes that empty a full disk
+                    log.warning("local: %s: where its launches came from is not remembered yet: %s", head.run, error)
+                    return
+                live.place = live.place.with_heads(head.run, (head,))
