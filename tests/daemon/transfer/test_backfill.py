@@ -151,7 +151,7 @@ def test_the_copies_outlive_a_trainer_that_saves_the_run_elsewhere_later(tmp_pat
         later = Spool(tmp_path / "later")
         commit(later, part(26, launch=3, run="first"), origin=CheckpointId("first", attempt(2), 25))
         await converge(later, {"new": new}, keep=1)
-        # 24, which the new tier's policies do not want any more, is held for the old one, which this node does not name.
+        # The policies do not want 24 any more. It is held for the old tier, which this node does not name.
         assert await on(new, "first") == [10, 20, 24, 25, 26]
 
     asyncio.run(work())
