@@ -140,7 +140,8 @@ class Daemon:
             manifest = decode(bytes(await self.node.get(whose.manifest_key))) if whose else None
             await flush(self.spool, action.part, Route(self.node, who=self.who, timings=YOUNG), base=manifest)
         else:
-            await prune(self.node, [action.checkpoint], self.who, self.eye.manifests)
+            # By the flushes' clock: by another one, their intents would be too old to count, and its marks too new.
+            await prune(self.node, [action.checkpoint], self.who, self.eye.manifests, timings=YOUNG)
 
 
 def frozen(step: int, rank: int, rng: random.Random) -> dict[str, bytes]:
