@@ -112,6 +112,23 @@ def test_rm_deletes_a_run_and_no_other(places, capsys) -> None:
     assert run(["rm", "r", str(tier), "--spool", str(spool), "--yes"]) == 4
 
 
+@pytest.mark.parametrize("name", ["other", "chunks"])
+def test_rm_keeps_the_runs_of_a_tier_below_the_run(places, tmp_path, capsys, name) -> None:
+    """Two tiers `n` and `n/r`, of two configurations: `rm r` on the outer one deleted the runs of the inner one."""
+    tier = places[1]
+    inner = tier / "r"
+    shutil.copytree(tier / "other", inner / name, dirs_exist_ok=True)
+    inner_files = {
+        inner / name / path.relative_to(tier / "other"): path.read_bytes()
+        for path in (tier / "other").rglob("*")
+        if path.is_file()
+    }
+    assert inner_files
+    assert run(["rm", "r", str(tier), "--yes"]) == 0
+    assert under(tier) == {str(path) for path in inner_files}
+    assert all(path.read_bytes() == data for path, data in inner_files.items())
+
+
 def test_manifests_go_first(places, monkeypatch) -> None:
     """Cut off anywhere, nothing is left that looks whole."""
     tier, real = places[1], FileStore.delete

@@ -197,3 +197,22 @@ def test_what_no_operator_writes_is_refused_and_nothing_else_raised(line):
 def test_a_spool_with_a_nul_is_no_path():
     with pytest.raises(ConfigError, match="spool"):
         from_toml('spool = "/s\\u0000"\n[[tier]]\nname = "a"\nurl = "/t"\n', "x.toml")
+
+
+@pytest.mark.parametrize(
+    ("urls", "message"),
+    [
+        (["s3://bucket/p", "s3://bucket/p?region=eu-central-1"], "the same place as tier 's3'"),
+        (["s3://bucket/p?storage_class=STANDARD_IA", "s3://bucket/p"], "a prefix of its own"),
+        (["s3://bucket/n", "s3://bucket/n/r"], "lies in the place of tier 's3'"),
+        (["gs://bucket/n/r", "gs://bucket"], "contains the place of tier 'gs'"),
+    ],
+)
+def test_two_tiers_in_one_place_of_a_bucket_are_refused(urls, message):
+    """The poorer of two policies deleted what the richer one wants, and `rm` of a run deleted another tier's run."""
+    with pytest.raises(ConfigError, match=message):
+        from_urls("/s", urls)
+
+
+def test_tiers_beside_each_other_in_a_bucket_are_a_configuration():
+    assert len(from_urls("/s", ["s3://bucket/n", "s3://bucket/nr", "gs://bucket/n"]).tier) == 3

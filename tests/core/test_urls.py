@@ -217,3 +217,29 @@ def test_any_text_is_parsed_or_refused_and_what_is_parsed_is_stable(text: str) -
     assert parse_url(str(url)) == url
     assert ".." not in f"{url.path}/{url.prefix}".split("/")
     assert "@" not in str(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "place", "relation"),
+    [
+        ("s3://bucket/p", "s3://bucket/p?storage_class=STANDARD_IA", "is"),
+        ("s3://bucket/p?region=eu-central-1", "s3://bucket/p?region=us-east-1", "is"),
+        ("s3://bucket/p?addressing=path", "s3://bucket/p?addressing=virtual&sse_kms_key_id=k", "is"),
+        ("s3://bucket/p", "s3://bucket/p?endpoint=https://s3.eu-central-1.amazonaws.com", "is"),
+        ("s3://bucket/p?endpoint=http://h", "s3://bucket/p?endpoint=http://H.:80", "is"),
+        ("s3://bucket/p?endpoint=http://h", "s3://bucket/p?endpoint=https://h:443", "is"),
+        ("s3://bucket/n/r", "s3://bucket/n", "lies in"),
+        ("s3://bucket", "s3://bucket/n", "contains"),
+        ("gs://bucket/n", "gs://bucket/n/r", "contains"),
+        ("s3://bucket/n", "s3://bucket/nr", ""),
+        ("s3://bucket/p", "gs://bucket/p", ""),
+        ("s3://bucket/p", "s3://bucket-2/p", ""),
+        ("s3://bucket/p?endpoint=http://h:1", "s3://bucket/p?endpoint=http://h:2", ""),
+        ("s3://bucket/p?endpoint=http://h/a", "s3://bucket/p?endpoint=http://h/b", ""),
+        ("az://container/p?account=one", "az://container/p?account=two", ""),
+    ],
+)
+def test_relation_of_places_ignores_how_they_are_reached(url, place, relation):
+    back = {"is": "is", "lies in": "contains", "contains": "lies in", "": ""}
+    assert parse_url(url).relation(parse_url(place)) == relation
+    assert parse_url(place).relation(parse_url(url)) == back[relation]

@@ -21,7 +21,7 @@ from tierd.core.event_kinds import CHOICES
 from tierd.core.ids import check_run
 from tierd.core.rate import RATE_PATTERN, Rate, rate
 from tierd.core.retention.policy import DURATION_PATTERN, Duration, RetentionPolicy, seconds
-from tierd.core.urls import parse_url
+from tierd.core.urls import StoreUrl, parse_url
 from tierd.core.webhook import check_webhook, is_reference, shown
 
 LONGEST = 64 << 10  # characters in a file
@@ -242,22 +242,22 @@ def _checked(config: Config, where: str) -> Config:
         raise ConfigError(f"{where}: rescan: {config.rescan!r} would look without a pause")
     _check_rate(config.scrub_rate, f"{where}: scrub_rate")
     names: set[str] = set()
-    urls: dict[str, str] = {}
+    urls: dict[str, StoreUrl] = {}
     for index, tier in enumerate(config.tier):
         try:
-            url = str(parse_url(tier.url))
+            url = parse_url(tier.url)
         except ConfigError as error:
             raise ConfigError(f"{where}: tier[{index}].url: {error}") from error
         if tier.name in names or tier.name in _RESERVED:
             raise ConfigError(f"{where}: tier[{index}].name: {tier.name!r} is taken")
-        if url in urls:
-            raise ConfigError(f"{where}: tier[{index}].url: the same place as tier {urls[url]!r}")
+        for name, place in urls.items():
+            _check_apart(f"{where}: tier[{index}].url", url, name, place)
         if tier.backfill and tier.retention is None:
             raise ConfigError(f"{where}: tier[{index}].backfill: give this tier a retention, which says what it gets")
         _check_rate(tier.limit_up, f"{where}: tier[{index}].limit_up")
         _check_rate(tier.limit_down, f"{where}: tier[{index}].limit_down")
         names.add(tier.name)
-        urls[url] = tier.name
+        urls[tier.name] = url
     for index, receiver in enumerate(config.notify):
         _check_receiver(receiver, f"{where}: notify[{index}]")
     if config.http is not None:
@@ -275,6 +275,21 @@ def _checked(config: Config, where: str) -> Config:
             )
         watched[watch.run] = watch.directory
     return config
+
+
+def _check_apart(where: str, url: StoreUrl, name: str, place: StoreUrl) -> None:
+    """Refuse a tier that is the place of tier `name`, or overlaps with it."""
+    how = url.relation(place)
+    if how == "is":
+        raise ConfigError(
+            f"{where}: the same place as tier {name!r}, and each would delete what only the other keeps: "
+            "leave one of them out, or give this one a prefix of its own"
+        )
+    if how and not url.is_directory:  # those are compared on this machine, through links and mounts
+        raise ConfigError(
+            f"{where}: it {how} the place of tier {name!r}, so the one could delete what is the other's: "
+            "give it a prefix of its own, beside that one"
+        )
 
 
 def _check_http(http: HttpConfig, where: str) -> None:

@@ -236,6 +236,16 @@ KINDS = (
 )
 
 
+def is_of_run(run: str, key: str) -> bool:
+    """Whether `key` can be an object of `run` on this tier.
+
+    The objects of another tier below the run's prefix are none of the run. Their kind stands later in their keys, also
+    if a run of that tier is called like a kind.
+    """
+    pieces = key.split("/")
+    return len(pieces) > 2 and pieces[0] == run and pieces[1] in KINDS and not set(KINDS).intersection(pieces[2:])
+
+
 def manifests_prefix(run: str) -> str:
     return f"{run}/manifests/"
 

@@ -90,6 +90,28 @@ class StoreUrl:
         """Whether the place is a directory of this machine, `path`."""
         return self.scheme == "file"
 
+    def relation(self, other: StoreUrl) -> Literal["is", "lies in", "contains", ""]:
+        """Return the relation of this place to another one, by their texts alone; "" if no text shows one.
+
+        Region, addressing, storage class and KMS key say how a place is used, so places do not differ by them.
+        """
+        if self._server() != other._server():
+            return ""
+        mine, others = (url.path or url.prefix for url in (self, other))
+        if mine == others:
+            return "is"
+        inner, outer = (f"{text}/" if text else "" for text in (mine, others))
+        return "lies in" if inner.startswith(outer) else "contains" if outer.startswith(inner) else ""
+
+    def _server(self) -> tuple[str, ...]:
+        """Return the server and the bucket. HTTP and HTTPS do not differ here, nor do AWS's own endpoints."""
+        split = urlsplit(self.endpoint or "")
+        host = (split.hostname or "").rstrip(".")
+        if self.scheme == "s3" and host.endswith(".amazonaws.com"):  # a bucket's name is unique among AWS's regions
+            host = ""
+        port = "" if split.port in (None, 80, 443) else str(split.port)
+        return self.scheme, self.account or "", host, port, split.path, self.bucket
+
     def __str__(self) -> str:
         match self.scheme:
             case "file":

@@ -17,6 +17,7 @@ from tierd.core.errors import ConfigError, StoreRefused
 from tierd.core.ids import (
     chunks_prefix,
     flushing_prefix,
+    is_of_run,
     manifests_prefix,
     pins_prefix,
     pruning_prefix,
@@ -55,6 +56,8 @@ async def held_on_tier(store: Store, name: str, run: str) -> Held:
     """
     checkpoints, objects, size = set[str](), 0, 0
     async for info in store.scan(f"{run}/"):
+        if not is_of_run(run, info.key):
+            continue
         objects, size = objects + 1, size + info.size
         if info.key.startswith(manifests_prefix(run)):
             checkpoints.add(info.key.split("/")[2])
@@ -77,7 +80,7 @@ def held_in_spool(spool: Spool, name: str, run: str) -> Held:
 
 
 async def remove_from_tier(store: Store, run: str) -> None:
-    """Delete every object of a run.
+    """Delete every object of a run, and nothing of a tier whose prefix lies below the run's.
 
     Raises:
         StoreUnavailable: the rest is still there; every deleted chunk had lost its manifest before.
@@ -87,7 +90,7 @@ async def remove_from_tier(store: Store, run: str) -> None:
     for _ in range(_PASSES):
         found = False
         for prefix in (*(name(run) for name in names), f"{run}/"):
-            async for keys in _batches(store, prefix):
+            async for keys in _batches(store, run, prefix):
                 found = True
                 await store.delete(keys)
         if not found:
@@ -95,14 +98,15 @@ async def remove_from_tier(store: Store, run: str) -> None:
     raise StoreRefused(f"run {run}: something still writes there; end its trainer and its daemon, and try again")
 
 
-async def _batches(store: Store, prefix: str) -> AsyncIterator[list[str]]:
-    """Yield the keys under `prefix`, `_BATCH` at a time; each is listed after the caller has processed the last."""
+async def _batches(store: Store, run: str, prefix: str) -> AsyncIterator[list[str]]:
+    """Yield a run's keys under `prefix`, `_BATCH` at a time; each is listed after the caller has processed the last."""
     after = ""
     while True:
         keys: list[str] = []
         async with aclosing(store.scan(prefix, after)) as listing:
             async for info in listing:
-                keys.append(info.key)
+                if is_of_run(run, info.key):
+                    keys.append(info.key)
                 if len(keys) == _BATCH:
                     break
         if not keys:
