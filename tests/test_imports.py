@@ -38,6 +38,7 @@ MAY: dict[str, set[str]] = {
     "spool.file_io": {"spool.direct_io", "core"},
     "spool.verified_reads": {"spool.direct_io", "spool.file_io", "core"},
     "spool.stage": {"spool.file_io", "spool.verified_reads", "core"},
+    "spool.node_id": {"spool.file_io", "core"},
     "spool.permissions": {"core"},
     "spool.records": {"spool.file_io", "spool.permissions", "core"},
     "spool.leases": {"spool.file_io", "spool.permissions", "core"},
@@ -63,6 +64,7 @@ MAY: dict[str, set[str]] = {
         "core",
     },
     "spool.spool": {
+        "spool.node_id",
         "spool.conditions",
         "spool.leftovers",
         "spool.root",
@@ -143,6 +145,7 @@ MAY: dict[str, set[str]] = {
         "core",
     },
     "daemon": {
+        "spool.node_id",
         "daemon",
         "events",
         "stores",

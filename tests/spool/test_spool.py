@@ -190,8 +190,9 @@ def test_a_new_spool_stays_in_reach_after_a_power_cut(tmp_path, monkeypatch):
     calls: list[str] = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd)))
-    Spool(tmp_path / "a" / "b" / "spool")
-    assert calls == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
+    spool = Spool(tmp_path / "a" / "b" / "spool")
+    record = [f"{spool.control}/node.new", str(spool.control)]  # of the node's id
+    assert calls == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b"), *record]
     calls.clear()
     Spool(tmp_path / "a" / "b" / "spool")  # its creator may have been killed before it was synced
     assert calls == [str(tmp_path / "a" / "b")]

@@ -36,6 +36,7 @@ from tierd.spool.direct_io import LARGE
 from tierd.spool.file_io import make_private, sync_directory
 from tierd.spool.leases import ALIVE
 from tierd.spool.leftovers import Leftovers
+from tierd.spool.node_id import node_id
 from tierd.spool.permissions import check_owner, check_room, keep_private
 from tierd.spool.records import RETENTION, SAVED, TIMELINE, forget_committed, mark_saved, note_committed
 from tierd.spool.root import check_name, make_durably, sync_entry
@@ -72,6 +73,7 @@ class Spool(Leftovers):
             for directory in (self.control, *(self.control / name for name in _ROOMS)):
                 directory.mkdir(mode=0o700, exist_ok=True)
                 check_room(directory)
+            node_id(self.root)  # before the first save, because a spool with saves and no id is an earlier version's
             if not os.access(self.root, os.W_OK | os.X_OK):
                 why = (
                     "its file system is mounted read-only; mount it writable, or name another directory"

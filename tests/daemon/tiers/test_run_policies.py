@@ -19,10 +19,10 @@ from tierd.core.retention.policy import Best, RetentionPolicy
 from tierd.core.retention.stored import MAX_SIZE, StoredRetention, decode, encode
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.status import status
-from tierd.daemon.tiers.stamps import node
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.fetch import fetch
 from tierd.daemon.transfer.memory_budget import Budget
+from tierd.spool.node_id import node_id
 from tierd.spool.records import set_policy
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
@@ -180,7 +180,7 @@ def test_the_default_is_recorded_and_said_and_gives_way_to_whatever_is_given(spo
     assert sum("keep_last = 3" in record.message for record in caplog.records) == 1
     assert steps(store) == [3, 4, 5]
     (name,) = found = policies(store)
-    assert name == f"{node(spool.root)}.default.json" and found[name].retention == RetentionPolicy()
+    assert name == f"{node_id(spool.root)}.default.json" and found[name].retention == RetentionPolicy()
 
     other = Spool(tmp_path / "other")
     save(other, 6, launch=2)
@@ -213,7 +213,7 @@ def test_where_file_and_trainer_disagree_the_one_that_keeps_more_wins_and_status
     assert shown["configuration"].retention == RetentionPolicy(keep_last=2) and shown["configuration"].disagrees
     assert shown["trainer"].retention.keep_every_steps == 4 and shown["trainer"].disagrees
     assert {one.key for one in shown.values()} == {
-        retention_key(RUN, node(spool.root), given) for given in ("configuration", "trainer")
+        retention_key(RUN, node_id(spool.root), given) for given in ("configuration", "trainer")
     }
 
 
@@ -296,7 +296,7 @@ def test_while_a_policy_cannot_be_read_nothing_of_the_run_is_pruned(trained, spo
 def test_a_node_repairs_its_own_damaged_policy_though_another_node_prunes_now(trained, spool, tmp_path):
     """The simulation's seed 433: the policy was spoiled on its way to the tier, and before the next observation the job
     moved to another node. Nobody wrote it again, so nothing was ever deleted there."""
-    other, key = Spool(tmp_path / "moved"), retention_key(RUN, node(spool.root), "configuration")
+    other, key = Spool(tmp_path / "moved"), retention_key(RUN, node_id(spool.root), "configuration")
     save(other, *range(9, 13), launch=2)
     asyncio.run(trained.put(key, b"garbage"))
     asyncio.run(converge(other, {"tier": trained}, keep=2))
@@ -308,7 +308,7 @@ def test_a_node_repairs_its_own_damaged_policy_though_another_node_prunes_now(tr
 
 
 def test_a_node_repairs_the_default_that_it_recorded_though_somebody_gives_a_policy_now(spool, tmp_path):
-    store, other, key = MemoryStore(), Spool(tmp_path / "moved"), retention_key(RUN, node(spool.root), "default")
+    store, other, key = MemoryStore(), Spool(tmp_path / "moved"), retention_key(RUN, node_id(spool.root), "default")
     save(spool, 1, 2, 3)
     asyncio.run(converge(spool, {"tier": store}, keep=None))
     save(other, *range(4, 8), launch=2)
@@ -327,7 +327,7 @@ def test_a_node_that_does_not_prune_records_no_policy_and_changes_none(trained, 
     before = asyncio.run(contents(trained, policies=True))
     asyncio.run(converge(spool, {"tier": trained}, keep=4))
     assert asyncio.run(contents(trained, policies=True)) == before
-    asyncio.run(trained.delete([retention_key(RUN, node(spool.root), "configuration")]))  # as a person may
+    asyncio.run(trained.delete([retention_key(RUN, node_id(spool.root), "configuration")]))  # as a person may
     asyncio.run(converge(spool, {"tier": trained}, keep=4))
     assert len(policies(trained)) == 1
 

@@ -38,10 +38,10 @@ from tierd.daemon import handoff as taking
 from tierd.daemon import timings
 from tierd.daemon.pause import TierPause
 from tierd.daemon.tiers.prune import prune, quarantine
-from tierd.daemon.tiers.stamps import node
 from tierd.daemon.timings import USUAL
 from tierd.daemon.transfer.fetch import Partial, fetch
 from tierd.spool.arena import Arena
+from tierd.spool.node_id import node_id
 from tierd.spool.spool import Spool
 from tierd.spool.stage import describe_directory
 
@@ -259,7 +259,7 @@ def _prune(ground: Ground) -> None:
         spool, store = ground.opened()
         for step in (1, 2):
             with ground.change(drops=[(TIER, part(step).path)]):
-                await prune(store, [part(step).checkpoint], node(spool.root), timings=timings.given())
+                await prune(store, [part(step).checkpoint], node_id(spool.root), timings=timings.given())
 
     alone(work())
 

@@ -24,11 +24,11 @@ from tierd.daemon.pause import Pause, at_once
 from tierd.daemon.tiers.intents import naming
 from tierd.daemon.tiers.objects import get_stored, manifest_bytes, put_manifest, surely
 from tierd.daemon.tiers.observe import missing_chunks
-from tierd.daemon.tiers.stamps import node
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.daemon.transfer.replicas import Replicas
 from tierd.spool.direct_io import memory_for
+from tierd.spool.node_id import node_id
 from tierd.spool.spool import Spool
 from tierd.spool.verified_reads import read_chunk
 from tierd.stores.base import Buffer, Store
@@ -287,7 +287,7 @@ class TierRepairer:
         """Replace the tier's manifest, unless the part was pruned meanwhile."""
         data = encode_manifest(manifest)
         owners = manifest.owners | {self._part.checkpoint}
-        async with naming(self._store, self._part, data, owners, node(self._spool.root)):
+        async with naming(self._store, self._part, data, owners, node_id(self._spool.root)):
             try:
                 await manifest_bytes(self._store, self._part)  # also if it is damaged
             except ObjectNotFound:

@@ -38,8 +38,8 @@ from tierd.daemon.tiers.heads import Heads
 from tierd.daemon.tiers.manifests import Manifests
 from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.tiers.run_policies import RunPolicies
-from tierd.daemon.tiers.stamps import node
 from tierd.daemon.transfer.concurrency import each
+from tierd.spool.node_id import node_id
 from tierd.spool.spool import Spool
 from tierd.stores.base import ObjectInfo, Store, children, listed_names
 
@@ -75,7 +75,7 @@ async def observe_places(
         except (StoreUnavailable, StoreRefused) as error:
             log.warning("%s: cannot be asked: %s", name, error)
             tiers[name] = None
-    return Inventory(place, tiers, who=node(spool.root) if spool else "")
+    return Inventory(place, tiers, who=node_id(spool.root) if spool else "")
 
 
 async def chunks_there(

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import re
 import secrets
-import socket
 import time
-from pathlib import Path
 
 from tierd.core.errors import TierdError
 from tierd.daemon.timings import DaemonTimings
-from tierd.spool.file_io import digest
 from tierd.stores.base import Store
 
 STALE_MS = 86_400_000  # until the objects of any node expire; long, because clocks differ. A node's own objects expire
@@ -22,11 +19,6 @@ STALE_MS = 86_400_000  # until the objects of any node expire; long, because clo
 STAMP = re.compile(r"(.+)\.([0-9a-f]{12})-([0-9a-f]{8})")
 
 _ahead: dict[str, float] = {}  # own stamps ahead of this clock -> monotonic seconds when first seen
-
-
-def node(home: Path) -> str:
-    """Return the id of the node whose spool is at `home`: 8 hex digits, stable over restarts, and mostly unique."""
-    return digest(f"{socket.gethostname()} {home} {home.stat().st_ino}".encode())[:8]
 
 
 def stamp_now(who: str, timings: DaemonTimings) -> str:

@@ -34,9 +34,9 @@ from tierd.daemon.tiers.observations import Observations
 from tierd.daemon.tiers.observe import TierObserver
 from tierd.daemon.tiers.prune import prune
 from tierd.daemon.tiers.run_policies import record, unrecorded
-from tierd.daemon.tiers.stamps import node
 from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.daemon.transfer.concurrency import together
+from tierd.spool.node_id import node_id
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store, asked_s, clear
 from tierd.stores.deletions import DeletionGuard
@@ -65,7 +65,7 @@ class Tiers:
         self._timings = timings
         self._guards = {name: DeletionGuard(store, timings.refused_s) for name, store in stores.items()}
         self._spool, self._stores = spool, {name: CountedStore(guard) for name, guard in self._guards.items()}
-        self.who = node(spool.root)
+        self.who = node_id(spool.root)
         self._observers = {name: TierObserver(store, prunes=True) for name, store in self._stores.items()}
         self.observed = Observations(self._observers)
         self.flushes = TierFlushes(config, spool, self._stores, self.observed, pause, self.who, timings)
