@@ -87,7 +87,7 @@ class Launch:
         self._changing = False  # whether one of them has come to load the state
         self._later = ""  # why the state is still to be loaded after them
         self._origin: CheckpointId | None = None
-        self._attempt: str | None = None
+        self._name: dict[None, str] = {}  # the attempt once it is known; a restore replaces the dict
         self._talks = ranks.talk
         if self.world == 1:
             return
@@ -135,7 +135,7 @@ class Launch:
                         "are one run's, and share one attempt; give every rank the same"
                     )
         if self._given is None:
-            self._attempt = agreed((), [other.clock for other in beginnings if other.clock])
+            self._name = {None: agreed((), [other.clock for other in beginnings if other.clock])}
         # No rank saves before all have begun, unless a process of this launch makes a second Checkpointer.
         elif any(other.used for other in beginnings) and not any(other.saved for other in beginnings):
             raise self._used(self._given)
@@ -154,9 +154,12 @@ class Launch:
 
     @property
     def attempt(self) -> str:
-        if self._attempt is None:
-            self._attempt = self._given or new_attempt(self._seen())
-        return self._attempt
+        name = self._name
+        if not name:
+            # The first of several threads names the attempt. `setdefault` is atomic; a lock could be held by a thread
+            # that a fork does not copy, or by the code that a signal handler interrupts.
+            name.setdefault(None, self._given or new_attempt(self._seen()))
+        return name[None]
 
     def part(self, step: int) -> PartId:
         """Return the id of the part that this rank writes at `step`.
@@ -272,7 +275,7 @@ class Launch:
 
     def clock(self) -> Clock:
         """Return this rank's contribution to the next attempt's name."""
-        return clock([name for name in (self._attempt, self._given) if name])
+        return clock([name for name in (*self._name.values(), self._given) if name])
 
     def go_on_from(self, origin: CheckpointId | None, attempts: Collection[str], clocks: Sequence[Clock]) -> None:
         """Begin another attempt after a restore, because an attempt has one origin.
@@ -290,10 +293,11 @@ class Launch:
         """
         self.check_given(origin, attempts)
         if self._derived:
-            self._given, self._attempt = self._given_for(origin), None
-        if origin is None and (self._given or self._attempt is None or max(attempts, default="") <= self._attempt):
+            self._given, self._name = self._given_for(origin), {}
+        own = self._name.get(None)
+        if origin is None and (self._given or own is None or max(attempts, default="") <= own):
             return  # an attempt that has no name yet is named at its first use, after another listing
         self._origin = origin
         self.steps.clear()
         if self._given is None:
-            self._attempt = agreed(attempts, clocks)
+            self._name = {None: agreed(attempts, clocks)}
