@@ -278,9 +278,9 @@ class Checkpointer:
             state: as for `save`. Objects are loaded with `load_state_dict`, plain values are replaced in the mapping,
                 and tensors are filled in place. If None, the checkpoint is only verified, and `Restored.directory`
                 holds its files (for checkpoints that `stage` wrote).
-            step: restore this step and no other.
-            attempt: restore a checkpoint of this attempt. A checkpoint of a branch, which is not on the timeline, needs
-                this argument.
+            step: restore this step and no other: the timeline's checkpoint, or if the timeline has none, that of the
+                newest attempt that has one, which is on an abandoned branch. `Restored.attempt` says which.
+            attempt: restore a checkpoint of this attempt, also where the timeline or a newer attempt has that step.
             best: a metric's name. Restore the complete checkpoint with the smallest (`mode="min"`) or largest (`"max"`)
                 value in rank 0's manifest; among equals, the newest. If that checkpoint is corrupt, the next best is
                 restored. Every place has to answer.

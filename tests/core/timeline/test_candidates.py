@@ -57,6 +57,16 @@ def test_the_timeline_is_tried_newest_first_and_the_branch_only_named():
     assert (found.incomplete, found.lost, found.unreached) == ((), None, ())
 
 
+def test_step_alone_selects_the_timeline_before_a_branch_and_the_newest_branch_otherwise():
+    b300, c250 = checkpoint(2, 300), checkpoint(3, 250)
+    place = solo(solo(solo(Place(), A100, A200, A300), b300, origin=A200), c250, origin=A200)
+    assert tried(restore_candidates(Inventory(place, {}), "r", 200)) == [A200]
+    assert tried(restore_candidates(Inventory(place, {}), "r", 300)) == [b300]
+    assert tried(restore_candidates(Inventory(place, {}), "r", 300, A)) == [A300]
+    again = solo(place, checkpoint(4, 300), origin=A100)
+    assert tried(restore_candidates(Inventory(again, {}), "r", 300)) == [checkpoint(4, 300)]
+
+
 def committed(*parts: PartId, left: dict[PartId, ManifestFacts | None], why: TierdError | None = None) -> RestoreOrder:
     """What a restore finds in a spool that remembers to have committed these parts, and holds what is `left`."""
     defects = {one: why for one, read in left.items() if read is None and why}
