@@ -18,6 +18,7 @@ import torch
 
 import tierd
 from tierd.cli import run
+from tierd.cli.progress import Meter
 from tierd.core.config import from_urls
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import PATCHED
@@ -164,6 +165,46 @@ def test_verify_finds_one_flipped_bit_and_changes_nothing(
     shown = capsys.readouterr()
     assert "differ from their digest" in " ".join(shown.out.split())
     assert "the daemon repairs it" in " ".join(shown.err.split())
+
+
+@pytest.mark.parametrize("where", ["tier", "spool"])
+@pytest.mark.parametrize("kind", ["manifest", "later"])
+def test_verify_counts_a_copy_that_retention_deletes_meanwhile_as_pruned(
+    places: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    where: str,
+    kind: str,
+) -> None:
+    spool, tier = places
+    home = next((spool / "r").glob("*20.*"))
+    chunks = [tier / "r" / "chunks" / home.name, *(tier / "r" / "manifests").glob(home.name)]
+
+    class Pruning(Meter):
+        """Deletes step 20 once it was listed, or once step 30 was read."""
+
+        def update(self, done: float, total: float | None, what: str | None = None) -> None:
+            super().update(done, total, what)
+            if kind == "manifest":
+                self.prune()
+
+        def advance(self, done: int) -> None:
+            super().advance(done)
+            self.prune()
+
+        def prune(self) -> None:
+            for path in [home] if where == "spool" else chunks:
+                shutil.rmtree(path, ignore_errors=True)
+
+    monkeypatch.setattr("tierd.cli.progress.Meter", Pruning)
+    options = ["--spool", str(spool)] if where == "spool" else [str(tier)]
+    assert run(["verify", *options, "--json"]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [(check["step"], check["pruned"], check["wrong"]) for check in checks] == [
+        (30, False, []),
+        (20, True, []),
+        (10, False, []),
+    ]
 
 
 def test_verify_goes_on_past_what_it_cannot_check(

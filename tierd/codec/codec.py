@@ -158,7 +158,9 @@ def check_digest(stored: Stored, size: int, found: str, where: str) -> None:
     if size != stored.size:
         raise CorruptChunk(f"{where}: {stored.key}: {size} bytes, not the {stored.size} of its manifest")
     if found != stored.xxh3_128:
-        raise CorruptChunk(f"{where}: {stored.key}: its bytes differ from their digest")
+        error = CorruptChunk(f"{where}: {stored.key}: its bytes differ from their digest")
+        error.read_digest = found
+        raise error
 
 
 def decode(

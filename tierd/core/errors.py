@@ -61,11 +61,23 @@ class ObjectNotFound(TierdError):
 
 
 class CorruptChunk(TierdError):
-    """Bytes differ from their recorded digest or size: proven corruption."""
+    """Bytes differ from their recorded digest or size: proven corruption.
+
+    Attributes:
+        read_digest: the digest of the bytes that were read; empty if the message alone identifies the result.
+    """
+
+    read_digest = ""
 
 
 class ManifestError(TierdError):
-    """A manifest is truncated, altered, oversized, or states what no correct writer states: proven corruption."""
+    """A manifest is truncated, altered, oversized, or states what no correct writer states: proven corruption.
+
+    Attributes:
+        read_digest: as for `CorruptChunk`.
+    """
+
+    read_digest = ""
 
 
 class FormatTooNew(TierdError):

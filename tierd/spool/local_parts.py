@@ -11,13 +11,14 @@ import stat
 from collections.abc import Callable, Collection, Container
 from pathlib import Path
 
+from tierd.core.corruption import proven
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, SpoolUnusable, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import MANIFEST_NAME, File, Manifest
 from tierd.core.manifest_codec import decode
 from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.spool.directories import directories_in, links_in, names_in, parts_below, parts_of_run
-from tierd.spool.file_io import open_plain
+from tierd.spool.file_io import digest, open_plain
 from tierd.spool.permissions import check_link, check_room
 from tierd.spool.records import saved_at
 from tierd.spool.verified_reads import read_file
@@ -239,6 +240,10 @@ class LocalParts:
             raise
 
     def _read_manifest(self, home: Path, part: PartId) -> Manifest:
+        path = home / MANIFEST_NAME
+        return proven(lambda: self._read_manifest_once(home, part), str(path))
+
+    def _read_manifest_once(self, home: Path, part: PartId) -> Manifest:
         try:
             fd = open_plain(home / MANIFEST_NAME)
         except CorruptChunk as error:
@@ -246,7 +251,13 @@ class LocalParts:
                 raise ObjectNotFound(f"{part} is not in the spool") from error
             raise ManifestError(f"manifest of {part}: {error}") from error
         with os.fdopen(fd, "rb") as file:  # bounded by the file's size, because `read` allocates its argument at once
-            return decode(file.read(min(os.fstat(fd).st_size, MAX_MANIFEST_SIZE) + 1), part)
+            data = file.read(min(os.fstat(fd).st_size, MAX_MANIFEST_SIZE) + 1)
+            try:
+                return decode(data, part)
+            except ManifestError as error:
+                error.read_digest = digest(data)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that the next read comes from the disk
+                raise
 
     def quarantined(self) -> dict[PartId, Manifest | None]:
         """Return the quarantined parts with their manifests; None for a manifest that cannot be read."""

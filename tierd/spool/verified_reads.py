@@ -1,7 +1,8 @@
 """Read a checkpoint's files in the spool, and digest or verify them. Shared by client and daemon.
 
 Invariant: bytes are returned only if they equal the digest that was taken before the first write (`spool.file_io`). The
-disk is read in whole pages regardless of chunks.
+disk is read in whole pages regardless of chunks. A chunk counts as corrupt only if the same wrong bytes were read past
+the page cache and through it (`core.corruption`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import xxhash
 
 from tierd.core.chunking import cut
+from tierd.core.corruption import Reading, Verdict, judge, unstable
 from tierd.core.errors import CorruptChunk
 from tierd.core.manifest import CHUNK_SIZE, Chunk, File
 from tierd.spool.direct_io import LARGE, PAGE, PIECE, ahead, memory_for, read_cached, read_into, set_direct, settle
@@ -98,7 +100,7 @@ def read_file(
         into = memory_for(file.size) if memory is None else memory
         with ahead(_chunks_read(fd, into, path, file), worth=len(file.chunks) > 1) as chunks:
             for offset, chunk in chunks:
-                _check(into[offset : offset + chunk.size], chunk, path, offset)
+                _check_or_reread(into[offset : offset + chunk.size], chunk, path, file, offset)
                 verified(offset + chunk.size)
         return settle(into, file.size) if memory is None else into[: file.size]
     finally:
@@ -170,8 +172,7 @@ def read_recent_chunk(path: Path, file: File, index: int, memory: memoryview) ->
     try:
         _check_size(fd, path, file)
         found = _digest_cached(fd, memory, chunk.size, offset)
-        if found is not None:
-            _compare(found, chunk, path, offset)
+        if found == chunk.xxh3_128:
             return memory[: chunk.size]
     finally:
         os.close(fd)
@@ -196,7 +197,7 @@ def read_chunks(path: Path, file: File, first: int, end: int, memory: memoryview
         _check_size(fd, path, file)
         data, done = _read(fd, memory, size, offset, path), 0
         for chunk in file.chunks[first:end]:
-            _check(data[done : done + chunk.size], chunk, path, offset + done)
+            _check_or_reread(data[done : done + chunk.size], chunk, path, file, offset + done)
             done += chunk.size
         return data
     finally:
@@ -221,7 +222,7 @@ def bad_chunks(path: Path, file: File) -> list[tuple[int, int, CorruptChunk | OS
         try:
             fd = _open_direct(path, file.size)
             try:
-                _check(_read(fd, memory, chunk.size, offset, path), chunk, path, offset)
+                _check_or_reread(_read(fd, memory, chunk.size, offset, path), chunk, path, file, offset)
                 if index == len(file.chunks) - 1:
                     _check_size(fd, path, file)
             finally:
@@ -247,12 +248,48 @@ def _check_size(fd: int, path: Path, file: File) -> None:
 
 
 def _check(data: memoryview, chunk: Chunk, path: Path | str, offset: int) -> None:
-    _compare(digest(data), chunk, path, offset)
-
-
-def _compare(found: str, chunk: Chunk, path: Path | str, offset: int) -> None:
-    if found != chunk.xxh3_128:
+    if digest(data) != chunk.xxh3_128:
         raise CorruptChunk(f"{path}: bytes {offset}..{offset + chunk.size} differ from their digest")
+
+
+def _check_or_reread(data: memoryview, chunk: Chunk, path: Path, file: File, offset: int) -> None:
+    """Verify a chunk that was just read. If it is wrong, read it again, and put the right bytes into `data`.
+
+    The reads alternate between both paths, because a wrong page in memory is wrong in every read through the cache.
+
+    Raises:
+        CorruptChunk: both paths gave the same wrong bytes.
+        UnstableRead: the reads differ from each other.
+        OSError: the system could not read.
+    """
+    try:
+        return _check(data, chunk, path, offset)
+    except CorruptChunk as error:
+        wrong = error.with_traceback(None)
+    found, way = digest(data), "direct" if file.size >= LARGE else "cached"
+    readings = [Reading(found, way, is_right=found == chunk.xxh3_128)]
+    memory = memory_for(max(LARGE, chunk.size + 2 * PAGE))  # `data` may be the cause, and is not aligned
+    while True:
+        verdict = judge(readings, paths=2)
+        if verdict is Verdict.RIGHT:
+            return None
+        if verdict is Verdict.CORRUPT:
+            raise wrong
+        if verdict is Verdict.UNSTABLE:
+            raise unstable(str(wrong)) from wrong
+        way = "cached" if way == "direct" else "direct"
+        fd = open_plain(path)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            if way == "direct":
+                set_direct(fd, True)
+            again = _read(fd, memory, chunk.size, offset, path)
+        finally:
+            os.close(fd)
+        found = digest(again)
+        if found == chunk.xxh3_128:
+            data[:] = again
+        readings.append(Reading(found, way, is_right=found == chunk.xxh3_128))
 
 
 def _room(file: File, largest: int) -> int:

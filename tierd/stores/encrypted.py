@@ -20,6 +20,7 @@ import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
+import xxhash
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import (
     AEADCipherContext,
@@ -236,7 +237,9 @@ class EncryptedStore:
                 context.update_into(found[at : min(at + _PIECE, len(found) - _TAG)], found[at:])
             context.finalize()
         except InvalidTag:
-            raise CorruptChunk(f"{key}: not what key {self._key.id} encrypted under this name") from None
+            error = CorruptChunk(f"{key}: not what key {self._key.id} encrypted under this name")
+            error.read_digest = xxhash.xxh3_128_hexdigest(found)  # decrypted or not, other bytes give another digest
+            raise error from None
         return found[_NONCE:-_TAG]
 
     def _open(self, key: str, found: memoryview) -> memoryview:
@@ -257,10 +260,10 @@ class EncryptedStore:
                 )
             padding = "=" * (-len(wrapped.encrypted) % 4)
             return self._decrypt(key, memoryview(base64.b64decode(wrapped.encrypted + padding, validate=True)))
-        except CorruptChunk as error:
-            raise ManifestError(str(error)) from None
-        except ValueError as error:
-            raise ManifestError(f"{key}: {error}") from None
+        except (CorruptChunk, ManifestError, ValueError) as error:
+            wrong = ManifestError(f"{key}: {error}" if isinstance(error, ValueError) else str(error))
+            wrong.read_digest = xxhash.xxh3_128_hexdigest(data)
+            raise wrong from None
 
 
 def _sorted(page: list[ObjectInfo]) -> list[ObjectInfo]:

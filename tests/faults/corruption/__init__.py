@@ -68,7 +68,7 @@ MUTANTS = (
     Mutant(
         "bytes that are read from the spool are not compared",
         "tierd/spool/verified_reads.py",
-        "    if found != chunk.xxh3_128:\n",
+        "    if digest(data) != chunk.xxh3_128:\n",
         "    if False:\n",
         "corruption --only 11",
         "[] were named",
@@ -108,8 +108,8 @@ MUTANTS = (
     Mutant(
         "a manifest that this key made and that is damaged is another key's",
         "tierd/stores/encrypted.py",
-        "            raise ManifestError(str(error)) from None\n        except ValueError",
-        "            raise WrongKey(str(error)) from None\n        except ValueError",
+        "            wrong = ManifestError(",
+        "            wrong = WrongKey(",
         "corruption --only 86",
         "a tier's copy could not be read",
     ),

@@ -28,6 +28,7 @@ from tierd.cli.options import (
 from tierd.cli.progress import progress
 from tierd.cli.tables import checkpoints, complain, console, print_checkpoints, print_json, size, table
 from tierd.cli.uncollected import uncollected
+from tierd.core.corruption import UnstableRead
 from tierd.core.errors import (
     DaemonAbsent,
     DaemonUnavailable,
@@ -45,7 +46,7 @@ from tierd.core.planning.place import SPOOL
 from tierd.core.report import Report, report
 from tierd.core.timeline.candidates import not_found, restore_candidates
 from tierd.daemon.opening import open_tiers
-from tierd.daemon.tiers.objects import read_manifest
+from tierd.daemon.tiers.objects import manifest_bytes, read_manifest
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.tiers.verify import verify as verify_on_tier
 from tierd.ipc import messages, replies
@@ -144,7 +145,9 @@ class Check:
 
     Attributes:
         wrong: the damage; empty: every byte is right.
-        unchecked: why the copy could not be checked: a newer format, another key; empty: it was checked.
+        unchecked: why the copy could not be checked: a newer format, another key, a disk that reads other bytes each
+            time; empty: it was checked.
+        pruned: whether the copy was deleted while it was read. Then nothing is wrong.
     """
 
     place: str
@@ -155,6 +158,7 @@ class Check:
     size: int
     wrong: tuple[str, ...]
     unchecked: str = ""
+    pruned: bool = False
 
 
 def verify(
@@ -188,6 +192,8 @@ def verify(
 
 
 def _found(check: Check) -> str:
+    if check.pruned:
+        return "pruned meanwhile"
     return f"not checked: {check.unchecked}" if check.unchecked else "; ".join(check.wrong) or "right"
 
 
@@ -290,19 +296,44 @@ async def _verify(where: Places, run: str | None, step: int | None) -> tuple[lis
 
 async def _check(spool: Spool | None, stores: dict[str, Store], name: str, part: PartId, read: Any) -> Check:
     manifest: Manifest | None = None
-    unchecked = ""
+    unchecked, pruned = "", False
     try:
         if name == SPOOL:
             assert spool is not None
             manifest = spool.manifest(part)
-            wrong = [str(bad) for file in manifest.files for *_, bad in bad_chunks(spool.path(part) / file.path, file)]
+            bad = [bad for file in manifest.files for *_, bad in bad_chunks(spool.path(part) / file.path, file)]
+            wrong = [str(error) for error in bad if not isinstance(error, UnstableRead)]
+            unchecked = next((str(error) for error in bad if isinstance(error, UnstableRead)), "")
             read(manifest.size)
         else:
             manifest, wrong = await verify_on_tier(stores[name], part, read)
     except (ManifestError, ObjectNotFound) as error:
         wrong = [str(error)]
-    except FormatTooNew as error:  # a newer tierd, or one with the key, can check it
+    except (FormatTooNew, UnstableRead) as error:  # a newer tierd, or one with the key or another disk, can check it
         wrong, unchecked = [], str(error)
+    if wrong and await _is_pruned(spool, stores, name, part):
+        wrong, unchecked, pruned = [], "", True
     checkpoint = part.checkpoint
     total = manifest.size if manifest else 0
-    return Check(name, checkpoint.run, checkpoint.step, checkpoint.attempt, part.rank, total, tuple(wrong), unchecked)
+    return Check(
+        name, checkpoint.run, checkpoint.step, checkpoint.attempt, part.rank, total, tuple(wrong), unchecked, pruned
+    )
+
+
+async def _is_pruned(spool: Spool | None, stores: dict[str, Store], name: str, part: PartId) -> bool:
+    """Whether a copy has been deleted, which explains bytes that are missing. A prune deletes the manifest first.
+
+    A copy that was quarantined meanwhile is not pruned, because it is proven corrupt.
+    """
+    if name == SPOOL:
+        assert spool is not None
+        try:
+            spool.check_mounted()
+            return part not in {*spool.parts(), *spool.quarantined()}
+        except OSError:
+            return False
+    try:
+        await manifest_bytes(stores[name], part)
+        return False
+    except ObjectNotFound:
+        return not [info async for info in stores[name].scan(part.quarantine_key)]

@@ -1,9 +1,9 @@
 """Verify one copy chunk by chunk against its manifest, and repair it.
 
-Invariant: a chunk that reads wrong is read once more before it counts as corrupt. A bit that flips in transfer or in
-memory is not corruption of the stored bytes. A place that does not answer proves nothing, and a part that was pruned
-meanwhile is no finding. Each corrupt object is reported once, however many manifests name it and however often it is
-read before its repair.
+Invariant: a chunk counts as corrupt only once two reads gave the same wrong bytes (`core.corruption`). A bit that
+flips in transfer or in memory is not corruption of the stored bytes. A place that does not answer proves nothing, and
+a part that was pruned meanwhile is no finding. Each corrupt object is reported once, however many manifests name it
+and however often it is read before its repair.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class CopyVerifier:
         return await surely(lambda: to_the_end(self._spool.manifest, part))
 
     async def _wrong_in(self, path: Path, file: File) -> list[tuple[int, CorruptChunk | OSError]]:
-        """Return the chunks of a file in the spool that read wrong twice.
+        """Return the chunks of a file in the spool that are proven wrong, or cannot be read.
 
         A file that is too long is wrong in its last chunk.
         """
@@ -210,16 +210,11 @@ class CopyVerifier:
             return [(index, reason) for index, _, reason in await to_the_end(bad_chunks, path, file)]
         found = []
         for index, chunk in enumerate(file.chunks):
-            reason = None
-            for _ in range(2):
-                async with self._reading(chunk.size):
-                    reason = await to_the_end(_wrong_on_disk, path, file, index)
-                if reason is None:
-                    break
-                log.warning("%s: read once more: %s", path, reason)
-            else:
-                assert reason is not None
-                found.append((index, reason))
+            async with self._reading(chunk.size):
+                reason = await to_the_end(_wrong_on_disk, path, file, index)
+            if reason is not None:
+                async with self._reading(chunk.size):  # it was read again, so its rate is that of two reads
+                    found.append((index, reason))
         return found
 
     async def _repair_spool(self, part: PartId, *, counted: bool) -> bool:

@@ -1,7 +1,7 @@
 """Read and put one tier's objects: a part's manifest, and the objects of its chunks.
 
-Invariant: only a second read that finds the same proves corruption, and an error of a tier proves nothing about its
-objects.
+Invariant: only a second read that gives the same wrong bytes proves corruption, and an error of a tier proves
+nothing about its objects.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from tierd.codec.codec import check_stored
+from tierd.core.corruption import Reading, Verdict, judge, reading_of, unstable
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
 from tierd.core.manifest import Chunk, Manifest, Stored
@@ -18,6 +19,7 @@ from tierd.core.manifest_codec import decode
 from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.spool.direct_io import memory_for
+from tierd.spool.file_io import digest
 from tierd.stores.base import Buffer, Store, octets
 
 log = logging.getLogger("tierd.daemon")
@@ -25,15 +27,27 @@ T = TypeVar("T")
 
 
 async def surely(read: Callable[[], Awaitable[T]]) -> T:
-    """Return the result of `read`; if it finds corruption, the result of a second call.
+    """Return the result of `read`, which is called again until its errors prove corruption (`core.corruption`).
 
     A bit that flipped in transfer is not corruption of the stored bytes.
+
+    Raises:
+        CorruptChunk, ManifestError: two calls read the same wrong bytes.
+        UnstableRead: all calls read different wrong bytes.
     """
-    try:
-        return await read()
-    except (CorruptChunk, ManifestError) as error:
-        log.warning("read once more: %s", error)
-    return await read()  # outside the handler, where the error no longer keeps the first bytes in memory
+    readings: list[Reading] = []
+    while True:
+        try:
+            return await read()
+        except (CorruptChunk, ManifestError) as error:
+            readings.append(reading_of(error))
+            verdict = judge(readings)
+            if verdict is Verdict.CORRUPT:
+                raise
+            if verdict is Verdict.UNSTABLE:
+                raise unstable(str(error)) from None
+            log.warning("read once more: %s", error)
+        # The next read is outside the handler, where the error no longer keeps the first bytes in memory.
 
 
 async def read_manifest(store: Store, part: PartId | None, key: str = "", size: int = 0) -> Manifest:
@@ -59,7 +73,11 @@ async def read_manifest(store: Store, part: PartId | None, key: str = "", size: 
             data = await store.get(key)
         except CorruptChunk as error:  # larger than any object of tierd's
             raise ManifestError(str(error)) from error
-        return decode(bytes(data), part)
+        try:
+            return decode(bytes(data), part)
+        except ManifestError as error:
+            error.read_digest = digest(data)
+            raise
 
     return await surely(read)
 

@@ -1,0 +1,52 @@
+"""Which reads of one place prove that its bytes are corrupt."""
+
+from __future__ import annotations
+
+import pytest
+
+from tierd.core.corruption import MOST_READS, Reading, UnstableRead, Verdict, judge, proven
+from tierd.core.errors import CorruptChunk, ManifestError, StoreUnavailable
+
+
+def test_one_right_read_outweighs_all_wrong_ones():
+    wrong = [Reading("a", "direct"), Reading("a", "cached")]
+    assert judge([*wrong, Reading("b", is_right=True)], paths=2) is Verdict.RIGHT
+
+
+def test_the_same_wrong_bytes_twice_are_corrupt():
+    assert judge([Reading("a")]) is Verdict.READ_AGAIN
+    assert judge([Reading("a"), Reading("b")]) is Verdict.READ_AGAIN
+    assert judge([Reading("a"), Reading("b"), Reading("a")]) is Verdict.CORRUPT
+
+
+def test_the_same_wrong_bytes_by_one_path_prove_nothing_where_two_are_needed():
+    cached = [Reading("a", "cached")] * 2
+    assert judge(cached, paths=2) is Verdict.READ_AGAIN
+    assert judge([*cached, Reading("a", "direct")], paths=2) is Verdict.CORRUPT
+
+
+def test_different_wrong_bytes_are_no_corruption():
+    assert judge([Reading(str(number)) for number in range(MOST_READS)]) is Verdict.UNSTABLE
+    numbers = iter(range(MOST_READS))
+
+    def read() -> None:
+        raise CorruptChunk(f"bytes {next(numbers)}")
+
+    with pytest.raises(UnstableRead, match="disk") as raised:
+        proven(read, "/spool/weights.bin")
+    assert isinstance(raised.value, StoreUnavailable) and "/spool/weights.bin" in str(raised.value)
+    assert next(numbers, None) is None
+
+
+def test_messages_alike_with_different_bytes_are_no_corruption():
+    numbers = iter(range(2))
+
+    def read() -> str:
+        number = next(numbers, None)
+        if number is None:
+            return "right"
+        error = ManifestError("its bytes differ from its own digest")
+        error.read_digest = str(number)
+        raise error
+
+    assert proven(read, "manifest") == "right"

@@ -1,0 +1,143 @@
+"""A disk or a network that returns other wrong bytes at each read is an error: nothing is quarantined or lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+import pytest
+from support.doubles import Double, is_chunk, is_manifest
+from support.world import RUN, commit, content, converge, corrupt, part, read, reconciler
+
+from tierd.client.restoring.source import NodeSource
+from tierd.core.corruption import UnstableRead
+from tierd.core.errors import StoreUnavailable
+from tierd.core.manifest import MANIFEST_NAME
+from tierd.core.planning.place import SPOOL
+from tierd.core.planning.scrub_schedule import ScrubbedCopy
+from tierd.daemon.tiers.verify import verify
+from tierd.spool.spool import Spool
+
+PART = part(7)
+
+
+class BadDisk:
+    """Flips a random bit in one of `one_in` reads below a directory; the files stay right."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, home: Path, seed: int, one_in: int) -> None:
+        self.flips, self._home, self._one_in = 0, home, one_in
+        self._random, self._read = random.Random(seed), os.preadv
+        monkeypatch.setattr(os, "preadv", self._preadv)
+
+    def _preadv(self, fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        count = self._read(fd, buffers, offset, flags)
+        bad = Path(os.readlink(f"/proc/self/fd/{fd}")).is_relative_to(self._home)
+        if count and bad and self._random.randrange(self._one_in) == 0:
+            self.flips += 1
+            for _ in range(3):  # so that the chunk among the pages that were read is met
+                buffers[0][self._random.randrange(count)] ^= 1 << self._random.randrange(8)
+        return count
+
+
+class BadNetwork(Double):
+    """Replaces the bytes of each of the first `left` answers for a kind of object."""
+
+    def __init__(self, inner: Double, of, left: int = 10**9) -> None:
+        super().__init__(inner)
+        self._random, self._of, self.left = random.Random(1), of, left
+
+    async def get(self, key: str, into: memoryview | None = None):
+        data = await super().get(key, into)
+        if not self._of(key) or not self.left:
+            return data
+        self.left -= 1
+        wrong = self._random.randbytes(len(data))  # one bit of a small chunk may flip twice in the same way
+        if into is None:
+            return wrong
+        into[: len(wrong)] = wrong
+        return into[: len(wrong)]
+
+
+@pytest.mark.parametrize("one_in", [3, 10])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_restore_from_a_disk_that_flips_bits_quarantines_nothing(tmp_path, monkeypatch, seed, one_in):
+    spool = Spool(tmp_path)
+    data = commit(spool, PART, {"weights.bin": random.Random(seed).randbytes(3 << 20), **content(7)})
+    with monkeypatch.context() as patched:
+        BadDisk(patched, spool.path(PART), seed, one_in)
+        try:
+            _, files, _ = NodeSource(spool, RUN, tiers=False, line=None, keep=True).obtain(PART)
+            assert {name: bytes(view) for name, view in files.items()} == data
+        except StoreUnavailable as error:
+            assert "different wrong bytes" in str(error)
+    assert spool.has(PART) and not spool.quarantined() and read(spool, PART) == data
+
+
+@pytest.mark.parametrize("tiers", [0, 1])
+@pytest.mark.parametrize("one_in", [1, 2, 10])
+def test_a_scrub_of_a_disk_that_flips_bits_changes_nothing(tmp_path, monkeypatch, one_in, tiers):
+    async def work():
+        spool, stores = Spool(tmp_path), {"tier": Double()} if tiers else {}
+        data = commit(spool, PART)
+        await converge(spool, stores)
+        daemon = reconciler(spool, stores, scrub="30d")
+        await daemon.observe(SPOOL)
+        with monkeypatch.context() as patched:
+            disk = BadDisk(patched, spool.path(PART), 1, one_in)
+            for _ in range(3):
+                try:
+                    await daemon.scrubber.scrub(ScrubbedCopy(SPOOL, PART))
+                except UnstableRead as error:
+                    assert "weights.bin" in str(error) or "state.json" in str(error)
+                else:
+                    assert one_in > 1
+        assert disk.flips or one_in > 2
+        assert spool.has(PART) and not spool.quarantined() and read(spool, PART) == data
+        counters = daemon.journal.counters
+        assert not counters["quarantined"] and not counters["corruptions"] and not counters["healed_chunks"]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("of", [is_chunk, is_manifest])
+@pytest.mark.parametrize("left", [2, 5, 10**9])
+def test_a_tier_whose_answers_differ_is_not_corrupt(tmp_path, of, left):
+    async def work():
+        spool, tier = Spool(tmp_path), Double()
+        commit(spool, PART)
+        await converge(spool, {"tier": tier})
+        keys = [info.key async for info in tier.scan("")]
+        network = BadNetwork(tier, of, left)
+        daemon = reconciler(spool, {"tier": network}, scrub="30d")
+        try:
+            await daemon.scrubber.scrub(ScrubbedCopy("tier", PART))
+        except UnstableRead:
+            assert left > 5
+        else:
+            assert left <= 5
+        network.left = left
+        try:
+            assert (await verify(network, PART, lambda size: None))[1] == []
+        except UnstableRead:
+            assert left > 5
+        assert [info.key async for info in tier.scan("")] == keys
+        assert not daemon.journal.counters["corruptions"]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("victim", ["weights.bin", MANIFEST_NAME])
+def test_a_byte_that_is_wrong_on_the_disk_is_still_repaired(tmp_path, victim):
+    async def work():
+        spool, tier = Spool(tmp_path), Double()
+        data = commit(spool, PART)
+        await converge(spool, {"tier": tier})
+        daemon = reconciler(spool, {"tier": tier}, scrub="30d")
+        await daemon.observe(SPOOL)
+        corrupt(spool.path(PART) / victim)
+        await daemon.scrubber.scrub(ScrubbedCopy(SPOOL, PART))
+        assert read(spool, PART) == data and daemon.journal.counters["corruptions"] == 1
+
+    asyncio.run(work())
