@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from support.world import Daemon, hurry, part
 
 import tierd
 from tierd.cli import run
-from tierd.core.errors import CheckpointNotFound, SpoolUnusable, TierdError
+from tierd.core.errors import CheckpointNotFound, ManifestError, SpoolUnusable, TierdError
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
@@ -156,6 +157,72 @@ def test_a_link_inside_a_run_is_named_and_the_way_out(home: Path, depth: str) ->
     found = restored(home)
     assert found and found.step == 2
     assert [(one.step, one.reason[:4]) for one in found.skipped] == [(3, "gone")]
+
+
+@pytest.mark.parametrize("depth", ["checkpoint", "part"])
+@pytest.mark.parametrize("daemon", [False, True])
+def test_link_at_another_step_does_not_stop_a_restore(home: Path, depth: str, daemon: bool, monkeypatch) -> None:
+    hurry(monkeypatch)
+    linked(home, newest(home) if depth == "checkpoint" else next(newest(home).iterdir()))
+    (home.parent / "tier").mkdir()
+    with Daemon(home, lambda: {"tier": FileStore(home.parent / "tier")}) if daemon else nullcontext() as running:
+        if running is not None:
+            running.settle()
+            assert {path.name[:12] for path in (home.parent / "tier" / RUN / "manifests").iterdir()} == {
+                f"{step:012}" for step in (1, 2)
+            }
+        with tierd.Checkpointer(home, RUN, to=None if daemon else []) as ckpt:
+            state = {"w": torch.zeros(10)}
+            assert (found := ckpt.restore(state, step=2)) and found.step == 2
+            with pytest.raises(SpoolUnusable, match="a symbolic link to"):
+                ckpt.restore(state, step=3)
+
+
+# -- a library's stage ------------------------------------------------------------------------------------------------
+
+
+def replaced_by(shape: str, path: Path, outside: Path) -> None:
+    """Put something else in place of a stage's directory, as a library may do."""
+    shutil.rmtree(path)
+    if shape == "link":
+        path.symlink_to(outside)
+    elif shape == "directory":
+        outside.rename(path)
+    elif shape == "file":
+        path.write_text("weights")
+    elif shape == "fifo":
+        os.mkfifo(path)
+
+
+@pytest.mark.parametrize("shape", ["link", "directory", "file", "fifo", "removed"])
+def test_stage_whose_directory_was_replaced_is_refused_by_its_path(home: Path, shape: str) -> None:
+    outside = home.parent / "outside"
+    outside.mkdir()
+    (outside / "weights").write_text("weights")
+    with tierd.Checkpointer(home, RUN, to=[]) as ckpt:
+        with pytest.raises(ManifestError, match=f"{home}/.tierd/stage/"), ckpt.stage(4) as path:
+            replaced_by(shape, path, outside)
+        assert not list((home / RUN).glob(f"{4:012}.*"))
+        if shape == "link":
+            assert not path.is_symlink()
+            assert (outside / "weights").read_text() == "weights"
+        with ckpt.stage(5) as path:
+            (path / "weights").write_text("weights")
+        state = {"w": torch.zeros(10)}
+        assert (found := ckpt.restore(state, step=3)) and found.step == 3
+
+
+@pytest.mark.parametrize("shape", ["fifo", "socket", "link", "directory link"])
+def test_stage_that_holds_no_plain_file_is_refused_by_its_path(home: Path, shape: str) -> None:
+    with tierd.Checkpointer(home, RUN, to=[]) as ckpt:
+        with pytest.raises(ManifestError, match="/odd: "), ckpt.stage(4) as path:
+            if shape == "fifo":
+                os.mkfifo(path / "odd")
+            elif shape == "socket":
+                os.mknod(path / "odd", stat.S_IFSOCK | 0o600)
+            else:
+                (path / "odd").symlink_to("/etc" if shape == "directory link" else "/etc/hosts")
+        assert not list((home / RUN).glob(f"{4:012}.*"))
 
 
 # -- what is gone -----------------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ class Checkpointer:
 
         Raises:
             StepRefused: as for `save`.
-            ManifestError: the directory contains something other than plain files.
+            ManifestError: the directory contains something other than plain files, or was itself replaced or removed.
             SpoolFull, SpoolUnusable: the directory could not be made durable.
         """
         self._inner.check_open()

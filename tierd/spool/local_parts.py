@@ -132,12 +132,13 @@ class LocalParts:
         if self._made and not self.control.exists():
             raise FileNotFoundError(errno.ENOENT, "it has vanished: is its file system still mounted?", str(self.root))
 
-    def check_home(self, run: str, only: Collection[CheckpointId] | None = None) -> None:
+    def check_home(self, run: str, only: Collection[CheckpointId] | None = None, step: int | None = None) -> None:
         """Check that no part of a run is behind a symbolic link that tierd does not follow.
 
         Args:
             run: the run's name.
             only: check these checkpoints only.
+            step: check the checkpoints of this step only, because a bad part of another one is no obstacle to it.
 
         Raises:
             SpoolUnusable: such a link exists; the message names the link and the remedy.
@@ -145,10 +146,12 @@ class LocalParts:
         """
         self.check_way(run)
         home = self.root / run
+        prefix = "" if step is None else f"{step:012}."
         names = links_in(home) if only is None else [one.name for one in only if (home / one.name).is_symlink()]
-        inside = [home / name for name in names]
+        inside = [home / name for name in names if name.startswith(prefix)]
         for checkpoint in directories_in(home) if only is None else [one.name for one in only]:
-            inside += [home / checkpoint / name for name in links_in(home / checkpoint)]
+            if checkpoint.startswith(prefix):
+                inside += [home / checkpoint / name for name in links_in(home / checkpoint)]
         for link in inside:
             raise SpoolUnusable(
                 f"{link}: a symbolic link to {link.readlink()}; below a run's directory none is followed. Put the "

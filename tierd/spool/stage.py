@@ -11,6 +11,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,6 +26,7 @@ from tierd.spool.file_io import open_directory, sync_directory, write_file
 from tierd.spool.verified_reads import describe_file
 
 _POLL_S = 0.02  # between two looks at a lock
+_KEEP = "a library that saves into a stage must keep the directory, and write its files into it"
 
 
 class Stage:
@@ -53,9 +55,11 @@ class Stage:
         The caller has made everything in the stage except the manifest durable.
 
         Raises:
+            ManifestError: the stage's directory was replaced or removed.
             StepRefused: this attempt has committed the part before; the stage is left for `abandon`.
             OSError: the part is not durable; the part is invisible again if the file system permits that rename.
         """
+        self.check()
         write_file(self.path / MANIFEST_NAME, MANIFEST_NAME, encode(manifest))
         for directory, _, _ in os.walk(self.path, topdown=False, onerror=_raise):
             sync_directory(Path(directory))
@@ -73,6 +77,16 @@ class Stage:
         os.close(self._fd)
         self._fd = -1
         self._committed()
+
+    def check(self) -> None:
+        """Raise `ManifestError` if the path of the stage leads to anything but the directory that was made for it."""
+        try:
+            status = self.path.lstat()
+        except FileNotFoundError:
+            raise ManifestError(f"{self.path}: the stage's directory was removed; {_KEEP}") from None
+        if not os.path.samestat(status, os.fstat(self._fd)):
+            kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "another directory or file"
+            raise ManifestError(f"{self.path}: {kind} replaced the stage's directory; {_KEEP}")
 
     def _show(self) -> int:
         """Rename the stage to its target, and return a descriptor of the directory that holds it then."""
@@ -112,7 +126,10 @@ class Stage:
         """Remove the stage; harmless after `commit`. Files that a failing disk keeps are removed later as leftovers."""
         if self._fd >= 0:
             with suppress(OSError):  # rmtree raises nevertheless if it opened a directory and cannot read its status
-                shutil.rmtree(self.path, ignore_errors=True)
+                if stat.S_ISDIR(self.path.lstat().st_mode):
+                    shutil.rmtree(self.path, ignore_errors=True)
+                else:  # rmtree refuses a link, and waits for ever to open a FIFO
+                    self.path.unlink()
             os.close(self._fd)  # left open, it would keep the directory locked
             self._fd = -1
 
@@ -142,6 +159,8 @@ def describe_directory(home: Path, written: Mapping[str, tuple[int, str]] | None
         for name in names:
             if Path(directory, name).is_symlink():
                 raise ManifestError(f"{Path(directory, name)}: a symbolic link; a checkpoint holds plain files only")
+            if Path(directory, name).is_mount():
+                raise ManifestError(f"{Path(directory, name)}: another file system is mounted there; unmount it")
         for name in leaves:
             path = Path(directory, name)
             if path.is_symlink() or not path.is_file():

@@ -42,10 +42,11 @@ _TRIES = 2
 
 class Seeing(Protocol):
     """A process's view of a run's checkpoints. If `deep` is true, the view has all of them, else only the newest, which
-    suffice for most restores.
+    suffice for most restores. `step` is the step that is restored, None for the newest.
     """
 
     deep: bool
+    step: int | None
 
     def run_view(self) -> RunView: ...
 
@@ -159,6 +160,7 @@ class Search:
         entries in `only`.
         """
         vanished = 0
+        self.source.step = step
         self.source.deep |= not (step is None and attempt is None and best is None)
         # Corruption may be proven and quarantined in all places that one rank can read, while the node that saved the
         # part still holds a right copy. That node flushes the copy again, by itself or on request.

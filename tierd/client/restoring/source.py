@@ -71,6 +71,7 @@ class NodeSource:
         link: the connection to the daemon, which keeps fetched directories while it is open; None without a daemon.
         alone: why there is no connection although tiers may have copies; empty without tiers.
         deep: whether a listing of the spool alone contains every checkpoint, not only the newest few.
+        step: the step that is restored; None: the newest. Links at other steps are then no obstacle.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class NodeSource:
         self._connected = bool(silent)
         self.alone = silent
         self.deep = False
+        self.step: int | None = None
         self.arena: Arena | None = None  # the memory that holds the returned files, if a predecessor left them there
 
     def run_view(self) -> RunView:
@@ -105,14 +107,14 @@ class NodeSource:
             self.link, self._connected = self._connect(), True
         if self.link:
             with translated(f"spool {self._spool.root}"):
-                self._spool.check_home(self._run)
+                self._spool.check_home(self._run, step=self.step)
             try:
                 return read_member(self.link.ask(Candidates(run=self._run, metrics=self._metrics)), "sight", RunView)
             except DaemonSilent as error:
                 self.alone = str(error)
                 self.close()
                 self.link = None
-        place, oldest = observe_spool(self._spool, self._run, deep=self.deep)
+        place, oldest = observe_spool(self._spool, self._run, deep=self.deep, step=self.step)
         seen = run_view_of(Inventory(place, {}), self._run, self._metrics)
         seen = seen if oldest is None else cut(seen, self._run, oldest)
         return msgspec.structs.replace(seen, alone=f"node {socket.gethostname()}: {self.alone}" if self.alone else "")

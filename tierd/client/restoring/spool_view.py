@@ -15,13 +15,14 @@ from tierd.spool.spool import Spool
 _NEWEST = 4  # checkpoints in the first listing; nearly every restore takes one of them
 
 
-def observe_spool(spool: Spool, run: str, *, deep: bool) -> tuple[Place, CheckpointId | None]:
+def observe_spool(spool: Spool, run: str, *, deep: bool, step: int | None = None) -> tuple[Place, CheckpointId | None]:
     """List the run in the spool. Also return the oldest checkpoint that was listed, if older ones exist.
 
     Args:
         spool: the spool.
         run: the run.
         deep: list every checkpoint, not only the newest few.
+        step: as for `check_home`.
 
     Raises:
         SpoolUnusable: the spool cannot be listed, so it must not count as empty; or `check_home` finds a link.
@@ -32,7 +33,7 @@ def observe_spool(spool: Spool, run: str, *, deep: bool) -> tuple[Place, Checkpo
         before = committed(spool.control)
         newest = [] if deep else spool.newest(run, _NEWEST + 1)
         few = newest[:_NEWEST] if len(newest) > _NEWEST else None
-        spool.check_home(run, few)
+        spool.check_home(run, few, step)
         for part in spool.parts(run) if few is None else [one for some in few for one in spool.parts_of(some)]:
             try:
                 parts[part] = ManifestFacts.of(spool.manifest(part))

@@ -40,6 +40,7 @@ class DirectorySaver:
             with stage:
                 yield stage.path
                 with translated(f"spool {self._spool.root}"):
+                    stage.check()  # before anything is read, because a link would lead out of the stage
                     files = describe_directory(stage.path)
                     self._staged_bytes = sum(file.size for file in files)
                     stage.commit(msgspec.structs.replace(self._launch.manifest(part, numbers), files=files))
