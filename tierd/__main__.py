@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import signal
 import sys
 
 
 def main() -> int:
     """Run the command line and return the process's exit code."""
+    if sys.argv[1:2] == ["run"]:
+        # Held back until `serve` can handle it, because a reload during the start would end the daemon.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         from tierd.cli import run
     except ModuleNotFoundError as error:

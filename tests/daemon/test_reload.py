@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -337,3 +338,29 @@ def test_a_flush_that_takes_long_is_cut_off_and_gone_on_with(node, spool, said, 
             await until(lambda: stores[1].puts(lambda key: "/manifests/" in key))
 
     asyncio.run(work())
+
+
+def test_sighup_during_the_start_reloads_when_the_daemon_is_up(tmp_path):
+    (tmp_path / "tier").mkdir()
+    file = tmp_path / "tierd.toml"
+    file.write_text(f'spool = "{tmp_path / "spool"}"\n[[tier]]\nname = "nfs"\nurl = "{tmp_path / "tier"}"\n')
+    # The signal comes with the first import of the command line, long before the event loop exists.
+    early = (
+        "import os, signal, sys\n"
+        "class Early:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'tierd.cli':\n"
+        "            os.kill(os.getpid(), signal.SIGHUP)\n"
+        "sys.meta_path.insert(0, Early())\n"
+        "from tierd.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    command = [sys.executable, "-c", early, "run", "--config", str(file)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as daemon:
+        lines = []
+        for line in daemon.stderr:
+            lines.append(line)
+            if "the configuration is reloaded" in line:
+                daemon.terminate()
+    assert daemon.returncode == 0, lines
+    assert any("the configuration is reloaded: nfs" in line for line in lines)

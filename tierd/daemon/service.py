@@ -90,10 +90,6 @@ async def serve(
         ConfigError: as `open_all`; or a watched run is a trainer's, and nothing else can be served.
         StoreRefused: with `until_idle`: a watched directory cannot be watched.
     """
-    leave_no_core()
-    spare_address_space()
-    await check_apart(config)  # before a spool is created inside a tier's directory
-    spool = Spool(Path(config.spool))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -101,6 +97,11 @@ async def serve(
     hup = asyncio.Event()
     if reread is not None:
         loop.add_signal_handler(signal.SIGHUP, hup.set)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # `__main__` held it back during the imports
+    leave_no_core()
+    spare_address_space()
+    await check_apart(config)  # before a spool is created inside a tier's directory
+    spool = Spool(Path(config.spool))
     async with AsyncExitStack() as stack:
         stack.enter_context(spool.lock())
         stack.enter_context(bounded(spool.control))
