@@ -6,6 +6,8 @@ so the choice never has to be taken back.
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -86,7 +88,10 @@ def read_chosen(directory: Path, run: str) -> Chosen | None:
     """
     path = directory / NAME
     try:
-        with path.open("rb") as file:
+        # O_NOFOLLOW and O_NONBLOCK, because other programs write in this directory: a link or a FIFO is refused.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"{path}: not a plain file, so not what `tierd restore --into` writes; remove it")
             found = msgspec.json.decode(file.read(_LONGEST), type=Chosen)
     except FileNotFoundError:
         return None

@@ -216,7 +216,12 @@ def _way(directory: Path, name: str) -> Path:
         here /= piece
         if here.is_symlink():
             raise ConfigError(f"{here}: a symbolic link; name the directory to which it leads")
-        here.mkdir(exist_ok=True)
+        try:
+            here.mkdir(exist_ok=True)
+        except FileExistsError:
+            raise ConfigError(
+                f"{here}: not a directory; tierd needs one of that name there: move that file away"
+            ) from None
     return here / last
 
 
