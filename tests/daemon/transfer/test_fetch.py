@@ -118,6 +118,7 @@ def test_a_whole_part_comes_into_an_empty_spool(spool, tmp_path):
     assert [path for path in listing(fresh) if path.startswith(".tierd/")] == [
         ".tierd/alive",
         ".tierd/fetch",
+        ".tierd/node",
         ".tierd/quarantine",
         ".tierd/recycle",
         ".tierd/retention",
