@@ -87,7 +87,8 @@ class Arena:
             if self.fd >= 0:
                 os.close(self.fd)
                 self.fd = -1
-            raise MemoryError(f"an arena of {self.size} bytes: {error.strerror}") from error
+            limit = "; raise the limit of a file's size (`ulimit -f unlimited`)" if error.errno == errno.EFBIG else ""
+            raise MemoryError(f"an arena of {self.size} bytes: {error.strerror}{limit}") from error
         self._memory.madvise(mmap.MADV_DONTFORK)
         try:
             # Huge pages speed up direct I/O; most systems refuse them for shared memory.

@@ -22,7 +22,15 @@ def condition(error: OSError, doing: str) -> TierdError:
     """Return the `TierdError` that names the condition behind an `OSError` of the spool's file system."""
     text = f"{doing}: {error.strerror or error}"
     if is_full(error):
-        return SpoolFull(f"{text}; free space on that file system, or keep less in the spool")
+        return SpoolFull(
+            f"{text}; free space on that file system, or keep less in the spool. If `df` shows free space, `df -i` "
+            "tells whether its inodes are used up: delete files there, or make the file system with more inodes"
+        )
+    if error.errno == errno.EFBIG:
+        return SpoolUnusable(
+            f"{text}: a limit of this process or of the file system on a file's size; raise it with `ulimit -f "
+            "unlimited` (LimitFSIZE= of systemd) before the process starts"
+        )
     return SpoolUnusable(text)
 
 
