@@ -8,7 +8,6 @@ import os
 import signal
 import time
 import traceback
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -133,8 +132,7 @@ def _serve(line: Connection, spool: Path, big: int, alone: bool) -> None:
         return
     while (step := line.recv()) is not None:
         line.send(_save(checkpointer, step, big, kept))
-    with suppress(SaveFailed):  # raised if the last save failed, which `_save` has reported
-        checkpointer.close()
+    checkpointer.close()
     line.send("closed")
 
 
