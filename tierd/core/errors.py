@@ -108,7 +108,7 @@ class SpoolFull(TierdError):
 
 
 class SaveFailed(TierdError):
-    """A checkpoint could not be made durable. `Save.wait` chains the cause. `close` names the states in no place."""
+    """The checkpoint could not be made durable; the cause is chained."""
 
 
 class SaveSkipped(TierdError):

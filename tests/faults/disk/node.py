@@ -247,7 +247,7 @@ class Node:
             self.restore(max(self.saved), or_newer=self.failed)
 
     def stop(self) -> None:
-        with limited("close"), suppress(SaveFailed):  # raised if the last save failed, which `save` has recorded
+        with limited("close"):
             self.trainer.close()
         if self.daemon:
             self.daemon.stop()
