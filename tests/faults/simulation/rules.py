@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 Which = tuple[str, int, int]  # run, launch, step
 
@@ -69,11 +70,27 @@ class Rules:
             return set()
         passed = timeline(known)
         path = [one for one in ordered if is_on(passed, one.which)]
-        newest = ordered[-1]
         found = {one.which for one in (*ordered[-self.last :], *path[-self.last :])}
         if self.within:
-            found |= {one.which for one in ordered if newest.created - one.created <= self.within}
+            found |= {one.which for one in ordered if _age(one, ordered) <= self.within}
         return found
+
+
+def _age(one: Saved, ordered: list[Saved]) -> float:
+    """How much older than the newest it is at least, if at most one launch's clock is wrong: by all clocks; without the
+    time that passed between its launch and the next; or without that between the newest launch and the one before."""
+    newest = ordered[-1]
+    ages = [newest.created - one.created]
+    later = [some for some in ordered if some.launch > one.launch]
+    if later:
+        last = [some for some in ordered if some.launch == one.launch][-1]
+        ages.append(last.created - one.created + newest.created - later[0].created)
+        first = next(some for some in ordered if some.launch == newest.launch)
+        before = [some for some in ordered if some.launch < newest.launch][-1]
+        ages.append(before.created - one.created + newest.created - first.created)
+    after = [some.created for some in ordered if some.which >= one.which]
+    steps = sum(max(b - a, 0.0) for a, b in pairwise(after))
+    return min((age for age in ages if age >= 0), default=steps)
 
 
 def _spaced(ordered: list[Saved], every: float) -> set[Which]:

@@ -2,7 +2,7 @@
 
 Invariant: only verified, complete checkpoints count towards a rule, and the newest of them is always kept. A checkpoint
 that is not verified is not deleted. One that cannot become complete any more is deleted once enough newer complete ones
-exist. No wall clock decides, because ages are differences between checkpoints' times of creation.
+exist. No wall clock decides, because ages are differences between checkpoints' times of creation (`ages`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 from tierd.core.ids import CheckpointId
+from tierd.core.retention.ages import Ages, Order
 from tierd.core.retention.policy import Best, Duration, RetentionPolicy, seconds
 from tierd.core.timeline.chain import way
 
 T = TypeVar("T", bound=tuple[Any, ...])
-Order: TypeAlias = tuple[str, str, int]  # run, attempt, step
 Origins: TypeAlias = Mapping[str, CheckpointId | None]  # attempt -> the checkpoint that it resumed from
 
 HOPED_FOR = "incomplete: its other parts may still come"
@@ -102,7 +102,6 @@ class Ranking:
         # checkpoint from which it resumed.
         known = {info.id.attempt: info.origin for info in checkpoints if info.created} | dict(origins)
         self._policy = policy
-        self._newest = counted[-1] if counted else None
         self._way = way(max(known), known) if known else {}
         self._all = [_order(info) for info in counted]  # oldest first, like the lists below
         self._on_path = [info for info in counted if self._is_on_path(info)]
@@ -130,10 +129,8 @@ class Ranking:
             }
         for steps in policy.every_steps:
             found |= {info.id for info in self._counted if info.id.step % steps == 0}
-        if policy.keep_within and self._newest and (newest := self._newest.created):
-            within = seconds(policy.keep_within)
-            made = ((info.id, info.created) for info in self._counted if info.created)
-            found |= {one for one, created in made if (newest - created).total_seconds() <= within}
+        if policy.keep_within:
+            found |= {info.id for info in self._counted if self._is_within(info, policy.keep_within)}
         ranked = [order for best in policy.bests for _, order in self._ranked[best][-best.count :]]
         spaced = [order for every in policy.every for order, _ in self._spaced[every]]
         found |= {CheckpointId(*order) for order in (*ranked, *spaced)}
@@ -174,8 +171,7 @@ class Ranking:
         if place <= count:
             yield "newest" if newer == 0 else f"last {place} of {count}" + ("" if on_path else ", off the timeline")
         yield from self._by_step(info)
-        newest = (info if newer == 0 or self._newest is None else self._newest).created
-        if within and newest and info.created and (newest - info.created).total_seconds() <= seconds(within):
+        if within and self._is_within(info, within):
             yield f"within {within} of the newest"
         yield from self._by_time_or_metric(info)
 
@@ -203,6 +199,13 @@ class Ranking:
     def _is_on_path(self, info: CheckpointInfo) -> bool:
         limit = self._way.get(info.id.attempt, -1)
         return limit is None or info.id.step <= limit
+
+    @cached_property
+    def _ages(self) -> Ages:
+        return Ages((_order(info), info.created) for info in self._counted if info.created)
+
+    def _is_within(self, info: CheckpointInfo, within: Duration) -> bool:
+        return info.created is not None and self._ages.age_s(_order(info), info.created) <= seconds(within)
 
     def _is_spaced(self, info: CheckpointInfo, every: Duration) -> bool:
         # Only older checkpoints that this rule keeps decide, so that pruning others in between changes no verdict.
