@@ -94,7 +94,7 @@ def dying(inner: Store, at: int, after: bool) -> Double:
     return double
 
 
-_DATED = "/retention/", "/timeline/"  # what says when it was written
+_DATED = "/retention/", "/timeline/", "README.md.id"  # what says when it was written
 
 
 async def contents(store: Store, *, policies: bool = False) -> dict[str, bytes]:

@@ -28,7 +28,8 @@ _BY_NODE = re.compile(r"([0-9a-f]{8})\.json")
 _PART = re.compile(r"([0-9]{5})-of-([0-9]{5})")
 README_KEY = "README.md"  # explains the tier to a person who finds it
 CHECK_KEY = "README.md.check"  # exists only while `config check --reach` runs
-OWN_KEYS = frozenset({README_KEY, CHECK_KEY})  # the tier's own objects at its root, which are not runs
+IDENTITY_KEY = "README.md.id"  # the tier's identity; one listing of README_KEY as a prefix shows all three
+OWN_KEYS = frozenset({README_KEY, CHECK_KEY, IDENTITY_KEY})  # the tier's own objects at its root, which are not runs
 
 
 def check_run(run: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ from tierd.daemon.reload import Reload
 from tierd.daemon.reports import last_status
 from tierd.daemon.reports.own_log import bounded
 from tierd.daemon.systemd import feed_watchdog, notify
+from tierd.daemon.tiers.identity import check_identities
 from tierd.events.notifier import Notifier
 from tierd.priority import spare_address_space
 from tierd.spool.commit import CommittedPart
@@ -64,6 +65,13 @@ async def open_all(config: Config, stack: AsyncExitStack, *, trial: bool = False
     return await open_tiers(config, stack, trial=trial), notifier
 
 
+async def open_compared(config: Config, stack: AsyncExitStack) -> tuple[dict[str, Store], Notifier]:
+    """Open all that a configuration refers to, for a reload. Raises as `open_all` and `check_identities`."""
+    stores, notifier = await open_all(config, stack)
+    await check_identities(config, stores)
+    return stores, notifier
+
+
 async def serve(
     config: Config,
     *,
@@ -87,7 +95,8 @@ async def serve(
 
     Raises:
         SpoolUnusable: the spool cannot be used, or another daemon holds it.
-        ConfigError: as `open_all`; or a watched run is a trainer's, and nothing else can be served.
+        ConfigError: as `open_all`; or two tiers are one place under two names; or a watched run is a trainer's, and
+            nothing else can be served.
         StoreRefused: with `until_idle`: a watched directory cannot be watched.
     """
     stop = asyncio.Event()
@@ -108,7 +117,7 @@ async def serve(
         opened = await stack.enter_async_context(AsyncExitStack())
         stores, notifier = await open_all(config, opened)
         http = server_of(config.http)
-        reload = Reload(reread or (lambda: config), open_all, opened, notifier)
+        reload = Reload(reread or (lambda: config), open_compared, opened, notifier)
 
         def heard(event: Event) -> None:
             reload.notifier.offer(event)
@@ -143,6 +152,7 @@ async def serve(
         rest = _idle(reconciler, control, handoff, intake, await_trainer) if until_idle else asyncio.Event().wait()
         idle = asyncio.ensure_future(rest)
         refusing = asyncio.ensure_future(_refused(intake) if reread is None else asyncio.Event().wait())
+        comparing = asyncio.ensure_future(_stay_apart(config, stores))
         reloading = asyncio.ensure_future(reload.run(hup, reconciler, control))
         notify("READY=1")
         tiers = ", ".join(f"{tier.name} {parse_url(tier.url)}" for tier in config.tier)
@@ -153,7 +163,7 @@ async def serve(
         failure: BaseException | None = None
         left: tuple[Remaining | str, ...] = ()
         try:
-            await asyncio.wait([stopped, work, idle, refusing], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([stopped, work, idle, refusing, comparing], return_when=asyncio.FIRST_COMPLETED)
             if stopped.done():
                 notify("STOPPING=1")
                 taking.cancel()
@@ -162,10 +172,12 @@ async def serve(
                         await reload.lock.acquire()  # let a reload under way end, and prevent another
                 log.info("stopping: flushes in hand have %s", reconciler.config.drain)
                 left = await _drain(reconciler, seconds(reconciler.config.drain))
+            elif comparing.done():
+                failure = comparing.exception()
             elif not work.done():
                 failure, left = intake.failure, intake.refused
         finally:
-            tasks = (work, taking, life, idle, refusing, stopped, reloading, recording, answering)
+            tasks = (work, taking, life, idle, refusing, comparing, stopped, reloading, recording, answering)
             for task in tasks:
                 if not task.cancelling():  # a second time would cut off how the watches end on the tier
                     task.cancel()
@@ -180,6 +192,15 @@ async def serve(
                 log.error("%s was not taken", path)
         log.info("ended")
     return left
+
+
+async def _stay_apart(config: Config, stores: Mapping[str, Store]) -> None:
+    """Return only by an error: `ConfigError` if two tiers are one place. Beside the work, because a tier may be slow.
+
+    Prunes do not rely on this: each compares its tier before it deletes.
+    """
+    await check_identities(config, stores)
+    await asyncio.Event().wait()
 
 
 async def _answer(http: HttpServer | None, reconciler: Reconciler, control: Control) -> None:

@@ -33,6 +33,7 @@ class DaemonTimings:
         twin_s: how long a flush waits for another tier's manifest, which only saves work.
         holds_s: how long a tier may be silent when it is asked whether it holds a part, before another tier deletes its
             copy; the prune is put off after that, because flushes wait for it.
+        compared_s: how long a comparison of the tiers' identities counts for the prunes of a tier.
         restore_s: how long a restore waits for a tier's answer if the spool suffices.
         refused_s: how long a refused deletion counts before the store is asked again.
         list_again_s: until a tier whose runs could not be listed is tried again.
@@ -64,6 +65,7 @@ class DaemonTimings:
     room_s: float = 5.0
     twin_s: float = 5.0
     holds_s: float = 5.0
+    compared_s: float = 3600.0
     restore_s: float = 60.0
     refused_s: float = 600.0
     list_again_s: float = 60.0

@@ -157,7 +157,7 @@ def on_tier(root: Path, big: int) -> set[int]:
 
 
 def _known(path: Path) -> bool:
-    return str(path) == "README.md" or (
+    return str(path) in ("README.md", "README.md.id") or (
         path.parts[0] == "run" and path.parts[1] in ("manifests", "chunks", "retention", "timeline")
     )
 

@@ -231,7 +231,7 @@ def _observe_tier(seen: Seen, tier: Path, sizes: Sizes) -> None:
             continue
         key = path.relative_to(tier).as_posix()
         match key.split("/"):
-            case ["README.md"]:
+            case ["README.md" | "README.md.id"]:
                 pass
             case [_, "retention", _]:
                 json.loads(path.read_bytes())["retention"]["keep_last"]  # whole, whenever the power went

@@ -379,7 +379,8 @@ class Trial:
                     if launches[max(launches)]["newest"] != steps[-1]:
                         raise Lost(f"{bucket.name}: the head says {launches}, and the newest step is {steps[-1]}")
                     continue
-                if loose or not (key == "README.md" or key in manifests or "/chunks/" in key or "/retention/" in key):
+                about = key in ("README.md", "README.md.id")
+                if loose or not (about or key in manifests or "/chunks/" in key or "/retention/" in key):
                     raise Lost(f"{bucket.name}: {key} is left over")
             if heads != 1:
                 raise Lost(f"{bucket.name}: {heads} heads can be read")

@@ -41,6 +41,7 @@ from tierd.core.urls import parse_url
 from tierd.daemon.opening import open_tiers
 from tierd.daemon.service import open_all, serve
 from tierd.daemon.tiers import pins
+from tierd.daemon.tiers.identity import check_identities
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.tiers.reach import Reach
 from tierd.daemon.tiers.reach import reach as try_out
@@ -225,4 +226,6 @@ async def _opened(config: Config, *, reach: bool) -> dict[str, Reach]:
     """Open all places of a configuration, as a starting daemon does; with `reach`, return what each tier permits."""
     async with AsyncExitStack() as stack:
         stores, _ = await open_all(config, stack, trial=True)
+        if reach:
+            await check_identities(config, stores)
         return {name: await try_out(store) for name, store in stores.items()} if reach else {}

@@ -29,6 +29,7 @@ from tierd.core.planning.verdicts import judge
 from tierd.core.report import reasons_of
 from tierd.core.retention.policies import known_policy, unknown
 from tierd.daemon.opening import open_tiers
+from tierd.daemon.tiers.identity import check_identities
 from tierd.daemon.tiers.intents import being_flushed
 from tierd.daemon.tiers.manifests import Manifests
 from tierd.daemon.tiers.observe import observe_places
@@ -109,6 +110,7 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
     judged: list[Judged] = []
     async with AsyncExitStack() as stack:
         stores = await open_tiers(where.config, stack)
+        await check_identities(where.config, stores)
         inventory = await observe_places(where.spool, stores, run)
         if where.policy:  # a person's policy replaces the runs' own
             answered = {name: place and replace(place, policies={}) for name, place in inventory.tiers.items()}

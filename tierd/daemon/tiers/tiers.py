@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -28,6 +30,7 @@ from tierd.daemon.tiers.deletions import Confirm
 from tierd.daemon.tiers.flushes import TierFlushes
 from tierd.daemon.tiers.heads import rolled_back, unwritten, write
 from tierd.daemon.tiers.holders import holds, lacking
+from tierd.daemon.tiers.identity import check_identities
 from tierd.daemon.tiers.intents import sweep
 from tierd.daemon.tiers.manifests import READERS
 from tierd.daemon.tiers.observations import Observations
@@ -70,6 +73,7 @@ class Tiers:
         self.observed = Observations(self._observers)
         self.flushes = TierFlushes(config, spool, self._stores, self.observed, pause, self.who, timings)
         self._config = config
+        self._compared_s = dict.fromkeys(stores, -math.inf)  # tier -> when its identity was compared, monotonic
         self._untidy = set(stores)  # tiers where an operation of this node or of its earlier daemon may be cut off
 
     def requests(self, tier: str) -> int:
@@ -178,8 +182,10 @@ class Tiers:
             The checkpoints of which anything was deleted.
 
         Raises:
+            ConfigError: the tier is the place of another one under another name, so nothing is deleted there.
             DeleteRefused: the tier refuses deletions; no mark is left there.
         """
+        await self._check_identity(tier)
         eye = self._observers[tier]
         # Before any mark is put, because a mark that cannot be deleted would block flushes.
         for run in {one.run for one in checkpoints}:
@@ -206,6 +212,13 @@ class Tiers:
         for one in {*gone, *bare}:
             self.observed.did(tier, partial(_without, one))
         return gone
+
+    async def _check_identity(self, tier: str) -> None:
+        now_s = time.monotonic()
+        if now_s - self._compared_s[tier] < self._timings.compared_s:
+            return
+        if await check_identities(self._config, self._stores, tier):
+            self._compared_s[tier] = now_s
 
     async def are_past(self, checkpoint: CheckpointId, inventory: Inventory) -> bool:
         """Whether each tier that is not silent has as many usable newer checkpoints as its retention counts on.

@@ -25,12 +25,13 @@ from tierd.core.errors import (
     StoreRefused,
     StoreUnavailable,
 )
-from tierd.core.ids import README_KEY, CheckpointId, PartId, chunk_owner
+from tierd.core.ids import IDENTITY_KEY, README_KEY, CheckpointId, PartId, chunk_owner
 from tierd.core.manifest import Chunk, Content, Manifest, is_patch
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.copies import ManifestFacts
 from tierd.core.planning.sharing import patchable, shareable
 from tierd.daemon.pause import Pause
+from tierd.daemon.tiers.identity import put_identity
 from tierd.daemon.tiers.intents import left_over, naming
 from tierd.daemon.tiers.objects import put_manifest
 from tierd.daemon.tiers.observe import chunks_there, missing_chunks
@@ -222,10 +223,11 @@ async def _show(route: Route, part: PartId, manifest: Manifest) -> None:
 
 async def _introduce(store: Store) -> None:
     # A person who finds the bucket in five years should be able to recover from it by hand.
-    async for info in store.scan(README_KEY):
-        if info.key == README_KEY:
-            return
-    await store.put(README_KEY, introduction())
+    present = {info.key async for info in store.scan(README_KEY)}
+    if README_KEY not in present:
+        await store.put(README_KEY, introduction())
+    if IDENTITY_KEY not in present:
+        await put_identity(store)
 
 
 def introduction() -> bytes:

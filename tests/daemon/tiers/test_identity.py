@@ -1,0 +1,158 @@
+"""Two names for one place: nothing is deleted by a policy that does not know the other one's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+
+import pytest
+from stores.s3.test_s3_store import credentials
+from support.doubles import contents
+from support.s3stub import Bucket, serving
+from support.world import commit, converge, part, running, steps_on, until
+
+from tierd.cli import run as command
+from tierd.core.config import Config, TierConfig, from_urls
+from tierd.core.errors import ConfigError, StoreUnavailable
+from tierd.core.retention.policy import RetentionPolicy
+from tierd.daemon.opening import open_tiers
+from tierd.daemon.reconcile import Reconciler
+from tierd.daemon.tiers.identity import check_identities, put_identity, read_identity
+from tierd.spool.spool import Spool
+from tierd.stores.memory import MemoryStore
+
+__all__ = ["credentials"]  # the fixture
+
+
+def named(spool: Spool, keeps: dict[str, int], urls: dict[str, str] | None = None) -> Config:
+    """A configuration of tiers by name, each with its own `keep_last`."""
+    urls = urls or {name: f"s3://bucket/p?endpoint=http://{name}" for name in keeps}
+    tiers = [
+        TierConfig(name=name, url=urls[name], retention=RetentionPolicy(keep_last=keep)) for name, keep in keeps.items()
+    ]
+    return Config(spool=str(spool.root), tier=tuple(tiers), min_free_percent=0.0, scrub="0s")
+
+
+class Below(MemoryStore):
+    """The objects of another store below a prefix."""
+
+    def __init__(self, outer: MemoryStore, prefix: str) -> None:
+        super().__init__()
+        self._outer, self._prefix = outer, prefix
+
+    async def put(self, key, data):
+        return await self._outer.put(f"{self._prefix}/{key}", data)
+
+    async def get(self, key, into=None):
+        return await self._outer.get(f"{self._prefix}/{key}", into)
+
+
+def test_a_tier_gets_a_record_with_its_first_object_and_keeps_it(spool):
+    store = MemoryStore()
+    commit(spool, part(1))
+    asyncio.run(converge(spool, {"tier": store}))
+    record = json.loads(asyncio.run(store.get("README.md.id")))
+    assert record["format"] == 1 and len(record["id"]) == 32
+    commit(spool, part(2))
+    asyncio.run(converge(spool, {"tier": store}))
+    assert asyncio.run(read_identity(store)) == record["id"]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_two_names_of_one_place_are_refused_before_a_prune(spool, recorded):
+    """Endpoints `localhost` and `127.0.0.1`, `keep_last` 1 and 8: [6] was left of [1..6]."""
+    store = MemoryStore()
+    if recorded:
+        asyncio.run(put_identity(store))
+
+    async def work() -> None:
+        with pytest.raises(ConfigError, match="is the place of tier 'poor' under another name"):
+            await check_identities(named(spool, {"poor": 1, "rich": 8}), {"poor": store, "rich": store}, "poor")
+
+    asyncio.run(work())
+
+
+def test_a_daemon_with_two_names_for_one_place_deletes_nothing_there(spool):
+    store = MemoryStore()
+    for step in range(1, 7):
+        commit(spool, part(step))
+    asyncio.run(converge(spool, {"rich": store}, keep=8))
+    keeps = named(spool, {"poor": 1, "rich": 8})
+    daemon = Reconciler(keeps, spool, {"poor": store, "rich": store})
+
+    async def work() -> None:
+        async with running(daemon):
+            await until(lambda: "under another name" in str(daemon.workers["poor"].last_error))
+
+    asyncio.run(work())
+    assert steps_on(asyncio.run(contents(store))) == [1, 2, 3, 4, 5, 6]
+
+
+def test_copies_of_a_tier_are_two_places_and_get_two_records(spool):
+    store, copy = MemoryStore(), MemoryStore()
+    commit(spool, part(1))
+    asyncio.run(converge(spool, {"tier": store}))
+
+    async def work() -> None:
+        for key, data in (await contents(store, policies=True)).items():
+            await copy.put(key, data)
+        keeps = named(spool, {"a": 1, "b": 8})
+        assert await read_identity(store) == await read_identity(copy)
+        assert await check_identities(keeps, {"a": store, "b": copy})
+        assert await read_identity(store) != await read_identity(copy)
+        before = await read_identity(copy)
+        assert await check_identities(keeps, {"a": store, "b": copy}) and await read_identity(copy) == before
+
+    asyncio.run(work())
+
+
+def test_a_tier_below_another_one_under_another_name_is_refused(spool):
+    outer = MemoryStore()
+    inner = Below(outer, "r")
+    urls = {"outer": "s3://bucket/n?endpoint=http://a", "inner": "s3://bucket/n/r?endpoint=http://b"}
+
+    async def work() -> None:
+        await put_identity(inner)
+        with pytest.raises(ConfigError, match="'inner' lies in the place of tier 'outer'"):
+            await check_identities(named(spool, {"outer": 1, "inner": 8}, urls), {"outer": outer, "inner": inner})
+
+    asyncio.run(work())
+
+
+def test_a_tier_that_does_not_answer_is_left_out_and_compared_later(spool):
+    store = MemoryStore()
+    asyncio.run(put_identity(store))
+
+    class Silent(MemoryStore):
+        async def get(self, key, into=None):
+            raise StoreUnavailable("silent")
+
+    async def work() -> None:
+        assert not await check_identities(named(spool, {"a": 1, "b": 8}), {"a": store, "b": Silent()})
+
+    asyncio.run(work())
+
+
+def test_commands_refuse_two_names_of_one_server(tmp_path, capsys, credentials):
+    with serving(Bucket()) as bucket:
+        file, url = tmp_path / "tierd.toml", bucket.url()
+        alias = url.replace("127.0.0.1", "localhost")
+        assert alias != url
+        tiers = [f'[[tier]]\nname = "{name}"\nurl = "{text}"\n' for name, text in (("a", url), ("b", alias))]
+        file.write_text(f'spool = "{tmp_path / "spool"}"\n' + "".join(tiers))
+
+        async def identify() -> None:
+            async with AsyncExitStack() as stack:
+                await put_identity(*(await open_tiers(from_urls("/s", [url]), stack)).values())
+
+        asyncio.run(identify())
+        for words in (
+            ["config", "check", str(file), "--reach"],
+            ["prune", "--config", str(file)],
+            ["run", "--config", str(file)],
+        ):
+            capsys.readouterr()
+            assert command(words) == 3
+            assert "'b' is the place of tier 'a' under another name" in capsys.readouterr().err
+        assert command(["config", "check", str(file)]) == 0  # it asks no tier

@@ -1,0 +1,141 @@
+"""The identity of a tier: a record at its root, by which two names for one place are recognised.
+
+Invariant: of two tiers that are one place, or of which one lies in the other, nothing is deleted, because each policy
+would delete what only the other one keeps. URLs do not show this: one server has several names and addresses.
+
+A record is put with the first object of a tier and does not change afterwards, except where two tiers have the same
+one. Then a new record is put through one name. If the other name shows it, both are one place; otherwise one tier is a
+copy of the other, and has a record of its own now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Awaitable, Mapping
+from datetime import UTC, datetime
+from itertools import permutations
+
+import msgspec
+
+from tierd.core.config import Config
+from tierd.core.errors import ConfigError, CorruptChunk, ObjectNotFound, StoreRefused, StoreUnavailable
+from tierd.core.ids import IDENTITY_KEY
+from tierd.core.urls import StoreUrl, parse_url
+from tierd.stores.base import Store, is_key
+
+_ANSWER_S = 5.0  # seconds for a tier to answer
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """The record of a tier.
+
+    Attributes:
+        format: 1; members may be added, and a reader ignores those that it does not know.
+        id: 32 random hex digits.
+        host: the name of the node that put the record, for people.
+        created: when, in RFC 3339, for people.
+    """
+
+    format: int = 1
+    id: str
+    host: str = ""
+    created: str = ""
+
+
+async def read_identity(store: Store) -> str:
+    """Return a tier's id; empty if it has no record that can be read.
+
+    Raises:
+        StoreUnavailable, StoreRefused: the tier failed to answer.
+    """
+    return await _id_at(store, IDENTITY_KEY)
+
+
+async def put_identity(store: Store) -> str:
+    """Give a tier a new record, and return its id. Raises as `Store.put`."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    record = Identity(id=secrets.token_hex(16), host=socket.gethostname(), created=now)
+    await store.put(IDENTITY_KEY, msgspec.json.format(msgspec.json.encode(record), indent=2))
+    return record.id
+
+
+async def check_identities(config: Config, stores: Mapping[str, Store], tier: str = "") -> bool:
+    """Refuse a configuration of which two tiers are one place, or one lies in another one.
+
+    Args:
+        config: names the tiers.
+        stores: tier name -> open store.
+        tier: compare this tier with each other one, and give it a record if it has none; empty: compare all tiers.
+
+    Returns:
+        Whether all tiers answered within 5 s. One that did not is left out, because an outage must not end a daemon.
+
+    Raises:
+        ConfigError: two tiers are one place, or one lies in another one.
+        StoreUnavailable, StoreRefused: `tier` has no record, and does not take one.
+    """
+    if len(stores) < 2:
+        return True
+    if tier and await _answer(read_identity(stores[tier])) == "":
+        await put_identity(stores[tier])
+    answers = await asyncio.gather(*(_answer(read_identity(store)) for store in stores.values()))
+    ids = dict(zip(stores, answers, strict=True))
+    urls = {one.name: parse_url(one.url) for one in config.tier}
+    pairs = [(inner, outer) for inner, outer in permutations(stores, 2) if not tier or tier in (inner, outer)]
+    for inner, outer in pairs:
+        below = _key_below(urls[inner], urls[outer])
+        if ids[inner] and below and await _answer(_id_at(stores[outer], below)) == ids[inner]:
+            _refuse(inner, "lies in", outer)
+    for mine, theirs in pairs:
+        has_same = mine < theirs and ids[mine] and ids[mine] == ids[theirs]
+        if has_same and await _is_one_place(stores[mine], stores[theirs]):
+            _refuse(theirs, "is", mine)
+    return None not in answers
+
+
+async def _is_one_place(mine: Store, theirs: Store) -> bool:
+    """Whether a new record that is put through one name shows under the other one.
+
+    Two records that are the same count as one place while no new one can be put, because that deletes nothing.
+    """
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            return await put_identity(theirs) == await read_identity(mine)
+    except (StoreUnavailable, StoreRefused, TimeoutError):
+        return True
+
+
+async def _answer(reading: Awaitable[str]) -> str | None:
+    """Return the id that a tier gives; None if it does not answer."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            return await reading
+    except (StoreUnavailable, StoreRefused, TimeoutError):
+        return None
+
+
+async def _id_at(store: Store, key: str) -> str:
+    try:
+        return msgspec.json.decode(bytes(await store.get(key)), type=Identity).id
+    except (ObjectNotFound, CorruptChunk, msgspec.DecodeError):
+        return ""
+
+
+def _key_below(inner: StoreUrl, outer: StoreUrl) -> str:
+    """Return the key under which `outer` shows the record of `inner`; empty if no prefix says that it lies there."""
+    top = f"{outer.prefix}/" if outer.prefix else ""
+    if inner.is_directory or inner.bucket != outer.bucket:
+        return ""
+    if inner.prefix == outer.prefix or not inner.prefix.startswith(top):
+        return ""
+    key = f"{inner.prefix[len(top) :]}/{IDENTITY_KEY}"
+    return key if is_key(key) else ""
+
+
+def _refuse(tier: str, how: str, other: str) -> None:
+    raise ConfigError(
+        f"tier {tier!r} {how} the place of tier {other!r} under another name, and each would delete what is the "
+        "other's: nothing is pruned there; leave one of them out, or give it a prefix or directory of its own"
+    )
