@@ -532,8 +532,8 @@ def tierd_here(loop: SimLoop) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for target, value in (
-            ("tierd.daemon.tiers.tiers.node", name),
-            ("tierd.daemon.scrub.tier_repair.node", name),
+            ("tierd.daemon.tiers.tiers.node_id", name),
+            ("tierd.daemon.scrub.tier_repair.node_id", name),
             ("tierd.core.planning.sharing.SMALLEST_SHARED_BYTES", 1),
             ("tierd.spool.file_io.ahead", lambda items, worth: contextlib.nullcontext(items)),
             ("tierd.spool.verified_reads.ahead", lambda items, worth: contextlib.nullcontext(items)),
