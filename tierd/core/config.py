@@ -167,6 +167,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     http: HttpConfig | None = None
     watch: tuple[WatchConfig, ...] = ()
 
+    def urls(self) -> dict[str, StoreUrl]:
+        """Return the URL of each tier by its name."""
+        return {tier.name: parse_url(tier.url) for tier in self.tier}
+
     def named(self, name: str) -> TierConfig:
         """The tier called `name`."""
         return next(tier for tier in self.tier if tier.name == name)

@@ -68,7 +68,7 @@ async def open_all(config: Config, stack: AsyncExitStack, *, trial: bool = False
 async def open_compared(config: Config, stack: AsyncExitStack) -> tuple[dict[str, Store], Notifier]:
     """Open all that a configuration refers to, for a reload. Raises as `open_all` and `check_identities`."""
     stores, notifier = await open_all(config, stack)
-    await check_identities(config, stores)
+    await check_identities(config.urls(), stores)
     return stores, notifier
 
 
@@ -199,7 +199,7 @@ async def _stay_apart(config: Config, stores: Mapping[str, Store]) -> None:
 
     Prunes do not rely on this: each compares its tier before it deletes.
     """
-    await check_identities(config, stores)
+    await check_identities(config.urls(), stores)
     await asyncio.Event().wait()
 
 

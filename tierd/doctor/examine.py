@@ -12,6 +12,7 @@ from typing import assert_never
 from tierd.core.diagnosis import tier as judge
 from tierd.core.diagnosis.findings import NODE, SYSTEM, Finding, finding
 from tierd.core.errors import TierdError
+from tierd.daemon.tiers.identity import TiersOverlap, check_identities
 from tierd.doctor import disk, machine, service, tier
 from tierd.doctor.bounded import in_thread
 from tierd.doctor.disk import State
@@ -43,9 +44,19 @@ async def examine(what: Examined) -> list[Finding]:
     size = state.size if state else None
     groups = [_tier(one, size) for one in what.tiers]
     (found, failures), tiers = await asyncio.gather(_node(what, state), asyncio.gather(*groups))
+    shared = await _shared(what.tiers)
     for of, group in zip(what.tiers, tiers, strict=True):
-        found += [*group, *_view(of, group, failures)]
+        found += [*group, *_view(of, group, failures), *(one for one in shared if one.place == of.place)]
     return found
+
+
+async def _shared(tiers: Sequence[Subject]) -> list[Finding]:
+    """Find a tier that is the place of another one under another name, or lies in it."""
+    try:
+        await check_identities({of.place: of.url for of in tiers}, {of.place: of.store for of in tiers})
+    except TiersOverlap as error:
+        return [finding(error.tier, "another tier's place", str(error))]
+    return []
 
 
 def _view(of: Subject, found: Sequence[Finding], failures: Mapping[str, str]) -> Iterable[Finding]:

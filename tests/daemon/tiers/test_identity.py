@@ -16,10 +16,14 @@ from tierd.cli import run as command
 from tierd.core.config import Config, TierConfig, from_urls
 from tierd.core.errors import ConfigError, StoreUnavailable
 from tierd.core.retention.policy import RetentionPolicy
+from tierd.core.urls import parse_url
 from tierd.daemon.opening import open_tiers
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.tiers.identity import check_identities, put_identity, read_identity
+from tierd.doctor.examine import Examined, examine
+from tierd.doctor.tier import Subject
 from tierd.spool.spool import Spool
+from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
 
 __all__ = ["credentials"]  # the fixture
@@ -68,7 +72,7 @@ def test_two_names_of_one_place_are_refused_before_a_prune(spool, recorded):
 
     async def work() -> None:
         with pytest.raises(ConfigError, match="is the place of tier 'poor' under another name"):
-            await check_identities(named(spool, {"poor": 1, "rich": 8}), {"poor": store, "rich": store}, "poor")
+            await check_identities(named(spool, {"poor": 1, "rich": 8}).urls(), {"poor": store, "rich": store}, "poor")
 
     asyncio.run(work())
 
@@ -97,7 +101,7 @@ def test_copies_of_a_tier_are_two_places_and_get_two_records(spool):
     async def work() -> None:
         for key, data in (await contents(store, policies=True)).items():
             await copy.put(key, data)
-        keeps = named(spool, {"a": 1, "b": 8})
+        keeps = named(spool, {"a": 1, "b": 8}).urls()
         assert await read_identity(store) == await read_identity(copy)
         assert await check_identities(keeps, {"a": store, "b": copy})
         assert await read_identity(store) != await read_identity(copy)
@@ -115,7 +119,9 @@ def test_a_tier_below_another_one_under_another_name_is_refused(spool):
     async def work() -> None:
         await put_identity(inner)
         with pytest.raises(ConfigError, match="'inner' lies in the place of tier 'outer'"):
-            await check_identities(named(spool, {"outer": 1, "inner": 8}, urls), {"outer": outer, "inner": inner})
+            await check_identities(
+                named(spool, {"outer": 1, "inner": 8}, urls).urls(), {"outer": outer, "inner": inner}
+            )
 
     asyncio.run(work())
 
@@ -129,7 +135,7 @@ def test_a_tier_that_does_not_answer_is_left_out_and_compared_later(spool):
             raise StoreUnavailable("silent")
 
     async def work() -> None:
-        assert not await check_identities(named(spool, {"a": 1, "b": 8}), {"a": store, "b": Silent()})
+        assert not await check_identities(named(spool, {"a": 1, "b": 8}).urls(), {"a": store, "b": Silent()})
 
     asyncio.run(work())
 
@@ -156,3 +162,13 @@ def test_commands_refuse_two_names_of_one_server(tmp_path, capsys, credentials):
             assert command(words) == 3
             assert "'b' is the place of tier 'a' under another name" in capsys.readouterr().err
         assert command(["config", "check", str(file)]) == 0  # it asks no tier
+
+
+def test_doctor_names_the_tier_that_is_another_ones_place(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    store = FileStore(tmp_path / "a")
+    asyncio.run(put_identity(store))
+    tiers = [Subject(name, parse_url(str(tmp_path / name)), store, None) for name in "ab"]
+    findings = asyncio.run(examine(Examined(None, 3, 60.0, tiers)))
+    assert [result.place for result in findings if result.finding == "another tier's place"] == ["b"]

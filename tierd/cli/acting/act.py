@@ -227,5 +227,5 @@ async def _opened(config: Config, *, reach: bool) -> dict[str, Reach]:
     async with AsyncExitStack() as stack:
         stores, _ = await open_all(config, stack, trial=True)
         if reach:
-            await check_identities(config, stores)
+            await check_identities(config.urls(), stores)
         return {name: await try_out(store) for name, store in stores.items()} if reach else {}

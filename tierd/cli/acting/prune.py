@@ -110,7 +110,7 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
     judged: list[Judged] = []
     async with AsyncExitStack() as stack:
         stores = await open_tiers(where.config, stack)
-        await check_identities(where.config, stores)
+        await check_identities(where.config.urls(), stores)
         inventory = await observe_places(where.spool, stores, run)
         if where.policy:  # a person's policy replaces the runs' own
             answered = {name: place and replace(place, policies={}) for name, place in inventory.tiers.items()}

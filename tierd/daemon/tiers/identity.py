@@ -19,10 +19,9 @@ from itertools import permutations
 
 import msgspec
 
-from tierd.core.config import Config
 from tierd.core.errors import ConfigError, CorruptChunk, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import IDENTITY_KEY
-from tierd.core.urls import StoreUrl, parse_url
+from tierd.core.urls import StoreUrl
 from tierd.stores.base import Store, is_key
 
 _ANSWER_S = 5.0  # seconds for a tier to answer
@@ -44,6 +43,21 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     created: str = ""
 
 
+class TiersOverlap(ConfigError):
+    """Two tiers of a configuration are one place under two names, or one lies in the other.
+
+    Attributes:
+        tier: the name of the tier that is to be changed.
+    """
+
+    def __init__(self, tier: str, how: str, other: str) -> None:
+        super().__init__(
+            f"tier {tier!r} {how} the place of tier {other!r} under another name, and each would delete what is the "
+            "other's: nothing is pruned there; leave one of them out, or give it a prefix or directory of its own"
+        )
+        self.tier = tier
+
+
 async def read_identity(store: Store) -> str:
     """Return a tier's id; empty if it has no record that can be read.
 
@@ -61,11 +75,11 @@ async def put_identity(store: Store) -> str:
     return record.id
 
 
-async def check_identities(config: Config, stores: Mapping[str, Store], tier: str = "") -> bool:
-    """Refuse a configuration of which two tiers are one place, or one lies in another one.
+async def check_identities(urls: Mapping[str, StoreUrl], stores: Mapping[str, Store], tier: str = "") -> bool:
+    """Refuse tiers of which two are one place, or one lies in another one.
 
     Args:
-        config: names the tiers.
+        urls: tier name -> its URL.
         stores: tier name -> open store.
         tier: compare this tier with each other one, and give it a record if it has none; empty: compare all tiers.
 
@@ -73,7 +87,7 @@ async def check_identities(config: Config, stores: Mapping[str, Store], tier: st
         Whether all tiers answered within 5 s. One that did not is left out, because an outage must not end a daemon.
 
     Raises:
-        ConfigError: two tiers are one place, or one lies in another one.
+        TiersOverlap: two tiers are one place, or one lies in another one.
         StoreUnavailable, StoreRefused: `tier` has no record, and does not take one.
     """
     if len(stores) < 2:
@@ -82,16 +96,15 @@ async def check_identities(config: Config, stores: Mapping[str, Store], tier: st
         await put_identity(stores[tier])
     answers = await asyncio.gather(*(_answer(read_identity(store)) for store in stores.values()))
     ids = dict(zip(stores, answers, strict=True))
-    urls = {one.name: parse_url(one.url) for one in config.tier}
     pairs = [(inner, outer) for inner, outer in permutations(stores, 2) if not tier or tier in (inner, outer)]
     for inner, outer in pairs:
         below = _key_below(urls[inner], urls[outer])
         if ids[inner] and below and await _answer(_id_at(stores[outer], below)) == ids[inner]:
-            _refuse(inner, "lies in", outer)
+            raise TiersOverlap(inner, "lies in", outer)
     for mine, theirs in pairs:
         has_same = mine < theirs and ids[mine] and ids[mine] == ids[theirs]
         if has_same and await _is_one_place(stores[mine], stores[theirs]):
-            _refuse(theirs, "is", mine)
+            raise TiersOverlap(theirs, "is", mine)
     return None not in answers
 
 
@@ -132,10 +145,3 @@ def _key_below(inner: StoreUrl, outer: StoreUrl) -> str:
         return ""
     key = f"{inner.prefix[len(top) :]}/{IDENTITY_KEY}"
     return key if is_key(key) else ""
-
-
-def _refuse(tier: str, how: str, other: str) -> None:
-    raise ConfigError(
-        f"tier {tier!r} {how} the place of tier {other!r} under another name, and each would delete what is the "
-        "other's: nothing is pruned there; leave one of them out, or give it a prefix or directory of its own"
-    )

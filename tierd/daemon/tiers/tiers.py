@@ -217,7 +217,7 @@ class Tiers:
         now_s = time.monotonic()
         if now_s - self._compared_s[tier] < self._timings.compared_s:
             return
-        if await check_identities(self._config, self._stores, tier):
+        if await check_identities(self._config.urls(), self._stores, tier):
             self._compared_s[tier] = now_s
 
     async def are_past(self, checkpoint: CheckpointId, inventory: Inventory) -> bool:
