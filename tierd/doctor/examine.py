@@ -51,12 +51,15 @@ async def examine(what: Examined) -> list[Finding]:
 
 
 async def _shared(tiers: Sequence[Subject]) -> list[Finding]:
-    """Find a tier that is the place of another one under another name, or lies in it."""
+    """Find whether a tier is the place of another one under another name, or lies in it."""
     try:
-        await check_identities({of.place: of.url for of in tiers}, {of.place: of.store for of in tiers})
+        urls, stores = {of.place: of.url for of in tiers}, {of.place: of.store for of in tiers}
+        silent = await check_identities(urls, stores)
     except TiersOverlap as error:
         return [finding(error.tier, "another tier's place", str(error))]
-    return []
+    if len(tiers) < 2:
+        return []
+    return [finding(of.place, "own place", "no other tier is there") for of in tiers if of.place not in silent]
 
 
 def _view(of: Subject, found: Sequence[Finding], failures: Mapping[str, str]) -> Iterable[Finding]:

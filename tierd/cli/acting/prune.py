@@ -110,7 +110,8 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
     judged: list[Judged] = []
     async with AsyncExitStack() as stack:
         stores = await open_tiers(where.config, stack)
-        await check_identities(where.config.urls(), stores)
+        if silent := await check_identities(where.config.urls(), stores):
+            raise StoreUnavailable(f"{', '.join(sorted(silent))} did not answer; nothing was pruned")
         inventory = await observe_places(where.spool, stores, run)
         if where.policy:  # a person's policy replaces the runs' own
             answered = {name: place and replace(place, policies={}) for name, place in inventory.tiers.items()}

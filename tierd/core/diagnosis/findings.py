@@ -118,6 +118,7 @@ FINDINGS: dict[str, Kind] = {
     "own disk": Kind("directory", "ok"),
     "the spool's disk": Kind("directory", "warning", "Mount another disk or server there, or add a tier elsewhere."),
     "in the spool": Kind("directory", "error", "Name a directory that neither lies in the spool nor holds it."),
+    "own place": Kind("place", "ok"),
     "another tier's place": Kind("place", "error", "Leave one of the two out, or give it a prefix of its own."),
     "no directory": Kind("directory", "error", "Name a directory."),
     "directory absent": Kind("directory", "error", "Mount it, or make it (mkdir) where it belongs."),

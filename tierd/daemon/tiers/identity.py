@@ -75,25 +75,30 @@ async def put_identity(store: Store) -> str:
     return record.id
 
 
-async def check_identities(urls: Mapping[str, StoreUrl], stores: Mapping[str, Store], tier: str = "") -> bool:
+async def ensure_identity(store: Store) -> bool:
+    """Give a tier a record if it has none; return whether it had one. Raises as `read_identity` and `put_identity`."""
+    if await read_identity(store):
+        return True
+    await put_identity(store)
+    return False
+
+
+async def check_identities(urls: Mapping[str, StoreUrl], stores: Mapping[str, Store], tier: str = "") -> frozenset[str]:
     """Refuse tiers of which two are one place, or one lies in another one.
 
     Args:
         urls: tier name -> its URL.
         stores: tier name -> open store.
-        tier: compare this tier with each other one, and give it a record if it has none; empty: compare all tiers.
+        tier: compare this tier with each other one; empty: compare all tiers.
 
     Returns:
-        Whether all tiers answered within 5 s. One that did not is left out, because an outage must not end a daemon.
+        The tiers that did not answer within 5 s. They are left out, because an outage must not end a daemon.
 
     Raises:
         TiersOverlap: two tiers are one place, or one lies in another one.
-        StoreUnavailable, StoreRefused: `tier` has no record, and does not take one.
     """
     if len(stores) < 2:
-        return True
-    if tier and await _answer(read_identity(stores[tier])) == "":
-        await put_identity(stores[tier])
+        return frozenset()
     answers = await asyncio.gather(*(_answer(read_identity(store)) for store in stores.values()))
     ids = dict(zip(stores, answers, strict=True))
     pairs = [(inner, outer) for inner, outer in permutations(stores, 2) if not tier or tier in (inner, outer)]
@@ -102,20 +107,22 @@ async def check_identities(urls: Mapping[str, StoreUrl], stores: Mapping[str, St
         if ids[inner] and below and await _answer(_id_at(stores[outer], below)) == ids[inner]:
             raise TiersOverlap(inner, "lies in", outer)
     for mine, theirs in pairs:
-        has_same = mine < theirs and ids[mine] and ids[mine] == ids[theirs]
-        if has_same and await _is_one_place(stores[mine], stores[theirs]):
+        shared = ids[mine] if mine < theirs and ids[mine] == ids[theirs] else None
+        if shared and await _is_one_place(stores[mine], stores[theirs], shared):
             raise TiersOverlap(theirs, "is", mine)
-    return None not in answers
+    return frozenset(name for name, identity in ids.items() if identity is None)
 
 
-async def _is_one_place(mine: Store, theirs: Store) -> bool:
-    """Whether a new record that is put through one name shows under the other one.
+async def _is_one_place(mine: Store, theirs: Store, shared: str) -> bool:
+    """Whether a new record that is put through one name replaces the shared one under the other name.
 
-    Two records that are the same count as one place while no new one can be put, because that deletes nothing.
+    Any other record than the shared one counts, because another process may do the same at the same time. So does a
+    record that cannot be put or read, because a refusal deletes nothing.
     """
     try:
         async with asyncio.timeout(_ANSWER_S):
-            return await put_identity(theirs) == await read_identity(mine)
+            await put_identity(theirs)
+            return await read_identity(mine) != shared
     except (StoreUnavailable, StoreRefused, TimeoutError):
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -30,7 +31,7 @@ from tierd.daemon.tiers.deletions import Confirm
 from tierd.daemon.tiers.flushes import TierFlushes
 from tierd.daemon.tiers.heads import rolled_back, unwritten, write
 from tierd.daemon.tiers.holders import holds, lacking
-from tierd.daemon.tiers.identity import check_identities
+from tierd.daemon.tiers.identity import check_identities, ensure_identity
 from tierd.daemon.tiers.intents import sweep
 from tierd.daemon.tiers.manifests import READERS
 from tierd.daemon.tiers.observations import Observations
@@ -73,6 +74,7 @@ class Tiers:
         self.observed = Observations(self._observers)
         self.flushes = TierFlushes(config, spool, self._stores, self.observed, pause, self.who, timings)
         self._config = config
+        self._comparing = asyncio.Lock()
         self._compared_s = dict.fromkeys(stores, -math.inf)  # tier -> when its identity was compared, monotonic
         self._untidy = set(stores)  # tiers where an operation of this node or of its earlier daemon may be cut off
 
@@ -185,7 +187,9 @@ class Tiers:
             ConfigError: the tier is the place of another one under another name, so nothing is deleted there.
             DeleteRefused: the tier refuses deletions; no mark is left there.
         """
-        await self._check_identity(tier)
+        if len(self._stores) > 1 and not await self._is_apart(tier):
+            log.info("%s: not pruned yet, because another tier that may be this place does not answer", tier)
+            return set()
         eye = self._observers[tier]
         # Before any mark is put, because a mark that cannot be deleted would block flushes.
         for run in {one.run for one in checkpoints}:
@@ -213,12 +217,20 @@ class Tiers:
             self.observed.did(tier, partial(_without, one))
         return gone
 
-    async def _check_identity(self, tier: str) -> None:
-        now_s = time.monotonic()
-        if now_s - self._compared_s[tier] < self._timings.compared_s:
-            return
-        if await check_identities(self._config.urls(), self._stores, tier):
-            self._compared_s[tier] = now_s
+    async def _is_apart(self, tier: str) -> bool:
+        """Whether a tier is known to be a place of its own, or the tiers that do not answer are not relied upon.
+
+        What a tier wants that has not answered yet is held anyhow. One that was observed may be this very place, so its
+        copies may be those that are about to be deleted.
+        """
+        async with self._comparing:  # a record that two workers put at once would be two
+            if time.monotonic() - self._compared_s[tier] < self._timings.compared_s:
+                return True
+            had_record = await ensure_identity(self._stores[tier])
+            silent = await check_identities(self._config.urls(), self._stores, tier)
+            if had_record and not silent:  # another node may put a first record at the same time
+                self._compared_s[tier] = time.monotonic()
+            return all(self.observed.places[name] is None for name in silent)
 
     async def are_past(self, checkpoint: CheckpointId, inventory: Inventory) -> bool:
         """Whether each tier that is not silent has as many usable newer checkpoints as its retention counts on.
