@@ -47,7 +47,10 @@ def test_a_save_says_how_it_stands(spool, monkeypatch):
         assert go.wait(60)
         raise OSError("no")
 
-    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+    with (
+        pytest.raises(tierd.SaveFailed, match="in no place"),
+        tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer,
+    ):
         save = checkpointer.save(1, {"x": torch.ones(3)})
         save.wait()
         assert repr(save) == f"<Save of {save.part}: durable>"

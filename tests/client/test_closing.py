@@ -21,7 +21,9 @@ import tierd
 from tierd.client import acceptance, closing, outliving
 from tierd.client.acceptance import Acceptance
 from tierd.client.attachment import Attachment
+from tierd.client.checkpointer import made_of
 from tierd.client.outliving import namespace_ends_with_us, would_end
+from tierd.client.saving import pipeline
 from tierd.core.errors import ConfigError, DaemonUnavailable, SaveFailed, StoreRefused, StoreUnavailable
 from tierd.core.planning.unflushed import Remaining, TierTrouble, Unflushed
 
@@ -191,6 +193,124 @@ def test_a_close_that_waits_for_no_tier_says_that_nobody_waited(spool, caplog, m
         daemon.reconciler.backlog.summary = lambda: stale
         checkpointer.close(wait="local")
     assert "only in the spool: this close waited for no tier; the daemon ends with" in warnings(caplog)[0]
+
+
+# -- the last state is in no place ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(spool):
+    """A checkpointer without tiers, which each test closes itself."""
+    return tierd.Checkpointer(spool.root, "run", to=[])
+
+
+def save_all(checkpointer: tierd.Checkpointer, *steps: int) -> None:
+    for step in steps:
+        checkpointer.save(step, tensors(step)).error()
+
+
+@pytest.mark.parametrize("how", [{}, {"timeout": 5}, {"wait": "local"}, {"deadline": 5}])
+def test_close_raises_if_the_last_saves_met_a_full_disk(spool, alone, monkeypatch, how):
+    disk = SmallDisk(monkeypatch, spool.root, 1 << 30)
+    save_all(alone, 1, 2)
+    made_of(alone).pipeline.drain()
+    disk.size_bytes = 0
+    save_all(alone, 3, 4)
+    with pytest.raises(SaveFailed) as raised:
+        alone.close(**how)
+    text = str(raised.value)
+    for words in ("2 saves (steps 3, 4) are in no place", str(spool.root), "No space left on device", "bytes are free"):
+        assert words in text
+    assert "free space on that file system" in text and "start the job again" in text
+    assert (alone.stats.saves, alone.stats.durable, alone.stats.failed) == (4, 2, 2)
+    alone.close()  # it has raised once
+
+
+def test_close_raises_for_lost_saves_although_a_daemon_runs(spool, monkeypatch):
+    SmallDisk(monkeypatch, spool.root, 0)
+    with Daemon(spool.root, {"s3": Double()}):
+        checkpointer = tierd.Checkpointer(spool.root, "run")
+        save_all(checkpointer, *range(7))
+        with pytest.raises(SaveFailed, match=r"7 saves \(steps 0, 1, 2, 3, 4, 5, 6\) are in no place"):
+            checkpointer.close(timeout=10)
+
+
+def test_close_raises_nothing_if_a_later_save_became_durable(spool, alone, monkeypatch):
+    disk = SmallDisk(monkeypatch, spool.root, 0)
+    save_all(alone, 1, 2)
+    made_of(alone).pipeline.drain()
+    disk.size_bytes = 1 << 30
+    save_all(alone, 3)
+    alone.close()
+    assert (alone.stats.durable, alone.stats.failed) == (1, 2)
+
+
+def test_close_raises_nothing_if_the_same_step_was_saved_again(spool, alone, monkeypatch):
+    disk = SmallDisk(monkeypatch, spool.root, 0)
+    save_all(alone, 1)
+    made_of(alone).pipeline.drain()
+    disk.size_bytes = 1 << 30
+    save_all(alone, 1)
+    alone.close()
+
+
+def test_close_raises_nothing_for_a_failed_step_that_a_restore_left_behind(spool, alone, monkeypatch):
+    disk = SmallDisk(monkeypatch, spool.root, 1 << 30)
+    save_all(alone, 1)
+    made_of(alone).pipeline.drain()
+    disk.size_bytes = 0
+    save_all(alone, 9)
+    made_of(alone).pipeline.drain()
+    disk.size_bytes = 1 << 30
+    assert alone.restore(tensors(0)).step == 1
+    save_all(alone, 2)
+    alone.close()
+
+
+def test_close_raises_nothing_for_a_skipped_save(spool, monkeypatch):
+    go_on, real = threading.Event(), pipeline.write_part
+    monkeypatch.setattr(pipeline, "write_part", lambda *a: go_on.wait(60) and real(*a))
+    checkpointer = tierd.Checkpointer(spool.root, "run", to=[], when_busy="skip")
+    checkpointer.save(1, tensors(1))
+    assert isinstance(checkpointer.save(2, tensors(2)).error(), tierd.SaveSkipped)
+    go_on.set()
+    checkpointer.close()
+
+
+def test_close_raises_for_a_stage_whose_exception_the_loop_caught(spool, alone):
+    with pytest.raises(ZeroDivisionError), alone.stage(1):
+        1 / 0  # noqa: B018
+    assert alone.stats.failed == 1
+    with pytest.raises(SaveFailed, match=r"1 save \(step 1\) is in no place.*division by zero"):
+        alone.close()
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt, SystemExit])
+def test_the_loops_exception_is_kept_and_gets_a_note_of_the_lost_state(spool, monkeypatch, caplog, kind):
+    SmallDisk(monkeypatch, spool.root, 0)
+    raised = kind("mine")
+    with pytest.raises(kind) as seen, tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        save_all(checkpointer, 1)
+        raise raised
+    assert seen.value is raised
+    assert "1 save (step 1) is in no place" in "".join(raised.__notes__) and "closing failed, too" in caplog.text
+
+
+def test_the_with_block_raises_if_the_last_state_is_lost(spool, monkeypatch):
+    SmallDisk(monkeypatch, spool.root, 0)
+    with pytest.raises(SaveFailed, match="in no place"), tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+        save_all(checkpointer, 1)
+
+
+def test_a_tier_that_is_not_reached_in_time_hides_no_lost_state(spool, monkeypatch, caplog):
+    disk = SmallDisk(monkeypatch, spool.root, 1 << 30)
+    with Daemon(spool.root, {"s3": failing(StoreUnavailable("503"))}):
+        checkpointer = saved(spool, 1)
+        disk.size_bytes = 0
+        save_all(checkpointer, 2)
+        with pytest.raises(TimeoutError, match="step 1"):
+            checkpointer.close(wait="s3", timeout=0.3)
+    assert "1 save (step 2) is in no place" in caplog.text
 
 
 # -- nobody flushes on ------------------------------------------------------------------------------------------------

@@ -144,8 +144,9 @@ def test_where_one_ranks_part_is_corrupt_all_step_back_and_say_whose(cluster, ho
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_save_that_fails_on_one_rank_is_never_offered(cluster, victim):
     nodes = cluster.nodes(2)
-    for reported in cluster.run(2, dcp_ranks.save_failing, nodes, victim):
+    for rank, (reported, by_close) in enumerate(cluster.run(2, dcp_ranks.save_failing, nodes, victim)):
         assert reported == {victim: "SpoolFull"}
+        assert ("1 save (step 2) is in no place" in by_close) == (rank == victim)
     left = [(one.checkpoint.step, one.rank) for one in cluster.parts()]
     assert left == [(1, 0), (1, 1)] + ([(2, 1)] if victim == 0 else [])
     cluster.settle()
@@ -166,8 +167,9 @@ def test_async_save(cluster, how, world):
 
 
 def test_ranks_that_save_different_steps_are_told_and_so_is_who_retries(cluster):
-    for apart, again in cluster.run(2, dcp_ranks.save_apart, cluster.nodes(2)):
+    for rank, ((apart, again), by_close) in enumerate(cluster.run(2, dcp_ranks.save_apart, cluster.nodes(2))):
         [apart], [again] = apart, again
+        assert ("1 save (step 5) is in no place" in by_close) == (rank == 0)
         assert "step 6" in apart and "step 5" in apart and "every rank of a launch saves the same step" in apart
         assert "rank 1 of 2 is already committed" in again
 

@@ -220,23 +220,34 @@ def load_trained(rank: int, spools: list[str]) -> Any:
 
 
 def save_failing(rank: int, spools: list[str], victim: int) -> Any:
-    """Save step 1; then step 2, where the disk of one rank is full. What the ranks were told."""
+    """Save step 1; then step 2, where the disk of one rank is full. What the ranks were told, by DCP and by `close`."""
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
     import tierd.dcp
     from tierd.dcp import streams
 
-    with checkpointer(spools[rank]) as ckpt:
-        writer = tierd.dcp.StorageWriter(ckpt)
-        dcp.save(spread(1), checkpoint_id="step-1", storage_writer=writer)
-        if rank == victim:
-            streams.write_all = _full
-        try:
-            dcp.save(spread(2), checkpoint_id="step-2", storage_writer=writer)
-        except CheckpointException as error:
-            return {number: type(one[0]).__name__ for number, one in error.failures.items()}
-        return None
+    ckpt = checkpointer(spools[rank])
+    writer, reported = tierd.dcp.StorageWriter(ckpt), None
+    dcp.save(spread(1), checkpoint_id="step-1", storage_writer=writer)
+    if rank == victim:
+        streams.write_all = _full
+    try:
+        dcp.save(spread(2), checkpoint_id="step-2", storage_writer=writer)
+    except CheckpointException as error:
+        reported = {number: type(one[0]).__name__ for number, one in error.failures.items()}
+    return reported, _raised_by_close(ckpt)
+
+
+def _raised_by_close(ckpt: Any) -> str:
+    """The message of the error that `close` raises for states in no place; empty if it raises none."""
+    import tierd
+
+    try:
+        ckpt.close()
+    except tierd.SaveFailed as error:
+        return str(error)
+    return ""
 
 
 def _full(*_: object) -> bool:
@@ -244,21 +255,20 @@ def _full(*_: object) -> bool:
 
 
 def save_apart(rank: int, spools: list[str]) -> Any:
-    """Save step 5 on rank 0 and step 6 on rank 1, then step 6 on both. What each was told."""
+    """Save step 5 on rank 0 and step 6 on rank 1, then step 6 on both. What each was told, by DCP and by `close`."""
     import torch
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
     import tierd.dcp
 
-    reported = []
-    with checkpointer(spools[rank]) as ckpt:
-        for step in (5 + rank, 6):
-            try:
-                dcp.save({f"{rank}": torch.ones(3)}, storage_writer=tierd.dcp.StorageWriter(ckpt, step))
-            except CheckpointException as error:
-                reported.append([str(one[0]) for one in error.failures.values()])
-    return reported
+    ckpt, reported = checkpointer(spools[rank]), []
+    for step in (5 + rank, 6):
+        try:
+            dcp.save({f"{rank}": torch.ones(3)}, storage_writer=tierd.dcp.StorageWriter(ckpt, step))
+        except CheckpointException as error:
+            reported.append([str(one[0]) for one in error.failures.values()])
+    return reported, _raised_by_close(ckpt)
 
 
 def save_two(rank: int, spools: list[str]) -> None:

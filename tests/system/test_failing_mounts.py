@@ -50,9 +50,9 @@ def test_a_full_spool(mounted: Path, caplog: pytest.LogCaptureFixture, slots: in
         for step in (2, 3):
             refused(ckpt, step, large, SpoolFull)
         assert caplog.text.count("save failed, training goes on") == 2
-        ckpt.save(2, tensors(2)).wait()
+        ckpt.save(3, tensors(3)).wait()
     spool = Spool(mounted / "spool")
-    assert same(restored(spool)[1], 2) and not list((spool.control / "stage").iterdir())
+    assert same(restored(spool)[1], 3) and not list((spool.control / "stage").iterdir())
 
 
 def test_a_spool_that_turns_read_only(mounted: Path) -> None:

@@ -4,7 +4,8 @@ Each method checks that the `Checkpointer` is open, and calls the part of `clien
 The module is longer than 300 lines because its docstrings are the public reference; they are most of it.
 
 Invariant: training never waits for the daemon and never fails because of it. A failure after `save` has returned is
-recorded in the `Save`, in the log and in `Stats`. Only a caller's mistake raises an exception.
+recorded in the `Save`, in the log and in `Stats`, and `close` raises if the last state was lost by it. Before that only
+a caller's mistake raises an exception.
 """
 
 from __future__ import annotations
@@ -353,7 +354,10 @@ class Checkpointer:
 
         Raises:
             TimeoutError: the named tier lacks saves after `timeout`; the message names their steps.
-            SaveFailed: the named tier has everything but saves that failed; the message names their steps.
+            SaveFailed: the save of the last state failed, so that it is in no place: no later save of that step or of a
+                later step, or after a restore, became durable. The message names the steps, the spool's path, the
+                reason and the way out. Only the first `close` raises this. With a named tier: the tier has everything
+                but saves that failed. A save that `when_busy` skipped has not failed.
             StoreRefused: the named tier refuses; the message names the steps.
             ConfigError: `wait`, `timeout` or `deadline` cannot be used, or there is no such tier.
             DaemonUnavailable: a tier was named, and no daemon answers.
@@ -366,13 +370,15 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, raised: BaseException | None, _: object) -> None:
         try:
             self.close()
         except Exception as error:
-            if kind is None:
+            if raised is None:
                 raise
-            log.error("closing failed, too: %s", error)  # the caller has to see the exception that is already in flight
+            # The caller has to see the exception that is already in flight.
+            log.error("closing failed, too: %s", error)
+            raised.add_note(f"closing the Checkpointer failed, too: {error}")
 
 
 def made_of(checkpointer: Checkpointer) -> Composition:

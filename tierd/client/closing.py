@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from tierd.client.outliving import ends_with_us
 from tierd.client.terminal_line import TerminalLine, pace
@@ -223,6 +224,30 @@ def check_failed(tier: str, failed: Mapping[int, str]) -> None:
     if failed:
         steps = _steps_are(sorted(failed, reverse=True))
         raise SaveFailed(f"{tier}: {steps} not there, because saving failed: {failed[max(failed)]}")
+
+
+def lost(spool: Spool, nowhere: Mapping[PartId, str]) -> str:
+    """Describe the saves whose states are in no place, for the error of a close; empty without any.
+
+    Args:
+        nowhere: as `SaveRecords.nowhere`.
+    """
+    with suppress(OSError, TierdError):  # a trainer may take a save for failed that its daemon committed
+        held = set(spool.parts())
+        nowhere = {part: why for part, why in nowhere.items() if part not in held}
+    if not nowhere:
+        return ""
+    last = max(nowhere, key=lambda part: part.checkpoint.step)
+    steps = _steps_are(sorted((part.checkpoint.step for part in nowhere), reverse=True))
+    disk = ""
+    with suppress(OSError):
+        free, total = spool.free()
+        disk = f" ({free} of {total} bytes are free there now)"
+    return (
+        f"spool {spool.root}{disk}: {steps} in no place, because saving failed: {nowhere[last]}; end the cause, then "
+        "start the job again: it resumes from the newest checkpoint before. If this process still has the state, a new "
+        "Checkpointer can save it"
+    )
 
 
 def _limit(end_s: float | None, share: float = 1.0) -> float:

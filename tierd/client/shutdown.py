@@ -1,6 +1,9 @@
 """Close a `Checkpointer`: wait for its saves, then for the tiers if that was asked for, then release its parts.
 
-Invariant: the parts are released even if the wait for a tier fails.
+Invariants:
+
+- The parts are released even if the wait for a tier fails.
+- The first close raises if the last state that the job asked to be saved is in no place.
 """
 
 from __future__ import annotations
@@ -9,8 +12,9 @@ import logging
 import time
 
 from tierd.client import timings
-from tierd.client.closing import Closing, check_failed, check_wait
+from tierd.client.closing import Closing, check_failed, check_wait, lost
 from tierd.client.composition import Composition
+from tierd.core.errors import SaveFailed, TierdError
 from tierd.core.planning.place import SPOOL
 
 log = logging.getLogger("tierd")
@@ -32,20 +36,26 @@ class Shutdown:
         if parts.forked or (parts.closed and (wait in (None, SPOOL) or wait in self._verified)):
             return
         end_s = parts.schedule.end_s(deadline)
+        nowhere = ""
         if not parts.closed:
             parts.gate.detach()
             self._drain(end_s)
+            nowhere = lost(parts.spool, parts.records.nowhere)
         if end_s is not None:
             left_s = max(0.0, end_s - time.monotonic())
             timeout = left_s if timeout is None else min(timeout, left_s)
         patience_s = _PATIENCE_S
         try:
             self._wait(wait, timeout, node_ends=end_s is not None)
-        except TimeoutError:
-            patience_s = 0.0
+        except (TierdError, TimeoutError) as error:
+            patience_s = 0.0 if isinstance(error, TimeoutError) else patience_s
+            if nowhere:
+                log.error("closed: %s", nowhere)
             raise
         finally:
             parts.release(patience_s)
+        if nowhere:
+            raise SaveFailed(nowhere)
 
     def _drain(self, end_s: float | None) -> None:
         """Wait for every save, and log once if that takes longer than until `end_s` of the monotonic clock."""

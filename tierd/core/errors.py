@@ -108,7 +108,7 @@ class SpoolFull(TierdError):
 
 
 class SaveFailed(TierdError):
-    """The checkpoint could not be made durable; the cause is chained."""
+    """A checkpoint could not be made durable. `Save.wait` chains the cause. `close` names the states in no place."""
 
 
 class SaveSkipped(TierdError):

@@ -352,7 +352,10 @@ def test_the_daemon_is_told_what_a_restore_passed_over_and_which_saves_were_give
 
         monkeypatch.setattr("tierd.client.saving.pipeline.write_part", _no_room)
         monkeypatch.setattr("tierd.client.saving.handoff.HandoffClient.give", lambda *_: None)  # the daemon cannot know
-        with tierd.Checkpointer(spool.root, "run") as checkpointer:
+        with (
+            pytest.raises(SaveFailed, match=r"3 saves \(steps 3, 4, 5\) are in no place"),
+            tierd.Checkpointer(spool.root, "run") as checkpointer,
+        ):
             for step in (3, 4, 5):
                 handle = checkpointer.save(step, tensors(step))
                 with pytest.raises(SaveFailed):

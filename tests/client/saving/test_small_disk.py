@@ -60,7 +60,7 @@ def test_job_after_job_on_one_node(spool, monkeypatch):
 
 def test_where_no_tier_has_anything_the_save_fails_as_before(spool, monkeypatch):
     SmallDisk(monkeypatch, spool.root, 6_000_000)
-    with tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:
+    with pytest.raises(SaveFailed, match="in no place"), tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state(step)).wait(timeout=30)
         with pytest.raises(SaveFailed) as raised:

@@ -377,7 +377,7 @@ def test_a_part_that_a_stopped_daemon_may_take_back_is_no_saved_one(spool, daemo
     daemon.handoff.room = None
     hold = Unsynced(spool, monkeypatch)
     timed_client(monkeypatch, settled_s=0.1)
-    with tierd.Checkpointer(spool.root, "run") as ckpt:
+    with pytest.raises(SaveFailed, match="in no place"), tierd.Checkpointer(spool.root, "run") as ckpt:
         wait_until(made_of(ckpt).handoff.renew)
         save = ckpt.save(1, tensors(1))
         with pytest.raises(SaveFailed) as failed:
@@ -433,7 +433,7 @@ def test_a_full_disk_and_a_stopped_daemon_cost_one_wait(spool, monkeypatch):
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(str(spool.socket))
         mute.listen(100)
-        with tierd.Checkpointer(spool.root, "run") as ckpt:
+        with pytest.raises(SaveFailed, match="in no place"), tierd.Checkpointer(spool.root, "run") as ckpt:
             begun = time.monotonic()
             for step in range(3):
                 with pytest.raises(SaveFailed):
@@ -451,7 +451,7 @@ def test_a_daemon_that_was_found_silent_is_not_asked_for_room(spool, daemon, mon
     monkeypatch.setattr(messages, "BEAT", 60.0)
     timed_client(monkeypatch, silence_s=0.2)
     working, asked = Hold(monkeypatch, "write_part"), []
-    with tierd.Checkpointer(spool.root, "run") as ckpt:
+    with pytest.raises(SaveFailed, match="in no place"), tierd.Checkpointer(spool.root, "run") as ckpt:
         wait_until(made_of(ckpt).handoff.renew)
         made_of(ckpt).pipeline._room = lambda *_: asked.append(1) or False
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

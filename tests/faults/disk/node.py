@@ -247,7 +247,7 @@ class Node:
             self.restore(max(self.saved), or_newer=self.failed)
 
     def stop(self) -> None:
-        with limited("close"):
+        with limited("close"), contextlib.suppress(SaveFailed):  # `save` has recorded it
             self.trainer.close()
         if self.daemon:
             self.daemon.stop()

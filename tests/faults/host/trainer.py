@@ -8,6 +8,7 @@ import os
 import signal
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -132,7 +133,8 @@ def _serve(line: Connection, spool: Path, big: int, alone: bool) -> None:
         return
     while (step := line.recv()) is not None:
         line.send(_save(checkpointer, step, big, kept))
-    checkpointer.close()
+    with suppress(SaveFailed):  # raised if the last save failed, which `_save` has reported
+        checkpointer.close()
     line.send("closed")
 
 

@@ -328,8 +328,10 @@ class Pipeline:
 
     def _failed(self, save: Save, error: Exception) -> None:
         self._stats.failed += 1
+        if isinstance(error, OSError):
+            error = condition(error, f"spool {self._spool.root}")
         log.error("save failed, training goes on: %s: %s", save.part, error)
-        self._ended(save, condition(error, f"spool {self._spool.root}") if isinstance(error, OSError) else error)
+        self._ended(save, error)
 
 
 def _fit(slot: Slot, size: int, device: torch.device | None = None) -> None:

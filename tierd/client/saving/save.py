@@ -24,7 +24,7 @@ class Stats:
     """Counts since the `Checkpointer` was made. Times are in seconds.
 
     Attributes:
-        saves: calls of `save` and `stage` that took their snapshot.
+        saves: calls of `save` and `stage` that took their snapshot, also those that failed later.
         failed: saves that could not be made durable.
         skipped: calls that took no snapshot, because an earlier one was still being persisted (`when_busy`).
         blocked_s: time inside `save`, which training loses. It includes the time in which `dcp.async_save` copied.
@@ -36,6 +36,7 @@ class Stats:
         direct: saves written past the page cache (O_DIRECT).
         recycled: saves written with O_DIRECT over the blocks of a pruned checkpoint.
         pinned_bytes: memory that is pinned for a GPU now, so that copies into it run concurrently with the host.
+        durable: saves that became durable in the spool.
     """
 
     saves: int = 0
@@ -50,6 +51,7 @@ class Stats:
     direct: int = 0
     recycled: int = 0
     pinned_bytes: int = 0
+    durable: int = 0
 
 
 class Save:

@@ -14,7 +14,7 @@ from tierd.client.saving.handoff import HandoffClient
 from tierd.client.saving.save import Save, Stats, checked_metrics
 from tierd.client.schedule import Schedule
 from tierd.core.errors import StepRefused
-from tierd.core.ids import PartId
+from tierd.core.ids import CheckpointId, PartId
 from tierd.ipc.messages import MAX_REASON, Failed
 
 
@@ -24,6 +24,8 @@ class SaveRecords:
     Attributes:
         saved: the attempts under which this launch made a checkpoint durable. A restore begins another attempt.
         failed: step -> why its save failed, if no later save of that step became durable.
+        nowhere: the parts whose save failed, with the reason, since a save of that step or of a later step became
+            durable. A save after a restore counts as later.
     """
 
     def __init__(
@@ -31,6 +33,8 @@ class SaveRecords:
     ) -> None:
         self.saved: set[str] = set()
         self.failed: dict[int, str] = {}
+        self.nowhere: dict[PartId, str] = {}
+        self._newest: CheckpointId | None = None  # durable, of the last attempt under which a save became durable
         self._launch, self._schedule, self._daemon, self._handoff = launch, schedule, daemon, handoff
         self._stats = stats
 
@@ -49,7 +53,7 @@ class SaveRecords:
             self._launch.steps.discard(save.step)
             self._report_failed(save.part, error)
         else:
-            self._durable(save.part.checkpoint.attempt, save.step)
+            self._durable(save.part.checkpoint)
         self._schedule.ended(save.step, durable=error is None)
         save.finish(error)
         if self._handoff is not None:
@@ -59,7 +63,7 @@ class SaveRecords:
     def staged(self, step: int, numbers: dict[str, float]) -> None:
         """Record that a staged directory was committed."""
         self._launch.steps.add(step)
-        self._durable(self._launch.attempt, step)
+        self._durable(CheckpointId(self._launch.run, self._launch.attempt, step))
         self._stats.saves += 1
         self._schedule.taking(step, numbers)
         self._schedule.ended(step, durable=True)
@@ -70,6 +74,7 @@ class SaveRecords:
         self._schedule.ended(part.checkpoint.step, durable=False)
         # A refused step is already committed, so nothing was lost.
         if isinstance(error, Exception) and not isinstance(error, StepRefused):
+            self._stats.failed += 1
             self._report_failed(part, error)
 
     def has_saved(self, part: PartId) -> bool:
@@ -77,11 +82,21 @@ class SaveRecords:
         one = part.checkpoint
         return (one.run, part.rank) == (self._launch.run, self._launch.rank) and one.attempt in self.saved
 
-    def _durable(self, attempt: str, step: int) -> None:
-        self.saved.add(attempt)
-        self.failed.pop(step, None)
+    def _durable(self, saved: CheckpointId) -> None:
+        self._stats.durable += 1
+        self.saved.add(saved.attempt)
+        self.failed.pop(saved.step, None)
+        for part in list(self.nowhere):
+            if part.checkpoint.attempt != saved.attempt or part.checkpoint.step <= saved.step:
+                del self.nowhere[part]
+        if self._newest is None or self._newest.attempt != saved.attempt or self._newest.step < saved.step:
+            self._newest = saved
 
     def _report_failed(self, part: PartId, error: Exception) -> None:
         why = (str(error) or type(error).__name__)[:MAX_REASON]
-        self.failed[part.checkpoint.step] = why
+        step, newest = part.checkpoint.step, self._newest
+        self.failed[step] = why
+        # Saves may end in another order than they began.
+        if newest is None or newest.attempt != part.checkpoint.attempt or newest.step < step:
+            self.nowhere[part] = why
         self._daemon.report(Failed(part=part, why=why))
