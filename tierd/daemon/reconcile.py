@@ -41,9 +41,10 @@ from tierd.daemon.scrub.repairer import Repairer
 from tierd.daemon.scrub.scrubber import Scrubber
 from tierd.daemon.spool_space import SpoolSpace
 from tierd.daemon.tier_worker import TierWorker
+from tierd.daemon.tiers.silence import Silence
 from tierd.daemon.tiers.tiers import Tiers
 from tierd.daemon.transfer.memory_budget import Budget
-from tierd.events.alerts import BACKLOG
+from tierd.events.alerts import ANSWER, BACKLOG
 from tierd.events.journal import Journal
 from tierd.events.save_events import SaveEvents
 from tierd.spool.commit import CommittedPart
@@ -63,6 +64,7 @@ class Reconciler:
         tiers: the tiers, as last observed.
         workers: by place, the state of its worker.
         scrubber: verifies copies again.
+        silence: for how long each tier gives no sign of life.
         backlog: what is left to flush and to prune.
         repairs: repairs, and fetches for clients.
         requests: the requests of clients.
@@ -119,6 +121,7 @@ class Reconciler:
         self.config, self.stores = config, stores
         self._repairer.use(stores)
         self.tiers = Tiers(config, self.spool, stores, self.pause, self.timings)
+        self.silence = Silence(stores, self.journal, self.timings)
         self._backfill = Backfill(config, stores, self.tiers.observed, self.timings.list_again_s)
         self._live.use(config, self.tiers, self._backfill)
         self.scrubber = Scrubber(
@@ -170,16 +173,17 @@ class Reconciler:
         while True:
             async with asyncio.TaskGroup() as group:
                 workers = [group.create_task(self._loop.run(worker)) for worker in self.workers.values()]
-                scrubbing = group.create_task(self.scrubber.run())
+                beside = [group.create_task(one.run()) for one in (self.scrubber, self.silence)]
                 await self._phase.halted.wait()
-                scrubbing.cancel()
+                for task in beside:
+                    task.cancel()
                 await asyncio.wait(workers, timeout=self.timings.in_hand_s)
                 for task in workers:
                     task.cancel()  # safe: the next try does not send chunks again that are on the tier
             assert self._next_config is not None
             config, stores, done = self._next_config
             for name in self.workers.keys() - {SPOOL, *stores}:
-                for kind in (WORKER, BACKLOG):  # end the alerts of a tier that was removed
+                for kind in (WORKER, BACKLOG, ANSWER):  # end the alerts of a tier that was removed
                     self.journal.worked((kind, name))
             self._configure(config, stores)
             self._phase.halted.clear()

@@ -44,6 +44,9 @@ class TierStatus:
         asked_until: RFC 3339; until then the daemon sends nothing, because the server asked for it with `Retry-
             After`; None: the server did not ask.
         last_error: the message of the last failure; None: none.
+        waiting_since: RFC 3339; since then requests to the tier wait for an answer, and no byte has moved; None: it
+            answered within the last seconds, or was not asked.
+        unanswered: why that wait is a problem; None: there is none, or it has not lasted for 20 seconds.
     """
 
     name: str
@@ -59,6 +62,8 @@ class TierStatus:
     retry_in_s: float | None
     asked_until: str | None
     last_error: str | None
+    waiting_since: str | None = None
+    unanswered: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +202,8 @@ def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
     worker = reconciler.workers[name]
     backlog = reconciler.backlog.of(name)
     left, asked = worker.retry_at - worker.now(), reconciler.tiers.asked_s(name)
+    silence = reconciler.silence
+    since = silence.since(name)
     return TierStatus(
         name=name,
         url=str(parse_url(url)),
@@ -211,6 +218,8 @@ def _tier(reconciler: Reconciler, name: str, url: str) -> TierStatus:
         retry_in_s=round(left, 1) if left > 0 else None,
         asked_until=(datetime.now(UTC) + timedelta(seconds=asked)).isoformat(timespec="seconds") if asked else None,
         last_error=str(worker.last_error) if worker.last_error else None,
+        waiting_since=since.isoformat(timespec="seconds") if since else None,
+        unanswered=silence.words(name) if silence.is_problem(name) else None,
     )
 
 
@@ -229,7 +238,7 @@ COUNTERS = {
     "scrubbed_bytes": "bytes that the scrub read",
     "scrub_findings": "chunks and manifests that the scrub found corrupt, each counted once",
     "repaired_chunks": "chunks of a tier that were repaired from another place",
-    "alerts": "actions that failed three times in a row",
+    "alerts": "failures that became alerts",
     "delivered": "events that receivers took, counted once for each receiver",
     "dropped": "events that receivers did not get: held back, no room in the queue, or given up",
     "restores": "parts that ranks read and verified, to load them",

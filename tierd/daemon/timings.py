@@ -35,6 +35,10 @@ class DaemonTimings:
             copy; the prune is put off after that, because flushes wait for it.
         compared_s: how long a comparison of the tiers' identities counts for the prunes of a tier.
         restore_s: how long a restore waits for a tier's answer if the spool suffices.
+        listen_s: between two checks whether a tier has given a sign of life.
+        unanswered_shown_s: how long a tier may give none, with requests under way, until `status` says that it waits.
+        unanswered_problem_s: until that is a problem.
+        unanswered_alert_s: until that is an alert.
         refused_s: how long a refused deletion counts before the store is asked again.
         list_again_s: until a tier whose runs could not be listed is tried again.
         own_stale_ms: until this node's own intents and marks expire; short, because it trusts its own clock.
@@ -67,6 +71,10 @@ class DaemonTimings:
     holds_s: float = 5.0
     compared_s: float = 3600.0
     restore_s: float = 60.0
+    listen_s: float = 1.0
+    unanswered_shown_s: float = 5.0
+    unanswered_problem_s: float = 20.0
+    unanswered_alert_s: float = 75.0
     refused_s: float = 600.0
     list_again_s: float = 60.0
     own_stale_ms: int = 900_000

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 TRIES = 3
+ANSWER = "answer"  # the subject of the alert that a tier gives no sign of life, and its kind of thing
 BACKLOG = "backlog"  # the subject of the alert that work grows faster than it is done, and its kind of thing
 _AGAIN, _LONGEST = 600.0, 86_400.0  # seconds until a lasting alert is reported again: at first, and at most
 

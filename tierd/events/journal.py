@@ -18,7 +18,7 @@ import msgspec
 from tierd.core.event_kinds import KINDS, Event
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.printable import printable
-from tierd.events.alerts import BACKLOG, Alert, Alerts, Thing
+from tierd.events.alerts import ANSWER, BACKLOG, Alert, Alerts, Thing
 
 log = logging.getLogger("tierd.daemon")
 
@@ -115,6 +115,19 @@ class Journal:
                 self._record_alert("failing", alert, why)
         elif over := self._alerts.worked(thing):
             self._record_alert("works again", over, f"{copies} copies that retention gave up are still there")
+
+    def unanswered(self, tier: str, why: str) -> None:
+        """Record that requests to a tier wait for an answer, which is an alert at once."""
+        failing = self._alerts.failed((ANSWER, tier), "wait", tier, ANSWER, why, time.monotonic(), now(), enough=1)
+        if failing:
+            alert, fresh = failing
+            self.counters["alerts"] += fresh
+            self._record_alert("failing", alert, why)
+
+    def answered(self, tier: str) -> None:
+        """Record a sign of life of a tier."""
+        if over := self._alerts.worked((ANSWER, tier)):
+            self._record_alert("works again", over, f"it answers again; before: {over.why}")
 
     def saved(self, part: PartId) -> None:
         """Record that a save worked. It ends the failures of its writer and of the run's earlier launches."""

@@ -192,6 +192,16 @@ def asked_s(store: Store) -> float:
     return float(getattr(store, "asked_s", 0.0))
 
 
+def signs(store: Store) -> int:
+    """Return a count that grows with each sign of life: an answer of the server, or bytes that moved within a call."""
+    return int(getattr(store, "signs", 0))
+
+
+def is_waiting(store: Store) -> bool:
+    """Return whether a request is under way that could have been answered by now."""
+    return bool(getattr(store, "is_waiting", False))
+
+
 def digests(store: Store) -> bool:
     """Return whether the store can digest an object where it lies."""
     return isinstance(store, Digesting) and store.digests

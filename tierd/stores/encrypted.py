@@ -38,7 +38,19 @@ from tierd.core.retention.stored import is_plain
 from tierd.core.seal import MAX_MANIFEST_SIZE
 from tierd.priority import POLITE, is_hasty
 from tierd.spool.direct_io import memory_for
-from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, check_key, directories, held, octets, room
+from tierd.stores.base import (
+    Buffer,
+    ObjectInfo,
+    Store,
+    asked_s,
+    check_key,
+    directories,
+    held,
+    is_waiting,
+    octets,
+    room,
+    signs,
+)
 from tierd.stores.keys import Key
 
 _NONCE, _TAG = 12, 16  # bytes
@@ -75,6 +87,16 @@ class EncryptedStore:
     def asked_s(self) -> float:
         """The same as `inner.asked_s`."""
         return asked_s(self._inner)
+
+    @property
+    def signs(self) -> int:
+        """The same as `inner.signs`."""
+        return signs(self._inner)
+
+    @property
+    def is_waiting(self) -> bool:
+        """The same as `inner.is_waiting`."""
+        return is_waiting(self._inner)
 
     async def put(self, key: str, data: Buffer) -> str:
         plain = octets(data)

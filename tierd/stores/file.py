@@ -61,6 +61,11 @@ class FileStore:
         self._tree = FileTree(root, trial=trial)
         self._threads = Pools(_THREADS, "tierd-file")
 
+    @property
+    def signs(self) -> int:
+        """See `stores.base.signs`: pieces that were written or read."""
+        return self._tree.pieces
+
     def __repr__(self) -> str:
         return f"FileStore({str(self._path)!r})"
 
@@ -90,7 +95,7 @@ class FileStore:
                     check_size(size, doing)
                     data: Buffer = await file.read()
                 else:
-                    data = await fill(file, room(into, size, doing))
+                    data = await fill(file, room(into, size, doing), self._tree.count_piece)
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 return data
 

@@ -7,6 +7,7 @@ gives what the device has.
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 
 import xxhash
 from aiofiles.threadpool.binary import AsyncFileIO
@@ -17,8 +18,8 @@ DIRECT_PIECE = 4 << 20  # bytes; direct I/O has no read-ahead and no write-behin
 _PIECE = 1 << 20  # bytes; small enough to stay in the processor's cache until it is copied
 
 
-async def fill(file: AsyncFileIO, view: memoryview) -> memoryview:
-    """Fill `view` from `file` through a small buffer.
+async def fill(file: AsyncFileIO, view: memoryview, on_piece: Callable[[], None]) -> memoryview:
+    """Fill `view` from `file` through a small buffer. `on_piece` is called after each piece.
 
     The buffer is needed because the thread of a cancelled call may still write to it.
     """
@@ -36,11 +37,12 @@ async def fill(file: AsyncFileIO, view: memoryview) -> memoryview:
         count = min(count, len(view) - at)
         view[at : at + count] = buffer[:count]
         at += count
+        on_piece()
     return view
 
 
-def digest_file(fd: int, size: int) -> str:
-    """Return the XXH3-128 of an open file of `size` bytes.
+def digest_file(fd: int, size: int, on_piece: Callable[[], None]) -> str:
+    """Return the XXH3-128 of an open file of `size` bytes. `on_piece` is called after each piece.
 
     Raises:
         OSError: it cannot be read, or is shorter by now.
@@ -52,6 +54,7 @@ def digest_file(fd: int, size: int) -> str:
         if read_into(fd, buffer, length, at) < length:
             raise _became_shorter()
         found.update(buffer[:length])
+        on_piece()
     return found.hexdigest()
 
 

@@ -17,7 +17,18 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from tierd.priority import is_hasty
-from tierd.stores.base import Buffer, ObjectInfo, Store, asked_s, digesting, digests, directories, held
+from tierd.stores.base import (
+    Buffer,
+    ObjectInfo,
+    Store,
+    asked_s,
+    digesting,
+    digests,
+    directories,
+    held,
+    is_waiting,
+    signs,
+)
 
 _BURST_S = 1.0  # seconds of its rate that an idle bucket saves up
 
@@ -87,6 +98,16 @@ class LimitedStore:
     def asked_s(self) -> float:
         """The same as `inner.asked_s`."""
         return asked_s(self._inner)
+
+    @property
+    def signs(self) -> int:
+        """The same as `inner.signs`."""
+        return signs(self._inner)
+
+    @property
+    def is_waiting(self) -> bool:
+        """The same as `inner.is_waiting`."""
+        return is_waiting(self._inner)
 
     async def put(self, key: str, data: Buffer) -> str:
         if self._up:

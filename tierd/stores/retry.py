@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-from tierd.core.errors import StoreUnavailable
-from tierd.stores.base import LARGEST, Buffer, ObjectInfo, Store, digesting, digests, directories, held
+from tierd.core.errors import StoreUnavailable, TierdError
+from tierd.stores.base import LARGEST, Buffer, ObjectInfo, Store, digesting, digests, directories, held, signs
 from tierd.stores.window import StoreThrottled, Window
 
 T = TypeVar("T")
@@ -58,6 +59,8 @@ class RetryingStore:
         self._rng = rng
         self._sleep = sleep
         self._window = Window(sleep=sleep, rng=rng)
+        self._answers = 0
+        self._due: dict[object, float] = {}  # each attempt under way -> when it could be answered, monotonic seconds
 
     def __repr__(self) -> str:
         return f"RetryingStore({self._inner!r})"
@@ -67,13 +70,25 @@ class RetryingStore:
         """For how many more seconds no request is sent, because the server asked for that."""
         return self._window.closed_s
 
+    @property
+    def signs(self) -> int:
+        """See `stores.base.signs`. An attempt that ends without an answer of the server is no sign of life."""
+        return self._answers + signs(self._inner)
+
+    @property
+    def is_waiting(self) -> bool:
+        """See `stores.base.is_waiting`. A pause between two attempts, or for the window, is no wait for the server."""
+        now = time.monotonic()
+        return any(due <= now for due in self._due.values())
+
     async def put(self, key: str, data: Buffer) -> str:
         size = memoryview(data).nbytes
-        return await self.call(f"put {key}", size / self._slowest, lambda: self._inner.put(key, data))
+        return await self.call(f"put {key}", size / self._slowest, lambda: self._inner.put(key, data), size)
 
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         size = LARGEST if into is None else into.nbytes  # an object of unknown size gets the time of the largest
-        return await self.call(f"get {key}", size / self._slowest, lambda: self._inner.get(key, into))
+        moves = 0 if into is None else size
+        return await self.call(f"get {key}", size / self._slowest, lambda: self._inner.get(key, into), moves)
 
     async def digest(self, key: str) -> tuple[int, str]:
         """Digest an object of `inner`; see `stores.base.Digesting`."""
@@ -124,24 +139,37 @@ class RetryingStore:
         except TimeoutError:
             _log.warning("%r: not closed within %g s, left as it is", self._inner, self._deadline_s)
 
-    async def call(self, doing: str, extra_s: float, begin: Callable[[], Awaitable[T]]) -> T:
-        """Try a call of `inner`; each attempt has `extra_s` seconds more than `deadline_s`."""
-        failed = 0
+    async def call(self, doing: str, extra_s: float, begin: Callable[[], Awaitable[T]], moves: int = 0) -> T:
+        """Try a call of `inner`; each attempt has `extra_s` seconds more than `deadline_s`.
+
+        `moves` is the number of bytes that the call moves. An `inner` with `hides_progress` shows no sign of life while
+        they move, so they get the time that `_SLOWEST` takes before the call counts as waiting.
+        """
+        failed, moving_s = 0, moves / _SLOWEST if getattr(self._inner, "hides_progress", False) else 0.0
         while True:
             try:
                 # Waiting for the window does not count towards the attempt's deadline.
                 async with self._window.request():
-                    return await self._within(doing, self._deadline_s + extra_s, begin())
+                    return await self._within(doing, self._deadline_s + extra_s, begin(), moving_s)
             except StoreUnavailable as error:
                 failed += 1
                 await self._pause(doing, failed, error)
 
-    async def _within(self, doing: str, deadline_s: float, call: Awaitable[T]) -> T:
+    async def _within(self, doing: str, deadline_s: float, call: Awaitable[T], moving_s: float = 0.0) -> T:
+        attempt = object()
+        self._due[attempt] = time.monotonic() + moving_s
         try:
             async with asyncio.timeout(deadline_s):
-                return await call
+                answer = await call
+            self._answers += 1
+            return answer
         except TimeoutError as error:
             raise StoreUnavailable(f"{doing}: no answer within {deadline_s:g} s") from error
+        except TierdError as error:
+            self._answers += isinstance(error, StoreThrottled) or not isinstance(error, StoreUnavailable)
+            raise
+        finally:
+            del self._due[attempt]
 
     async def _pause(self, doing: str, failed: int, error: StoreUnavailable) -> None:
         """Wait before the next attempt, or raise `error` if none is left."""

@@ -12,6 +12,7 @@ from typing import Any
 from rich.text import Text
 
 from tierd.cli.layout import lay_out, wrapped
+from tierd.cli.reading.status import doing
 from tierd.cli.tables import metrics, size
 from tierd.cli.units import span
 from tierd.core.printable import printable
@@ -85,11 +86,12 @@ def _tiers(status: Members, runs: Members | None, width: int) -> Iterator[Text]:
     rows = []
     for tier in status["tiers"]:
         sent = (runs or {}).get("sent_bytes", {}).get(tier["name"], ())
-        doing = tier["doing"] or (f"again in {tier['retry_in_s']:.0f} s" if tier["retry_in_s"] else "idle")
         pending = f"{tier['pending_parts']} parts, {size(tier['pending_bytes'])}"
         prune = "append-only" if tier["append_only"] else str(tier["pending_prunes"])
-        answers = "yes" if tier["reached"] else "no"
-        rows.append((tier["name"], answers, pending, prune, _bars(sent), f"{size(max(sent, default=0) / 60)}/s", doing))
+        answers = "yes" if tier["reached"] and not tier.get("waiting_since") else "no"
+        rows.append(
+            (tier["name"], answers, pending, prune, _bars(sent), f"{size(max(sent, default=0) / 60)}/s", doing(tier))
+        )
     yield from _table(("TIER", "ANSWERS", "PENDING", "TO PRUNE", "SENT", "AT MOST", "DOING"), rows, width)
     for tier in status["tiers"]:
         if tier["last_error"]:

@@ -19,7 +19,7 @@ from tierd.cli.tables import Table, complain, console, disagreements, paused, pr
 from tierd.core.errors import ConfigError, DaemonAbsent, DaemonUnavailable, VersionMismatch
 from tierd.core.timeline.launches import Lease, Rival, held, warning
 from tierd.daemon.reports import last_status
-from tierd.events.alerts import BACKLOG
+from tierd.events.alerts import ANSWER, BACKLOG
 from tierd.ipc import messages, replies
 from tierd.ipc.client import Link
 from tierd.spool.spool import Spool
@@ -149,15 +149,23 @@ def _pause(answer: Members) -> Iterator[str]:
         yield f"{paused(answer['paused'])}: nothing is flushed; to go on: tierd resume --spool {answer['spool']}"
 
 
+def doing(tier: Members) -> str:
+    """Say what the daemon does for a tier, and since when it waits for an answer."""
+    if since := tier.get("waiting_since"):
+        waits = f"waiting for an answer since {since[11:19]} UTC"
+        return f"{tier['doing']}; {waits}" if tier["doing"] else waits
+    return str(tier["doing"] or (f"again in {tier['retry_in_s']:.0f} s" if tier["retry_in_s"] else "idle"))
+
+
 COLUMNS: dict[str, Callable[[Members], str]] = {
     "TIER": lambda tier: tier["name"],
     "URL": lambda tier: tier["url"],
-    "ANSWERS": lambda tier: "yes" if tier["reached"] else "no",
+    "ANSWERS": lambda tier: "yes" if tier["reached"] and not tier.get("waiting_since") else "no",
     "PENDING": lambda tier: str(tier["pending_parts"]),
     "BYTES": lambda tier: size(tier["pending_bytes"]),
     "TO PRUNE": lambda tier: "append-only" if tier.get("append_only") else str(tier["pending_prunes"]),
     "DOING": lambda tier: (
-        (tier["doing"] or (f"again in {tier['retry_in_s']:.0f} s" if tier["retry_in_s"] else "idle"))
+        doing(tier)
         + (f"; waits until {tier['asked_until'][11:19]} UTC, as the server asked" if tier.get("asked_until") else "")
     ),
     "LAST ERROR": lambda tier: tier["last_error"] or "",
@@ -200,6 +208,8 @@ def _alerts(answer: Members) -> Iterator[str]:
         fails = f"{doing} failed {alert['tries']} times in a row"
         if alert["subject"] == BACKLOG:
             fails = "what is to be pruned becomes ever more"
+        if alert["subject"] == ANSWER:
+            fails = "it does not answer"
         yield f"ALERT {alert['place']}: {fails}, since {alert['since'][:19]}: {alert['why']}"
 
 

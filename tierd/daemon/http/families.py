@@ -62,7 +62,9 @@ FAMILIES: dict[str, Family] = {
         "counter", _BOTH, "copies quarantined, because no place had the right bytes"
     ),
     "tierd_pruned_copies_total": Family("counter", _BOTH, "copies that retention deleted"),
-    "tierd_tier_reachable": Family("gauge", _TIER, "1 if the tier answered the last listing, else 0"),
+    "tierd_tier_reachable": Family(
+        "gauge", _TIER, "1 if the tier answered the last listing and no request has waited for 20 s, else 0"
+    ),
     "tierd_tier_failed_tries": Family("gauge", _TIER, "failed tries in a row"),
     "tierd_store_requests_total": Family(
         "counter",
@@ -70,7 +72,7 @@ FAMILIES: dict[str, Family] = {
         "requests of listings, flushes and prunes since the start or the last reload; `kind` is put, get, list, delete",
     ),
     "tierd_active_alerts": Family("gauge", _TIER, "failures that last now, by the place that fails"),
-    "tierd_alerts_total": Family("counter", (), "actions that failed three times in a row"),
+    "tierd_alerts_total": Family("counter", (), "failures that became alerts"),
     "tierd_errors_total": Family("counter", (), "listings and actions that failed and were tried again"),
     "tierd_problems": Family("gauge", ("severity",), "problems that `tierd status --check` prints: warning, alert"),
     "tierd_spool_free_bytes": Family("gauge", (), "free bytes of the spool's file system"),

@@ -78,7 +78,7 @@ class Exposition:
         return {
             "tierd_build_info": {(status.version, status.protocol): 1},
             "tierd_runs": {(): len(self._reconciler.inventory().spool.runs)},
-            "tierd_tier_reachable": {(one.name,): one.reached for one in status.tiers},
+            "tierd_tier_reachable": {(one.name,): one.reached and not one.unanswered for one in status.tiers},
             "tierd_tier_failed_tries": {(one.name,): one.failures for one in status.tiers},
             "tierd_store_requests_total": {
                 (one.name, kind): count

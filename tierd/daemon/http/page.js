@@ -69,8 +69,10 @@ function throughput(tier) {
 
 function showTier(tier) {
   const alert = status.alerts.some((one) => one.place === tier.name);
-  const state = !tier.reached || alert ? chip(tier.reached ? "alert" : "does not answer", "alert") : chip("answers", "good");
-  const doing = tier.doing || (tier.retry_in_s ? `again in ${Math.round(tier.retry_in_s)} s` : "idle");
+  const silent = !tier.reached || tier.waiting_since;
+  const state = silent || alert ? chip(silent ? "does not answer" : "alert", "alert") : chip("answers", "good");
+  const waits = tier.waiting_since ? `waiting for an answer since ${tier.waiting_since.slice(11, 19)} UTC` : "";
+  const doing = [tier.doing, waits].filter(Boolean).join("; ") || (tier.retry_in_s ? `again in ${Math.round(tier.retry_in_s)} s` : "idle");
   const facts = [["doing", doing], ["pending", `${tier.pending_parts} parts, ${bytes(tier.pending_bytes)}`],
     ["to prune", tier.append_only ? "append-only" : String(tier.pending_prunes)], ["compression", tier.compression]];
   if (tier.last_error) facts.push(["last error", tier.last_error]);

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tierd.core.event_kinds import Event
 from tierd.core.planning.place import SPOOL
+from tierd.events.alerts import ANSWER
 from tierd.events.journal import AlertStatus, Journal
 
 if TYPE_CHECKING:  # a status holds its problems
@@ -33,10 +34,7 @@ _SCARCE, _LOW = 0.02, 0.05  # free shares of the spool's disk: saves fail soon; 
 
 def problems(found: Status) -> tuple[Problem, ...]:
     """Return what is wrong by a status, alerts first."""
-    alerts = [
-        Problem("alert", one.place, f"{_failing(one)} failed {one.tries} times in a row: {one.why}")
-        for one in found.alerts
-    ]
+    alerts = [Problem("alert", one.place, f"{_failing(one)}{one.why}") for one in found.alerts]
     runs = sorted({one.run for one in found.launches})
     alerts += [Problem("alert", SPOOL, f"several launches of run {run} save at the same time") for run in runs]
     free = f"{found.spool_free:.0%} of the spool's disk is free"
@@ -45,8 +43,8 @@ def problems(found: Status) -> tuple[Problem, ...]:
     warnings = [Problem("warning", SPOOL, free)] if _SCARCE <= found.spool_free < _LOW else []
     alerted = {one.place for one in alerts}
     for tier in found.tiers:
-        if tier.name not in alerted and (tier.failures or not tier.reached):
-            why = tier.last_error or "it has not answered a listing yet"
+        if tier.name not in alerted and (tier.failures or not tier.reached or tier.unanswered):
+            why = tier.unanswered or tier.last_error or "it has not answered a listing yet"
             warnings.append(Problem("warning", tier.name, why))
     warnings += [
         Problem("warning", one.tier, f"the policies of run {one.run} disagree, or one cannot be read: {one.key}")
@@ -83,4 +81,7 @@ def _quarantined(place: str, copies: int) -> Problem:
 
 
 def _failing(one: AlertStatus) -> str:
-    return "observing" if one.doing == "observe" else f"{one.doing} {one.subject}"
+    if one.subject == ANSWER:
+        return ""
+    doing = "observing" if one.doing == "observe" else f"{one.doing} {one.subject}"
+    return f"{doing} failed {one.tries} times in a row: "

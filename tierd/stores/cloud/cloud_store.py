@@ -58,11 +58,13 @@ class CloudStore:
     """
 
     held = 2  # while an object is put there is a copy of it
+    hides_progress = True  # obstore does not say how much of a put it has sent
 
     def __init__(self, url: StoreUrl, opening: Opening | None = None) -> None:
         self._url = url
         self._opening = opening or _opened
         self._store: Any = None
+        self.signs = 0  # pieces of bodies that arrived; see `stores.base.signs`
 
     def __repr__(self) -> str:
         return f"CloudStore({str(self._url)!r})"
@@ -81,7 +83,7 @@ class CloudStore:
             if into is None:
                 check_size(size, doing)
             view = memoryview(bytearray(size)) if into is None else room(into, size, doing)
-            await _fill(view, answer, doing)
+            await self._fill(view, answer, doing)
         return view
 
     async def get_range(self, found: ObjectInfo, offset: int, into: memoryview) -> None:
@@ -95,7 +97,7 @@ class CloudStore:
                 raise ObjectNotFound(f"{self._url}: {doing}: another object has its name now") from None
             if tuple(answer.range) != ends or str(answer.meta["e_tag"]).strip('"') != found.token:
                 raise StoreUnavailable(f"{self._url}: {doing}: the server sent other bytes than these {ends}")
-            await _fill(octets(into), answer, f"{self._url}: {doing}")
+            await self._fill(octets(into), answer, f"{self._url}: {doing}")
 
     def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         return keys_alone(self.names, prefix, after)
@@ -142,6 +144,19 @@ class CloudStore:
             for task in tasks:
                 task.cancel()  # those that a failure left
 
+    async def _fill(self, view: memoryview, answer: Any, doing: str) -> None:
+        """Fill `view` from the body of an answer, which is exactly as long."""
+        count, size = 0, view.nbytes
+        async for piece in answer.stream(min_chunk_size=_PIECE):
+            self.signs += 1
+            end = count + len(piece)
+            if end > size:
+                raise StoreUnavailable(f"{doing}: more than {size} bytes came")
+            view[count:end] = memoryview(piece)
+            count = end
+        if count != size:
+            raise StoreUnavailable(f"{doing}: {count} of {size} bytes came")
+
     async def aclose(self) -> None:
         self._store = None  # its connections end with it
 
@@ -170,19 +185,6 @@ class CloudStore:
             raise translated(str(self._url), doing, error) from None
         finally:
             _LastRequest.ended_at = time.monotonic()
-
-
-async def _fill(view: memoryview, answer: Any, doing: str) -> None:
-    """Fill `view` from the body of an answer, which is exactly as long."""
-    count, size = 0, view.nbytes
-    async for piece in answer.stream(min_chunk_size=_PIECE):
-        end = count + len(piece)
-        if end > size:
-            raise StoreUnavailable(f"{doing}: more than {size} bytes came")
-        view[count:end] = memoryview(piece)
-        count = end
-    if count != size:
-        raise StoreUnavailable(f"{doing}: {count} of {size} bytes came")
 
 
 def _offset(prefix: str, after: str) -> str | None:

@@ -34,6 +34,7 @@ from tierd.stores.s3.http1 import Unanswered
 T = TypeVar("T")
 
 SLOWEST = 5_000  # bytes/s: a transfer with a lower average rate is given up
+_BUFFERED_S = 5.0  # seconds after which a sent byte shows that the server reads; before, buffers may have taken it
 _PIECE = 1 << 20  # bytes: a cancelled call waits for at most one piece
 _TOGETHER = 1 << 14  # bytes: a body up to this size is sent together with its head
 _CUT = (BrokenPipeError, ConnectionResetError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
@@ -77,11 +78,12 @@ class Connection:
 
     Attributes:
         moved: bytes sent and received, without TLS overhead; the caller that sums them up resets it to 0.
+        signs: receptions and sends that show that the server lives; reset as `moved`.
         aborted: whether the connection must not be used any more.
     """
 
     def __init__(self, url: SplitResult, tls: Callable[[], ssl.SSLContext], connect_timeout_s: float) -> None:
-        self.moved = 0
+        self.moved = self.signs = 0
         self.aborted = False
         self._place = f"{url.scheme}://{url.netloc}"
         self._is_tls, self._tls = url.scheme == "https", tls
@@ -90,6 +92,7 @@ class Connection:
         self._sock: socket.socket | None = None
         self._moving = threading.Lock()  # held while bytes move between a buffer and the socket
         self._watch = StallTimer(connect_timeout_s, 0.0, 0)
+        self._watched_at = 0.0  # when the current wait began, monotonic seconds
 
     @property
     def sock(self) -> socket.socket:
@@ -159,7 +162,8 @@ class Connection:
 
     def watch(self, stall_s: float, when: str) -> None:
         """Limit all further waits by a new `StallTimer`."""
-        self._watch = StallTimer(stall_s, time.monotonic(), acknowledged(self.sock), when)
+        self._watched_at = time.monotonic()
+        self._watch = StallTimer(stall_s, self._watched_at, acknowledged(self.sock), when)
 
     def send(self, head: bytes, body: memoryview) -> OSError | None:
         """Send a request.
@@ -182,6 +186,7 @@ class Connection:
             while piece:
                 count = self._ready(self.sock.send, select.POLLOUT, piece)
                 self.moved += count
+                self.signs += time.monotonic() > self._watched_at + _BUFFERED_S
                 piece = piece[count:]
 
     def fill(self, view: memoryview, ahead: bytearray) -> int:
@@ -198,6 +203,7 @@ class Connection:
             del ahead[:at]
             while at < len(view) and (count := self._ready(self.sock.recv_into, select.POLLIN, view[at:])):
                 self.moved += count
+                self.signs += 1
                 at += count
         return at
 
@@ -205,6 +211,7 @@ class Connection:
         """Receive at most `most` bytes; none at the connection's end."""
         data = self._ready(self.sock.recv, select.POLLIN, most)
         self.moved += len(data)
+        self.signs += bool(data)
         return data
 
     def _ready(self, call: Callable[..., T], event: int, *args: Any) -> T:

@@ -42,7 +42,8 @@ from tierd.stores.s3.checksums import MD5
 from tierd.stores.s3.connection import SLOWEST, where
 from tierd.stores.s3.credentials import Chain, check_bundle
 from tierd.stores.s3.line import Body
-from tierd.stores.s3.transport import Answer, exchanges, http_session
+from tierd.stores.s3.proxied import ProxiedSession
+from tierd.stores.s3.transport import Answer, DirectSession, exchanges, http_session
 
 _CONNECTIONS = 32
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 10, 60  # the latter until a response begins; see `transport`
@@ -69,10 +70,21 @@ class S3Store:
             self._extra |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": url.sse_kms_key_id}
         self.probe = ChecksumProbe(str(url), self._base + PROBE, self._put, self._remove)
         self._client: Any = None
+        self._session: DirectSession | ProxiedSession | None = None
         self._chain = Chain()
         self._heard = False  # whether the server has ever responded
         self._opening = asyncio.Lock()
         self._closing = AsyncExitStack()
+
+    @property
+    def signs(self) -> int:
+        """See `stores.base.signs`."""
+        return self._session.signs if isinstance(self._session, DirectSession) else 0
+
+    @property
+    def hides_progress(self) -> bool:
+        """Whether bytes that move are no sign of life: aiohttp, which is used through a proxy, does not count them."""
+        return isinstance(self._session, ProxiedSession)
 
     def __repr__(self) -> str:
         return f"S3Store({str(self._url)!r})"
@@ -186,7 +198,7 @@ class S3Store:
         async with self._opening:
             if self._client is None:
                 config = AioConfig(
-                    http_session_cls=http_session,
+                    http_session_cls=self._opened,
                     max_pool_connections=_CONNECTIONS,
                     connect_timeout=_CONNECT_TIMEOUT_S,
                     read_timeout=_READ_TIMEOUT_S,
@@ -207,6 +219,10 @@ class S3Store:
                 client.meta.events.register("before-call.s3.HeadBucket", _without_redirect)
                 self._client = client
             return self._client
+
+    def _opened(self, **options: Any) -> DirectSession | ProxiedSession:
+        self._session = http_session(**options)
+        return self._session
 
     def _check_whose(self, answer: dict[str, Any], member: str, doing: str) -> None:
         """Check that a success has a member that every S3 server sends, because a proxy's "200 OK" proves nothing."""

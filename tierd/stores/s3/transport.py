@@ -117,7 +117,7 @@ class DirectSession:
         self._parked: dict[tuple[str, str], list[HttpLine]] = {}
         self._busy: set[HttpLine] = set()
         self._closed = False
-        self._moved = 0  # bytes moved by exchanges that have ended
+        self._moved = self._signs = 0  # of exchanges that have ended
         self.in_use = 0
 
     async def __aenter__(self) -> DirectSession:
@@ -144,6 +144,11 @@ class DirectSession:
         The difference between two readings gives the throughput.
         """
         return self._moved + sum(line.connection.moved for line in self._busy)
+
+    @property
+    def signs(self) -> int:
+        """Signs of life so far, of exchanges in flight and ended; see `stores.base.signs`."""
+        return self._signs + sum(line.connection.signs for line in self._busy)
 
     async def send(self, request: Any) -> AioAWSResponse:
         """Send one of botocore's prepared requests. At most `max_pool_connections` run at once; others wait.
@@ -201,7 +206,9 @@ class DirectSession:
         if line is None:
             return
         self._busy.discard(line)
-        self._moved, line.connection.moved = self._moved + line.connection.moved, 0
+        connection = line.connection
+        self._moved, connection.moved = self._moved + connection.moved, 0
+        self._signs, connection.signs = self._signs + connection.signs, 0
         if line.is_idle() and not self._closed:
             self._parked.setdefault(line.place, []).append(line)
         else:
