@@ -44,6 +44,7 @@ CONTROL: dict[str, wire.Request | bytes] = {
     "remove": wire.Remove(run="another"),  # before a trainer is attached, beside whom nothing is removed
     "attach": wire.Attach(),
     "attach.run": wire.Attach(run="run"),
+    "attach.to": wire.Attach(run="run", to=("file:///mnt/b",)),
     "status": wire.Status(),
     "report": wire.Report(),
     "report.run": wire.Report(run="run"),

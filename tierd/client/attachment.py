@@ -12,7 +12,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tierd.client.acceptance import AcceptanceWatch
@@ -230,7 +230,8 @@ class Attachment:
         try:
             link = self._link = self._reach(to)  # a signal handler may close and forget it at any line
             link.greet()
-            answer = link.ask(Attach(run=self._run), None if to is not None else self._timings.names_s)
+            urls = tuple(tier.url for tier in config.tier) if config is not None else ()
+            answer = link.ask(Attach(run=self._run, to=urls), None if to is not None else self._timings.names_s)
         except VersionMismatch as error:
             # That daemon flushes what it finds in the spool, with or without a registration.
             self._let_go()
@@ -244,8 +245,26 @@ class Attachment:
         self._not_before, self._warned = 0.0, ""
         self._tiers = tiers = answer["tiers"]
         self.keep_last = answer.get("keep_last")
-        if config is not None and sorted(tiers.values()) != sorted(tier.url for tier in config.tier):
-            log.warning("spool %s: its daemon has other tiers than `to` names: %s", self._spool.root, tiers)
+        self._check_tiers(urls, tiers, answer)
+
+    def _check_tiers(self, urls: Sequence[str], tiers: Mapping[str, str], answer: Mapping[str, Any]) -> None:
+        """Log which tiers of `to` the daemon does not have, and the way out."""
+        has = {str(parse_url(url)) for url in tiers.values()}
+        absent = [str(parse_url(url)) for url in urls if str(parse_url(url)) not in has]
+        if not absent:
+            return
+        # A daemon that does not say why is older than `to` in `Attach`.
+        why = answer.get("refused") or (
+            f"it is of an older version; end it (`kill {answer.get('pid')}`, if a trainer started it), and the next "
+            "save starts one with these tiers"
+        )
+        log.warning(
+            "spool %s: its daemon has other tiers than `to` names, so nothing is sent to %s: it has %s; %s",
+            self._spool.root,
+            ", ".join(absent),
+            ", ".join(f"{name} ({parse_url(url)})" for name, url in tiers.items()),
+            why,
+        )
 
     def board(self, launch: str, world: int) -> TierBoard | None:
         """Make a board on a tier for ranks on several nodes that cannot talk otherwise; None without a tier.

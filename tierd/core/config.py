@@ -8,6 +8,7 @@ The module is longer than 300 lines because the docstrings of the tables are the
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import re
 import tomllib
 from collections.abc import Sequence
@@ -239,6 +240,33 @@ def from_urls(
         name = scheme if not taken else f"{scheme}-{taken + 1}"
         tiers.append(TierConfig(name=name, url=url, retention=retention, key_file=key_file))
     return _checked(Config(spool=spool, tier=tuple(tiers), retention=retention, watch=tuple(watch)), where)
+
+
+def with_urls(config: Config, urls: Sequence[str], *, first: bool) -> Config:
+    """Return a configuration that also has the tiers of `urls`; `config` itself if nothing changes.
+
+    A tier that is there keeps its name, because what a daemon knows of a tier is kept under its name.
+
+    Args:
+        config: the configuration.
+        urls: the URL of each tier.
+        first: put the tiers of `urls` before the others, in their order.
+
+    Raises:
+        ConfigError: a URL cannot be used.
+    """
+    tiers = {str(parse_url(tier.url)): tier for tier in config.tier}
+    named = {str(parse_url(url)): url for url in urls}
+    for place, url in named.items():
+        if place not in tiers:
+            scheme, taken = parse_url(url).scheme, {tier.name for tier in tiers.values()}
+            names = (scheme if number == 1 else f"{scheme}-{number}" for number in itertools.count(1))
+            tiers[place] = TierConfig(name=next(name for name in names if name not in taken), url=url)
+    if first:
+        tiers = {place: tiers[place] for place in [*named, *tiers]}
+    if tuple(tiers.values()) == config.tier:
+        return config
+    return _checked(msgspec.structs.replace(config, tier=tuple(tiers.values())), "to")
 
 
 def _checked(config: Config, where: str) -> Config:

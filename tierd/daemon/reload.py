@@ -1,7 +1,11 @@
-"""Reload of a changed configuration while the daemon runs (SIGHUP, `systemctl reload`).
+"""Reload of a changed configuration while the daemon runs (SIGHUP, `systemctl reload`), and the tiers of a new launch.
 
-Invariant: an unusable configuration changes nothing. The spool's lock, both sockets and handed-over snapshots stay as
-they are. A change that needs a new process is refused.
+Invariants:
+
+- An unusable configuration changes nothing. A change that needs a new process is refused.
+- The spool's lock, both sockets and handed-over snapshots stay as they are.
+- A launch only adds tiers. One that it does not name is kept until the daemon ends, because copies may exist that only
+  this tier wants.
 """
 
 from __future__ import annotations
@@ -9,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
-from tierd.core.config import Config
+from tierd.core.config import Config, with_urls
 from tierd.core.errors import ConfigError, TierdError
 from tierd.daemon.control import Control
 from tierd.daemon.reconcile import Reconciler
@@ -63,7 +67,7 @@ class Reload:
     async def _reload(self, reconciler: Reconciler, control: Control) -> None:
         notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
-            await self._take_up(reconciler, control)
+            await self._take_up(self._reread(), reconciler, control)
         except (TierdError, OSError) as error:
             log.error("the configuration is not reloaded, nothing is changed: %s", error)
             notify(f"READY=1\nSTATUS=not reloaded: {error}")
@@ -71,8 +75,21 @@ class Reload:
             log.info("the configuration is reloaded: %s", ", ".join(reconciler.stores))
             notify("READY=1\nSTATUS=reloaded")
 
-    async def _take_up(self, reconciler: Reconciler, control: Control) -> None:
-        config = self._reread()
+    async def add_tiers(self, urls: Sequence[str], reconciler: Reconciler, control: Control) -> None:
+        """Take up the tiers that a trainer names, and keep the ones that are there.
+
+        The tiers of `urls` become the first ones, from which restores read first, unless another trainer is attached.
+
+        Raises:
+            ConfigError: the tiers cannot be used.
+        """
+        async with self.lock:
+            config = with_urls(reconciler.config, urls, first=control.trainers <= 1)
+            if config is not reconciler.config:
+                await self._take_up(config, reconciler, control)
+                log.info("a trainer's tiers are taken up: %s", ", ".join(reconciler.stores))
+
+    async def _take_up(self, config: Config, reconciler: Reconciler, control: Control) -> None:
         if config.spool != reconciler.config.spool:
             raise ConfigError(f"spool: {config.spool!r}: another spool needs a restart")
         if config.http != reconciler.config.http:

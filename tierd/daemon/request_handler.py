@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -45,6 +45,7 @@ from tierd.spool.records import policies
 
 log = logging.getLogger("tierd.daemon")
 
+_TIERS_S = 60.0  # seconds that a trainer which attaches waits until its tiers are taken up
 _FLUSHES = 600.0  # seconds that a removal waits for flushes under way
 
 
@@ -53,11 +54,15 @@ class RequestHandler:
 
     Args:
         status: describes the daemon, for `Status`.
+
+    Attributes:
+        add_tiers: takes up the tiers that a trainer names; None: this daemon's tiers are those of its configuration.
     """
 
     def __init__(self, reconciler: Reconciler, handoff: HandoffServer, status: Callable[[], Status]) -> None:
         self._reconciler, self._handoff, self._status = reconciler, handoff, status
         self._rank_notes = RankNotes(reconciler.tiers.who)
+        self.add_tiers: Callable[[Sequence[str]], Awaitable[None]] | None = None
 
     async def handle(self, request: messages.AnyRequest, held: set[PartId]) -> dict[str, Any]:
         """Do what a request asks for, and return the members of its answer.
@@ -67,10 +72,12 @@ class RequestHandler:
         """
         hasten()  # this task's threads do not yield to training, because a peer waits
         match request:
-            case messages.Attach(run=run):
+            case messages.Attach(run=run, to=to):
+                refused = await self._take_tiers(to)
                 self._reconciler.wake()
                 tiers = {tier.name: tier.url for tier in self._reconciler.config.tier}
-                return {"pid": os.getpid(), "tiers": tiers, "keep_last": await self._keep_last(run)}
+                answer = {"pid": os.getpid(), "tiers": tiers, "keep_last": await self._keep_last(run)}
+                return answer | ({"refused": refused} if refused else {})
             case messages.Status():
                 return {"status": self._status()}
             case messages.Report(run=run):
@@ -146,6 +153,28 @@ class RequestHandler:
             moving = (it for tier, part, it in self._reconciler.tiers.flushes.moving() if (tier, part) == asked)
             return next(({"done": it.done, "total": it.total} for it in moving), {})
         return {}
+
+    async def _take_tiers(self, to: Sequence[str]) -> str:
+        """Take up the tiers that a trainer names; return why some are not taken up, with the way out, or nothing."""
+        try:
+            places = {str(parse_url(tier.url)) for tier in self._reconciler.config.tier}
+            absent = [url for url in to if str(parse_url(url)) not in places]
+            if to and self.add_tiers is not None:
+                taking = asyncio.ensure_future(self.add_tiers(to))
+                taking.add_done_callback(_log_failed)
+                # Neither the timeout nor the end of this trainer ends it: the next one finds the tiers.
+                done, _ = await asyncio.wait([taking], timeout=_TIERS_S)
+                if not done:
+                    return f"it still opens {', '.join(absent)} after {_TIERS_S:.0f} s, and goes on"
+                taking.result()
+            elif absent:
+                return (
+                    "no trainer started it, so its configuration alone names its tiers; add the tiers there and reload "
+                    "it (`systemctl reload` or SIGHUP), or start it again with them, or leave `to` out"
+                )
+        except (TierdError, OSError) as error:
+            return str(error)
+        return ""
 
     async def _keep_last(self, run: str | None) -> int:
         """Return how many checkpoints of a run the spool keeps.
@@ -289,3 +318,8 @@ def _is_whole_here(inventory: Inventory, run: str) -> bool:
     last = max((*inventory.copies(run), *([one] if one else ())), default=None)
     seen = inventory.spool.checkpoints.get(last) if last else None
     return seen is not None and seen.usable
+
+
+def _log_failed(taking: asyncio.Future[None]) -> None:
+    if not taking.cancelled() and (error := taking.exception()):
+        log.error("a trainer's tiers are not taken up: %s", error)

@@ -140,6 +140,8 @@ async def serve(
         handoff = HandoffServer(spool, taken, reconciler.timings, persisting)
         reconciler.requests.writers = handoff.writers
         control = Control(reconciler, handoff, reload.notifier)
+        if await_trainer:
+            control.handler.add_tiers = lambda urls: reload.add_tiers(urls, reconciler, control)
         stack.enter_context(watching(spool, reconciler.wake))
         stack.enter_context(handoff.listening(seconds(config.drain)))
         await stack.enter_async_context(control.listening())

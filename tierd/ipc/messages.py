@@ -72,14 +72,18 @@ class Hello(Request, frozen=True, kw_only=True, tag="hello"):
 class Attach(Request, frozen=True, kw_only=True, tag="attach"):
     """A trainer attaches; the connection's end detaches it.
 
-    Answer: `pid`, `tiers` (name -> url), `keep_last` (of the spool).
+    Answer: `pid`, `tiers` (name -> url), `keep_last` (of the spool), and `refused`: why the daemon does not take tiers
+    of `to`, with the way out; absent if it has all of them.
 
     Attributes:
         run: the run that the trainer saves. Until the trainer names its run, every run in the spool counts as having a
             trainer.
+        to: the URLs of the tiers that the trainer names, in order of preference. A daemon that a trainer started takes
+            those that it lacks. Empty: the trainer names none.
     """
 
     run: str | None = None
+    to: Annotated[tuple[Annotated[str, Meta(max_length=4096)], ...], Meta(max_length=64)] = ()
 
 
 class Status(Request, frozen=True, kw_only=True, tag="status"):

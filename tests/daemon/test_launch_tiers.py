@@ -1,0 +1,187 @@
+"""The tiers of a launch that finds the daemon of an earlier launch: that daemon takes them up beside its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.doubles import Double
+from support.timed import timed
+from support.training import tensors
+from support.world import Daemon, commit, part, until, wait_until
+
+import tierd
+from tierd.core.config import from_urls, with_urls
+from tierd.core.errors import DaemonUnavailable
+from tierd.daemon import service
+from tierd.ipc.client import Link
+from tierd.ipc.messages import Attach, Status
+from tierd.spool.spool import Spool
+
+
+def directory(path: Path) -> str:
+    path.mkdir(exist_ok=True)
+    return f"file://{path}"
+
+
+@contextlib.asynccontextmanager
+async def serving(spool: Spool, urls: list[str], *, by_trainer: bool = True) -> AsyncIterator[asyncio.Future]:
+    config = msgspec.structs.replace(from_urls(str(spool.root), urls), drain="1s")
+    daemon = asyncio.ensure_future(service.serve(config, until_idle=by_trainer, await_trainer=by_trainer))
+    await until(spool.socket.exists)
+    try:
+        yield daemon
+    finally:
+        if not daemon.done():
+            os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(30):
+            await daemon
+
+
+@contextlib.contextmanager
+def attached(spool: Spool) -> Link:
+    link = Link(spool)
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+async def attach(link: Link, *to: str) -> dict:
+    return await asyncio.to_thread(link.ask, Attach(run="run", to=to), 20.0)
+
+
+def manifests(tier: Path) -> int:
+    return len(list(tier.glob("run/manifests/*/*")))
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_daemon_takes_tiers_of_new_launch_when_its_own_tier_is_gone(spool, tmp_path, both):
+    a, b = tmp_path / "a", tmp_path / "b"
+
+    async def work():
+        async with serving(spool, [directory(a)]) as daemon:
+            with attached(spool) as first:
+                assert (await attach(first, directory(a)))["tiers"] == {"file": f"file://{a}"}
+                shutil.rmtree(a)
+                commit(spool, part(1))
+            with attached(spool) as second:
+                answer = await attach(second, *([f"file://{a}"] if both else []), directory(b))
+                urls = {"file": f"file://{a}", "file-2": f"file://{b}"}
+                assert answer["tiers"] == urls and "refused" not in answer
+                assert list(answer["tiers"]) == (["file", "file-2"] if both else ["file-2", "file"])
+                await until(lambda: manifests(b) == 1)
+                assert spool.has(part(1)), "the tier that is gone still wants it"
+            assert not daemon.done()
+
+    asyncio.run(work())
+
+
+def test_tier_that_launch_does_not_name_gets_what_it_wants_when_it_returns(spool, tmp_path, monkeypatch):
+    timed(monkeypatch, grace_s=0.4)
+    a, b, away = tmp_path / "a", tmp_path / "b", tmp_path / "away"
+
+    async def work():
+        async with serving(spool, [directory(a)]) as daemon:
+            with attached(spool) as first:
+                await attach(first, directory(a))
+                a.rename(away)
+                commit(spool, part(1))
+            with attached(spool) as second:
+                await attach(second, directory(b))
+                await until(lambda: manifests(b) == 1)
+            away.rename(a)
+            async with asyncio.timeout(60):
+                await daemon  # it ends once both tiers have everything
+        assert manifests(a) == manifests(b) == 1
+
+    asyncio.run(work())
+
+
+def test_two_trainers_with_different_tiers_get_both(spool, tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+
+    async def work():
+        async with serving(spool, [directory(a)]):
+            with attached(spool) as first, attached(spool) as second:
+                await attach(first, directory(a))
+                assert list((await attach(second, directory(b)))["tiers"]) == ["file", "file-2"]
+                commit(spool, part(1))
+                await until(lambda: manifests(a) == manifests(b) == 1)
+
+    asyncio.run(work())
+
+
+def test_configured_daemon_refuses_tiers_of_launch_with_way_out(spool, tmp_path):
+    async def work():
+        async with serving(spool, [directory(tmp_path / "a")], by_trainer=False):
+            with attached(spool) as link:
+                answer = await attach(link, directory(tmp_path / "b"))
+                assert list(answer["tiers"]) == ["file"]
+                assert "systemctl reload" in answer["refused"] and "leave `to` out" in answer["refused"]
+            with attached(spool) as link:
+                assert "refused" not in await attach(link, directory(tmp_path / "a"))
+
+    asyncio.run(work())
+
+
+def test_unusable_tiers_of_launch_change_nothing(spool, tmp_path):
+    async def work():
+        async with serving(spool, [directory(tmp_path / "a")]):
+            with attached(spool) as link:
+                answer = await attach(link, f"file://{spool.root}/inside")
+                assert list(answer["tiers"]) == ["file"] and str(spool.root) in answer["refused"]
+                commit(spool, part(1))
+                await until(lambda: manifests(tmp_path / "a") == 1)
+                status = (await asyncio.to_thread(link.ask, Status(), 20.0))["status"]
+                assert [tier["name"] for tier in status["tiers"]] == ["file"]
+
+    asyncio.run(work())
+
+
+def test_trainer_logs_refused_tiers_with_way_out(spool, tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "tierd")
+    with Daemon(spool.root, {"tier": Double()}):
+        tierd.Checkpointer(spool.root, "run", to=[directory(tmp_path / "b")]).close()
+    assert "other tiers than `to` names" in caplog.text and "systemctl reload" in caplog.text
+
+
+def test_trainer_restarted_with_another_tier_gets_its_saves_there(spool, tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    with tierd.Checkpointer(spool.root, "run", to=[directory(a)]) as first:
+        a.rename(tmp_path / "away")
+        first.save(1, tensors(1)).wait()
+    try:
+        with tierd.Checkpointer(spool.root, "run", to=[directory(b)]) as second:
+            second.save(2, tensors(2)).wait()
+            wait_until(lambda: manifests(b) == 2, 60)
+    finally:
+        (tmp_path / "away").rename(a)
+    wait_until(lambda: manifests(a) == 2 and _ended(spool), 120)
+
+
+def _ended(spool: Spool) -> bool:
+    try:
+        Link(spool).close()
+    except DaemonUnavailable:
+        return True
+    return False
+
+
+def test_added_tiers_keep_names_of_those_that_are_there():
+    config = from_urls("/spool", ["file:///a", "s3://bucket/c"])
+    more = with_urls(config, ["file:///d", "s3://bucket/c"], first=True)
+    assert [(tier.name, tier.url) for tier in more.tier] == [
+        ("file-2", "file:///d"),
+        ("s3", "s3://bucket/c"),
+        ("file", "file:///a"),
+    ]
+    assert with_urls(more, ["file:///a"], first=False) is more
