@@ -14,7 +14,7 @@ from support.world import Daemon, hurry, part
 
 import tierd
 from tierd.cli import run
-from tierd.core.errors import CheckpointNotFound, ManifestError, SpoolUnusable, TierdError
+from tierd.core.errors import CheckpointNotFound, ManifestError, SaveFailed, SpoolUnusable, TierdError
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
@@ -214,7 +214,10 @@ def test_stage_whose_directory_was_replaced_is_refused_by_its_path(home: Path, s
 
 @pytest.mark.parametrize("shape", ["fifo", "socket", "link", "directory link"])
 def test_stage_that_holds_no_plain_file_is_refused_by_its_path(home: Path, shape: str) -> None:
-    with tierd.Checkpointer(home, RUN, to=[]) as ckpt:
+    with (
+        pytest.raises(SaveFailed, match=r"1 save \(step 4\) is in no place"),
+        tierd.Checkpointer(home, RUN, to=[]) as ckpt,
+    ):
         with pytest.raises(ManifestError, match="/odd: "), ckpt.stage(4) as path:
             if shape == "fifo":
                 os.mkfifo(path / "odd")
