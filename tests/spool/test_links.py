@@ -147,35 +147,97 @@ def test_a_link_by_way_of_another_is_followed_as_the_kernel_does(home: Path) -> 
 # -- what is inside ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("depth", ["checkpoint", "part"])
-def test_a_link_inside_a_run_is_named_and_the_way_out(home: Path, depth: str) -> None:
-    directory = newest(home) if depth == "checkpoint" else next(newest(home).iterdir())
-    linked(home, directory)
-    with pytest.raises(SpoolUnusable, match=rf"{directory}: a symbolic link to .*larger.*remove the link"):
-        restored(home)
-    directory.unlink()
-    found = restored(home)
-    assert found and found.step == 2
-    assert [(one.step, one.reason[:4]) for one in found.skipped] == [(3, "gone")]
+def placed(home: Path, depth: str, shape: str, step: int = 3) -> tuple[Path, Path]:
+    """Put something else in place of a checkpoint's or a part's directory; return that path, and where it was moved."""
+    directory = newest(home, step) if depth == "checkpoint" else next(newest(home, step).iterdir())
+    target = linked(home, directory)
+    if shape != "link":
+        directory.unlink()
+        if shape == "file":
+            directory.write_text("not a directory")
+        else:
+            os.mkfifo(directory)
+    return directory, target
+
+
+SHAPES = ["link", "file", "fifo"]
 
 
 @pytest.mark.parametrize("depth", ["checkpoint", "part"])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("daemon", [False, True])
-def test_link_at_another_step_does_not_stop_a_restore(home: Path, depth: str, daemon: bool, monkeypatch) -> None:
+def test_odd_part_that_no_other_place_has_is_skipped_and_named(home, depth, shape, daemon, monkeypatch, caplog) -> None:
     hurry(monkeypatch)
-    linked(home, newest(home) if depth == "checkpoint" else next(newest(home).iterdir()))
+    path, target = placed(home, depth, shape)
     (home.parent / "tier").mkdir()
+    before = sorted(target.rglob("*"))
     with Daemon(home, lambda: {"tier": FileStore(home.parent / "tier")}) if daemon else nullcontext() as running:
         if running is not None:
             running.settle()
-            assert {path.name[:12] for path in (home.parent / "tier" / RUN / "manifests").iterdir()} == {
-                f"{step:012}" for step in (1, 2)
-            }
+            manifests = (home.parent / "tier" / RUN / "manifests").iterdir()
+            assert {manifest.name[:12] for manifest in manifests} == {f"{step:012}" for step in (1, 2)}
+        found = restored(home, None if daemon else ())
+        assert found and found.step == 2
+        assert [skipped.step for skipped in found.skipped] == [3]
+        named = f"{path}: a symbolic link to {target}" if shape == "link" else f"{path}: not a directory"
+        assert named in found.skipped[0].reason
+        assert "Put the directory itself there" in found.skipped[0].reason
+        assert any(record.levelname == "WARNING" and named in record.getMessage() for record in caplog.records)
         with tierd.Checkpointer(home, RUN, to=None if daemon else []) as ckpt:
             state = {"w": torch.zeros(10)}
-            assert (found := ckpt.restore(state, step=2)) and found.step == 2
-            with pytest.raises(SpoolUnusable, match="a symbolic link to"):
+            with pytest.raises(CheckpointNotFound) as caught:
                 ckpt.restore(state, step=3)
+            assert named in str(caught.value)
+    assert os.path.lexists(path)
+    assert sorted(target.rglob("*")) == before
+    path.unlink()
+    target.rename(path)
+    found = restored(home)
+    assert found and (found.step, found.skipped) == (3, ())
+
+
+@pytest.mark.parametrize("depth", ["checkpoint", "part"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_odd_part_is_fetched_from_the_tier_that_has_it(home, depth, shape, monkeypatch) -> None:
+    hurry(monkeypatch)
+    (home.parent / "tier").mkdir()
+    with Daemon(home, lambda: {"tier": FileStore(home.parent / "tier")}) as daemon:
+        daemon.settle()
+        path, target = placed(home, depth, shape)
+        before = {file: file.read_bytes() for file in target.rglob("*") if file.is_file()}
+        found = restored(home, None)
+        assert found and (found.step, found.tier, found.skipped) == (3, "tier", ())
+        assert path.is_dir()
+        assert not path.is_symlink()
+    assert {file: file.read_bytes() for file in target.rglob("*") if file.is_file()} == before
+    found = restored(home)
+    assert found and (found.step, found.tier) == (3, "local")
+
+
+@pytest.mark.parametrize("depth", ["checkpoint", "part"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_odd_part_at_an_older_step_does_not_stop_the_newest(home, depth, shape) -> None:
+    placed(home, depth, shape, step=2)
+    found = restored(home)
+    assert found and (found.step, found.skipped) == (3, ())
+
+
+@pytest.mark.parametrize("depth", ["checkpoint", "part"])
+def test_status_shows_an_odd_part_as_a_problem(home, depth, monkeypatch, capsys) -> None:
+    hurry(monkeypatch)
+    (home.parent / "tier").mkdir()
+    path, _ = placed(home, depth, "link", step=2)
+    with Daemon(home, lambda: {"tier": FileStore(home.parent / "tier")}) as daemon:
+        daemon.settle()
+        assert run(["status", "--spool", str(home), "--check"]) == 10
+        assert f"{path}: a symbolic link" in capsys.readouterr().out
+
+
+def test_odd_newest_part_is_no_reason_to_fall_back_while_tiers_cannot_be_asked(home, monkeypatch) -> None:
+    hurry(monkeypatch)
+    placed(home, "part", "link")
+    with tierd.Checkpointer(home, RUN) as ckpt, pytest.raises(TierdError, match="step=…"):
+        ckpt.restore({"w": torch.zeros(10)})
 
 
 # -- a library's stage ------------------------------------------------------------------------------------------------

@@ -299,6 +299,7 @@ class Reconciler:
         self.requests.lose_interest(self._live.runs(), seconds(self.config.finished))
         self.save_events.came(place)
         self.save_events.launches(self.inventory())
+        self.save_events.absent(self._live.odd)
         for name in self.tiers.observed.places:
             self.save_events.durable(name, place, self.tiers.observed.places)
         if changed:

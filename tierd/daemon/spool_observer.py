@@ -82,12 +82,14 @@ class SpoolObserver:
         touched: run -> when its newest part was committed, by the spool's disk, seconds since 1970. If no copy is left
             of the checkpoints saved here, when one was last saved.
         childless: the checkpoints whose directories are empty.
+        odd: as `Spool.odd_places`, at the last full observation.
     """
 
     def __init__(self, spool: Spool, timings: DaemonTimings = USUAL) -> None:
         self._spool, self._full_s = spool, timings.full_observation_s
         self.touched: dict[str, float] = {}
         self.childless: list[CheckpointId] = []
+        self.odd: dict[CheckpointId, str] = {}
         self._homes: dict[str, _Home] = {}
         self._records: Known = {}  # of committed parts
         self._heads: KnownHeads = {}
@@ -121,6 +123,8 @@ class SpoolObserver:
             self._homes = {run: self._home(run, full=full) for run in found}
             for home in self._homes.values():
                 self._observe_below(home, doubted, full=full, sparing=sparing)
+            if full:
+                self.odd = {one: why for run in found for one, why in self._spool.odd_places(run).items()}
             self._spool.check_mounted()
         except OSError:
             self._doubted |= doubted

@@ -67,6 +67,14 @@ class SaveEvents:
         self._journal.counters["fallbacks"] += 1
         self._journal.record("fell back", SPOOL, checkpoint, f"passed over: {'; '.join(skipped)}")
 
+    def absent(self, odd: Mapping[CheckpointId, str]) -> None:
+        """Have the status show the copies that count as absent, because no directory lies in their place."""
+        warnings = self._journal.warnings
+        for thing in [thing for thing in warnings if thing[0] == "odd"]:
+            del warnings[thing]
+        for checkpoint, why in odd.items():
+            warnings["odd", str(checkpoint)] = f"{checkpoint} counts as absent from the spool: {why}"
+
     def given_up(self, part: PartId, why: str) -> None:
         """Record that a trainer gave a save up. A failure that the trainer learned from the daemon is reported once."""
         if part not in self._refused:

@@ -106,7 +106,7 @@ class TierView:
     """
 
     deep = True  # always, because a reader lists the names on the tiers anyway
-    step: int | None = None
+    odd: Mapping[CheckpointId, str] = {}
 
     def __init__(self, tiers: RunOnTiers, metrics: Collection[str]) -> None:
         self._tiers, self._metrics = tiers, metrics

@@ -30,6 +30,27 @@ def links_in(path: Path) -> list[str]:
         return []
 
 
+def odd_entries_in(path: Path) -> list[str]:
+    """List everything in a directory that is no directory itself, as a symbolic link to one; without hidden ones."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted(
+                entry.name
+                for entry in entries
+                if not entry.name.startswith(".") and not entry.is_dir(follow_symlinks=False)
+            )
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def is_plain_directory(path: Path) -> bool:
+    """Whether a path is a directory, and no link to one. Raises OSError if the disk does not say."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def childless_below(base: Path) -> Iterator[tuple[str, str]]:
     """Yield `(run, checkpoint)` names of the empty directories two levels under `base`."""
     for run in directories_in(base):

@@ -17,8 +17,16 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import MANIFEST_NAME, File, Manifest
 from tierd.core.manifest_codec import decode
 from tierd.core.seal import MAX_MANIFEST_SIZE
-from tierd.spool.directories import directories_in, links_in, names_in, parts_below, parts_of_run
-from tierd.spool.file_io import digest, open_plain
+from tierd.spool.directories import (
+    directories_in,
+    is_plain_directory,
+    links_in,
+    names_in,
+    odd_entries_in,
+    parts_below,
+    parts_of_run,
+)
+from tierd.spool.file_io import digest, exists, open_plain
 from tierd.spool.permissions import check_link, check_room
 from tierd.spool.records import saved_at
 from tierd.spool.verified_reads import read_file
@@ -61,7 +69,7 @@ class LocalParts:
         return sorted(found)
 
     def newest(self, run: str, count: int) -> list[CheckpointId]:
-        """List the newest checkpoints of a run that have a directory here, or a link in its place, newest first.
+        """List the newest checkpoints of a run that have anything in their place here, newest first.
 
         Only names are compared, because thousands of checkpoints must cost a single directory listing.
 
@@ -104,7 +112,7 @@ class LocalParts:
         try:
             with os.scandir(f"{self.root}/{checkpoint.run}/{checkpoint.name}") as entries:
                 inside = list(entries)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return [], False
         pairs = (PartId.parse_name(f"{one.name}.json") for one in inside if one.is_dir(follow_symlinks=False))
         return sorted(PartId(checkpoint, *pair) for pair in pairs if pair), not inside
@@ -132,31 +140,36 @@ class LocalParts:
         if self._made and not self.control.exists():
             raise FileNotFoundError(errno.ENOENT, "it has vanished: is its file system still mounted?", str(self.root))
 
-    def check_home(self, run: str, only: Collection[CheckpointId] | None = None, step: int | None = None) -> None:
-        """Check that no part of a run is behind a symbolic link that tierd does not follow.
+    def odd_places(self, run: str, only: Collection[CheckpointId] | None = None) -> dict[CheckpointId, str]:
+        """Find the checkpoints of which something other than a directory lies in a checkpoint's or a part's place.
+
+        No such thing is opened or followed: what is behind it counts as absent from the spool.
 
         Args:
             run: the run's name.
-            only: check these checkpoints only.
-            step: check the checkpoints of this step only, because a bad part of another one is no obstacle to it.
+            only: ask about these checkpoints only.
+
+        Returns:
+            By checkpoint, the path, what is there, and the remedy.
 
         Raises:
-            SpoolUnusable: such a link exists; the message names the link and the remedy.
             OSError: the directories cannot be listed.
         """
-        self.check_way(run)
         home = self.root / run
-        prefix = "" if step is None else f"{step:012}."
-        names = links_in(home) if only is None else [one.name for one in only if (home / one.name).is_symlink()]
-        inside = [home / name for name in names if name.startswith(prefix)]
-        for checkpoint in directories_in(home) if only is None else [one.name for one in only]:
-            if checkpoint.startswith(prefix):
-                inside += [home / checkpoint / name for name in links_in(home / checkpoint)]
-        for link in inside:
-            raise SpoolUnusable(
-                f"{link}: a symbolic link to {link.readlink()}; below a run's directory none is followed. Put the "
-                "directory itself there, or remove the link: a tier's copy is then used, or an older checkpoint"
-            )
+        names = (CheckpointId.parse(run, name) for name in names_in(home)) if only is None else only
+        odd: dict[CheckpointId, str] = {}
+        for checkpoint in names:
+            if checkpoint is None:
+                continue
+            place = home / checkpoint.name
+            if is_plain_directory(place):
+                bad = [place / name for name in odd_entries_in(place) if PartId.parse_name(f"{name}.json")]
+            else:
+                bad = [place]
+            for path in bad:
+                if described := _described(path):
+                    odd[checkpoint] = described
+        return odd
 
     def runs(self) -> list[str]:
         """List the directories that may belong to runs, and the links to such directories that are followed.
@@ -182,9 +195,14 @@ class LocalParts:
     def has(self, part: PartId) -> bool:
         """Whether the part was committed. Also False if the disk gives an error, because `stage` checks again."""
         try:
-            return self.path(part).exists()
+            return self.holds(part)
         except OSError:
             return False
+
+    def holds(self, part: PartId) -> bool:
+        """Whether the part's directory is here, behind no link. Raises OSError if the disk does not say."""
+        home = self.path(part)
+        return is_plain_directory(home.parent) and is_plain_directory(home)
 
     def attempts(self, run: str) -> set[str]:
         """List every attempt of `run` that left a checkpoint or a quarantined checkpoint here. Only names are read."""
@@ -201,6 +219,8 @@ class LocalParts:
             ManifestError: the part is here, and its manifest is missing, damaged or unsafe.
             FormatTooNew: a newer tierd wrote the manifest.
         """
+        if not self.holds(part):  # a link in its place is not followed, because anything may be behind it
+            raise ObjectNotFound(f"{part} is not in the spool")
         return self._read_manifest(self.path(part), part)
 
     def manifest_stamp(self, part: PartId) -> int:
@@ -238,7 +258,7 @@ class LocalParts:
             files = sorted(manifest.files, key=lambda file: file.size)
             return {file.path: read(home / file.path, file) for file in files}
         except CorruptChunk:
-            if not home.is_dir():
+            if not self.holds(part):
                 raise ObjectNotFound(f"{part} is not in the spool any more") from None
             raise
 
@@ -280,9 +300,20 @@ _attempt = operator.itemgetter(slice(13, None))  # the attempt in the name of a 
 
 
 def _may_have_parts(path: Path) -> bool:
-    """Whether a name is a directory, or a link. Raises OSError, which `Path.is_dir` hides from Python 3.14 on."""
+    """Whether there is still anything at `path`, also if it is no directory. Raises OSError, which pathlib may hide."""
+    return exists(path)  # False: pruned since it was listed
+
+
+def _described(path: Path) -> str:
+    """Say what lies at a path that should be a directory, and the remedy; empty if it was removed meanwhile."""
     try:
         mode = path.lstat().st_mode
-    except FileNotFoundError:  # pruned since it was listed
-        return False
-    return stat.S_ISDIR(mode) or stat.S_ISLNK(mode)
+        kind = f"a symbolic link to {path.readlink()}" if stat.S_ISLNK(mode) else "not a directory"
+    except FileNotFoundError:
+        return ""
+    except OSError:  # replaced meanwhile
+        kind = "not a directory"
+    return (
+        f"{path}: {kind}; below a run's directory nothing but directories is used, and no link is followed. Put the "
+        "directory itself there, and this copy counts again"
+    )

@@ -21,6 +21,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
+import logging
 import os
 import shutil
 import stat
@@ -33,7 +34,8 @@ from tierd.core.errors import SpoolHeld, SpoolUnusable, StepRefused
 from tierd.core.ids import PartId
 from tierd.spool.conditions import translated
 from tierd.spool.direct_io import LARGE
-from tierd.spool.file_io import make_private, sync_directory
+from tierd.spool.directories import is_plain_directory
+from tierd.spool.file_io import exists, make_private, sync_directory
 from tierd.spool.leases import ALIVE
 from tierd.spool.leftovers import Leftovers
 from tierd.spool.node_id import node_id
@@ -42,6 +44,8 @@ from tierd.spool.records import RETENTION, SAVED, TIMELINE, forget_committed, ma
 from tierd.spool.root import check_name, make_durably, sync_entry
 from tierd.spool.stage import Stage
 from tierd.spool.trash import delete, sync_left
+
+log = logging.getLogger("tierd")
 
 
 class Spool(Leftovers):
@@ -156,8 +160,8 @@ class Spool(Leftovers):
         self.removals += 1
         home = self.path(part)
         target = self._room("quarantine") / part.path
-        if not home.is_dir():
-            return  # quarantined before: that directory is the only copy left
+        if not self.holds(part):
+            return  # quarantined before: that directory is the only copy left; or a link, behind which it is nobody's
         if target.exists():
             self._trash(target)
         make_private(target.parent)
@@ -173,6 +177,17 @@ class Spool(Leftovers):
         sync_directory(target.parent)
         sync_left(home.parent)
         self._drop_if_empty(home.parent)
+
+    def clear_way(self, part: PartId) -> None:
+        """Remove whatever lies in the place of a part's directory, or of its checkpoint's, and is no directory.
+
+        The caller has the whole part, to put it there. Of a link, only the link is removed.
+        """
+        for path in (self.path(part).parent, self.path(part)):
+            if exists(path) and not is_plain_directory(path):
+                behind = f"a symbolic link to {path.readlink()}" if path.is_symlink() else "no directory"
+                log.warning("%s: %s; it is removed, because a tier's whole copy takes its place", path, behind)
+                path.unlink(missing_ok=True)
 
     def fetching(self, part: PartId) -> Path:
         """Return the directory in which a fetch assembles a part.

@@ -98,7 +98,8 @@ class Stage:
                     with suppress(FileExistsError):
                         parent.mkdir(mode=0o700)
                     sync_directory(parent.parent)  # also if it existed: another rank may not have synced it
-                shelf = open_directory(target.parent)
+                # A link in its place is refused, because it would lead the part out of the spool.
+                shelf = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
                     # By the descriptor, because a removal and another rank may replace the directory meanwhile.
                     os.rename(self.path, target.name, dst_dir_fd=shelf)

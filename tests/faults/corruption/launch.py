@@ -43,7 +43,7 @@ class _Source:
 
     arena = link = None
     deep = True
-    step: int | None = None
+    odd: Mapping[CheckpointId, str] = {}
 
     def __init__(self, places: Places, repairer: Repairer, loop: asyncio.AbstractEventLoop, read: Read) -> None:
         self._places, self._repairer, self._loop, self._read = places, repairer, loop, read

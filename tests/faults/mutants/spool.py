@@ -181,9 +181,9 @@ MUTANTS = (
     Mutant(
         "a link inside a run hides a checkpoint",
         _LOCAL_PARTS,
-        "        for link in inside:\n",
-        "        for link in ():\n",
-        f"{_TEST_LINKS} -k inside_a_run",
+        "            for path in bad:\n",
+        "            for path in ():\n",
+        f"{_TEST_LINKS} -k no_other_place_has",
     ),
     Mutant(
         "sockets are open to all",
@@ -244,8 +244,8 @@ MUTANTS = (
     Mutant(
         "a checkpoint of which the disk gives no kind is none",
         "tierd/spool/local_parts.py",
-        "    except FileNotFoundError:  # pruned since it was listed\n        return False",
-        "    except OSError:\n        return False",
+        "    return exists(path)  # False",
+        "    return os.path.lexists(path)  # False",
         "pytest tests/spool/test_spool.py -k disk_does_not_say_what",
     ),
     Mutant(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,11 +42,11 @@ _TRIES = 2
 
 class Seeing(Protocol):
     """A process's view of a run's checkpoints. If `deep` is true, the view has all of them, else only the newest, which
-    suffice for most restores. `step` is the step that is restored, None for the newest.
+    suffice for most restores. `odd` has the checkpoints whose place in the spool holds no directory, with details.
     """
 
     deep: bool
-    step: int | None
+    odd: Mapping[CheckpointId, str]
 
     def run_view(self) -> RunView: ...
 
@@ -136,6 +136,8 @@ class Search:
         unusable |= dict.fromkeys(resume.unvouched, UNVOUCHED)
         passed |= {one: why for one, why in unusable.items() if until is None or order(one) > order(until)}
         passed |= dict.fromkeys(resume.corrupt, UNKNOWN_METRIC) | self._passed
+        for checkpoint in passed.keys() & self.source.odd.keys():
+            passed[checkpoint] += f"; {self.source.odd[checkpoint]}"
         newest = sorted(passed, key=order, reverse=True)
         return tuple(Skipped(one.step, one.attempt, passed[one]) for one in newest)
 
@@ -160,7 +162,6 @@ class Search:
         entries in `only`.
         """
         vanished = 0
-        self.source.step = step
         self.source.deep |= not (step is None and attempt is None and best is None)
         # Corruption may be proven and quarantined in all places that one rank can read, while the node that saved the
         # part still holds a right copy. That node flushes the copy again, by itself or on request.

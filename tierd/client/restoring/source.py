@@ -35,7 +35,7 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL
-from tierd.core.timeline.run_view import RunView, cut, run_view_of
+from tierd.core.timeline.run_view import RunView, cut, run_view_of, with_gone
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Candidates, Fetch, Status, Wait
 from tierd.ipc.replies import read_member
@@ -71,7 +71,8 @@ class NodeSource:
         link: the connection to the daemon, which keeps fetched directories while it is open; None without a daemon.
         alone: why there is no connection although tiers may have copies; empty without tiers.
         deep: whether a listing of the spool alone contains every checkpoint, not only the newest few.
-        step: the step that is restored; None: the newest. Links at other steps are then no obstacle.
+        odd: by checkpoint, what lies in the place of its directory, or of a part's, in this spool, if that is no
+            directory. Such a copy counts as absent.
     """
 
     def __init__(
@@ -94,30 +95,41 @@ class NodeSource:
         self._connected = bool(silent)
         self.alone = silent
         self.deep = False
-        self.step: int | None = None
+        self.odd: Mapping[CheckpointId, str] = {}
         self.arena: Arena | None = None  # the memory that holds the returned files, if a predecessor left them there
 
     def run_view(self) -> RunView:
         """Observe the run through the daemon, or in the spool if no daemon is expected or none answers.
 
         Raises:
-            SpoolUnusable: something of the run lies behind a link that is not followed.
+            SpoolUnusable: the run's directory is a link that is not followed.
         """
         if not self._connected:
             self.link, self._connected = self._connect(), True
         if self.link:
             with translated(f"spool {self._spool.root}"):
-                self._spool.check_home(self._run, step=self.step)
+                self._spool.check_way(self._run)
+                odd = self._spool.odd_places(self._run)
             try:
-                return read_member(self.link.ask(Candidates(run=self._run, metrics=self._metrics)), "sight", RunView)
+                view = read_member(self.link.ask(Candidates(run=self._run, metrics=self._metrics)), "sight", RunView)
+                return self._without(odd, view)
             except DaemonSilent as error:
                 self.alone = str(error)
                 self.close()
                 self.link = None
-        place, oldest = observe_spool(self._spool, self._run, deep=self.deep, step=self.step)
-        seen = run_view_of(Inventory(place, {}), self._run, self._metrics)
-        seen = seen if oldest is None else cut(seen, self._run, oldest)
-        return msgspec.structs.replace(seen, alone=f"node {socket.gethostname()}: {self.alone}" if self.alone else "")
+        place, oldest, odd = observe_spool(self._spool, self._run, deep=self.deep)
+        view = self._without(odd, run_view_of(Inventory(place, {}), self._run, self._metrics))
+        view = view if oldest is None else cut(view, self._run, oldest)
+        return msgspec.structs.replace(view, alone=f"node {socket.gethostname()}: {self.alone}" if self.alone else "")
+
+    def _without(self, odd: dict[CheckpointId, str], view: RunView) -> RunView:
+        """Report the copies that count as absent, and return a view that has their checkpoints as gone if no place has
+        them whole: they were here, so a restore must not pass over them in silence.
+        """
+        for checkpoint in odd.keys() - self.odd.keys():
+            log.warning("%s: its copy in the spool counts as absent: %s", checkpoint, odd[checkpoint])
+        self.odd = odd
+        return with_gone(view, self._run, odd.keys() - view.complete(self._run).keys()) if odd else view
 
     def hand_over(self) -> Link | None:
         """Return the connection, for the caller to close. While it is open, the daemon keeps the obtained

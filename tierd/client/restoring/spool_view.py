@@ -15,17 +15,17 @@ from tierd.spool.spool import Spool
 _NEWEST = 4  # checkpoints in the first listing; nearly every restore takes one of them
 
 
-def observe_spool(spool: Spool, run: str, *, deep: bool, step: int | None = None) -> tuple[Place, CheckpointId | None]:
-    """List the run in the spool. Also return the oldest checkpoint that was listed, if older ones exist.
+def observe_spool(spool: Spool, run: str, *, deep: bool) -> tuple[Place, CheckpointId | None, dict[CheckpointId, str]]:
+    """List the run in the spool. Also return the oldest checkpoint that was listed, if older ones exist, and what
+    `Spool.odd_places` found.
 
     Args:
         spool: the spool.
         run: the run.
         deep: list every checkpoint, not only the newest few.
-        step: as for `check_home`.
 
     Raises:
-        SpoolUnusable: the spool cannot be listed, so it must not count as empty; or `check_home` finds a link.
+        SpoolUnusable: the spool cannot be listed, so it must not count as empty; or `check_way` refuses a link.
     """
     parts: dict[PartId, ManifestFacts | None] = {}
     defects: dict[PartId, TierdError] = {}
@@ -33,7 +33,8 @@ def observe_spool(spool: Spool, run: str, *, deep: bool, step: int | None = None
         before = committed(spool.control)
         newest = [] if deep else spool.newest(run, _NEWEST + 1)
         few = newest[:_NEWEST] if len(newest) > _NEWEST else None
-        spool.check_home(run, few, step)
+        spool.check_way(run)
+        odd = spool.odd_places(run, few)
         for part in spool.parts(run) if few is None else [one for some in few for one in spool.parts_of(some)]:
             try:
                 parts[part] = ManifestFacts.of(spool.manifest(part))
@@ -45,4 +46,4 @@ def observe_spool(spool: Spool, run: str, *, deep: bool, step: int | None = None
         quarantined = {part: ManifestFacts.of(found) if found else None for part, found in spool.quarantined().items()}
         remembered = heads(spool.control)
     place = replace(Place.of(parts, defects, quarantined=quarantined), committed=before, heads=remembered)
-    return place, few[-1] if few else None
+    return place, few[-1] if few else None, odd

@@ -154,6 +154,11 @@ def cut(view: RunView, run: str, oldest: CheckpointId) -> RunView:
     return msgspec.structs.replace(view, gone=left, down_to=(oldest.attempt, oldest.step))
 
 
+def with_gone(view: RunView, run: str, checkpoints: Collection[CheckpointId]) -> RunView:
+    """The view with these checkpoints as gone too."""
+    return msgspec.structs.replace(view, gone=_steps({*named(run, view.gone), *checkpoints}))
+
+
 def _is_hollow(inventory: Inventory, checkpoint: CheckpointId, size: int) -> bool:
     """Whether only names show that `size` ranks saved a checkpoint. Anybody may have put objects of such names."""
     copies = [seen for place in inventory.places.values() if (seen := place.checkpoints.get(checkpoint))]

@@ -115,6 +115,11 @@ class LiveInventory:
         """Whether the spool was observed at least once."""
         return self._ended > 0
 
+    @property
+    def odd(self) -> Mapping[CheckpointId, str]:
+        """The checkpoints of which something other than a directory lies in the spool, with details."""
+        return self._observer.odd
+
     def runs(self) -> set[str]:
         """Return the runs that the spool has, or that were saved there."""
         return self.place.runs.keys() | self.place.launches.keys()

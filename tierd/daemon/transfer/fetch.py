@@ -92,7 +92,7 @@ async def fetch(
         progress.begin(wanted_size(reference, wanted))
         try:
             with translated(f"spool {home}"):
-                if home.is_dir():
+                if spool.holds(part):
                     needed = wanted if reference is local else None  # a new manifest requires all chunks
                     await download(home, reference, copies, budget, progress, committed=True, wanted=needed)
                     if reference is not local:
@@ -151,6 +151,10 @@ class Partial(Stage):
         self._spool.check_way(self.part.checkpoint.run)
         if self._fd < 0:
             self._fd = make_locked(self.path)
+
+    def commit(self, manifest: Manifest) -> None:
+        self._spool.clear_way(self.part)
+        super().commit(manifest)
 
     def leave(self) -> None:
         """Release the lock, and keep the chunks; harmless after `commit` and `abandon`."""
