@@ -124,6 +124,30 @@ def test_a_unit_that_is_open_for_writing_waits(root: Path, spool: Spool) -> None
     assert len(reported.parts) == 1 and not watch.waiting
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes files of other users")
+@pytest.mark.parametrize(
+    ("owner", "mode", "links", "is_taken"),
+    [(1234, 0o600, 2, False), (1234, 0o600, 1, True), (1234, 0o644, 2, True), (4321, 0o600, 2, True)],
+)
+def test_hard_link_of_another_owners_private_file_is_not_taken(
+    root: Path, spool: Spool, tmp_path: Path, owner: int, mode: int, links: int, is_taken: bool
+) -> None:
+    path = layouts.torch_save(root)
+    os.chown(root, 4321, 4321)
+    os.chown(path, owner, owner)
+    path.chmod(mode)
+    if links == 2:
+        (tmp_path / "private").hardlink_to(path)
+    reported = Reported()
+    watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
+    for now_s in (1.0, 2.0, 3.0):
+        watch.observe(History(), now_s)
+    assert bool(reported.parts) == is_taken
+    assert bool(watch.refused) != is_taken
+    if not is_taken:
+        assert "hard link of a file of uid 1234" in watch.refused[path.name]
+
+
 def test_a_unit_that_stays_open_for_writing_is_not_read_and_is_reported_after_an_hour(
     root: Path, spool: Spool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

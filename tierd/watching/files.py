@@ -81,6 +81,11 @@ class Tree:
         self._list("", entries)
         return Listing({name: entry for name, entry in entries.items() if entry.kind != "directory"})
 
+    def owner(self, path: str) -> int:
+        """Return the user id that owns a listed directory, or the top one for an empty path."""
+        with self._opened(path, _DIRECTORY) as descriptor:
+            return os.fstat(descriptor).st_uid
+
     def leading_out(self, links: Iterable[str]) -> dict[str, str]:
         """Return the targets of these listed links that lead out of the directory.
 

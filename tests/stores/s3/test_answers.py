@@ -16,6 +16,7 @@ from tierd.core.errors import ConfigError, DeleteRefused, StoreRefused, StoreUna
 from tierd.core.urls import parse_url
 from tierd.stores.retry import RetryingStore
 from tierd.stores.s3 import credentials as chain
+from tierd.stores.s3.answers import said
 from tierd.stores.s3.s3_store import S3Store
 
 __all__ = ["credentials"]  # the fixture
@@ -300,3 +301,14 @@ def test_the_chain_is_looked_at_seldom(file: Path, monkeypatch: pytest.MonkeyPat
     with serving(Bucket()) as bucket:
         asyncio.run(use(bucket))
     assert len(observations) == 2  # the client's own, and one for all twenty
+
+
+@pytest.mark.parametrize("code", ["PermanentRedirect", "301"])
+def test_redirect_names_the_region_of_the_bucket_and_the_url_parameter(code: str) -> None:
+    raised = said("s3://b", "get k", code, 301, "", region="eu-central-1")
+    assert isinstance(raised, StoreRefused)
+    assert "the bucket is in eu-central-1: add ?region=eu-central-1 to the URL" in str(raised)
+
+
+def test_other_refusals_name_no_region() -> None:
+    assert "eu-central-1" not in str(said("s3://b", "get k", "AccessDenied", 403, "", region="eu-central-1"))

@@ -6,10 +6,13 @@ its inode or its name differ from the listing before or after, nothing of the un
 
 from __future__ import annotations
 
+import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from tierd.core.errors import ManifestError
 from tierd.core.manifest import File, check_path
 from tierd.spool.adopt import How, adopt, is_open_for_writing
 from tierd.spool.file_io import make_private, write_file
@@ -50,6 +53,21 @@ def _check_closed(descriptor: int, path: str) -> None:
         raise Busy(f"{path}: a process has it open for writing")
 
 
+def _check_own(tree: Tree, descriptor: int, path: str) -> None:
+    """Raise `ManifestError` for a hard link of a private file that does not belong to its directory's owner.
+
+    Who may write in a directory can link a file there that only its owner and this daemon may read. A copy would
+    publish it. A program's own links have their directory's owner, or are readable by all.
+    """
+    file, owner = os.fstat(descriptor), tree.owner(path.rpartition("/")[0])
+    if file.st_nlink > 1 and file.st_uid != owner and not file.st_mode & stat.S_IROTH:
+        raise ManifestError(
+            f"{path}: a hard link of a file of uid {file.st_uid} that others may not read, in a directory of uid "
+            f"{owner}: it may be another user's file. If it is the program's, let it write a copy there, or give the "
+            "directory the same owner"
+        )
+
+
 def stage_unit(
     tree: Tree,
     unit: Unit,
@@ -70,7 +88,7 @@ def stage_unit(
 
     Raises:
         Busy, Changed: the program still writes to the unit, or deletes it.
-        ManifestError: a file's name cannot stand in a manifest.
+        ManifestError: a file's name cannot stand in a manifest, or a file may be somebody else's by a hard link.
         CorruptChunk, OSError: as `adopt` raises them.
     """
     described, hows = [], Counter[How]()
@@ -80,6 +98,7 @@ def stage_unit(
         make_private(target.parent)
         with tree.opened(path, entries[path]) as source:
             _check_closed(source.descriptor, path)
+            _check_own(tree, source.descriptor, path)
             # A name with a step is used for one save. A name without one is written again, and a link would change.
             link = unit.step is not None
             file, how = adopt(source.descriptor, source.size, target, path, link=link, going=going)

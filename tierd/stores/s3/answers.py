@@ -50,7 +50,16 @@ _UNHEARD = "; nothing was heard from there yet: check host, port, and whether it
 _TLS_ALERT = "\x15\x03"  # how a server that speaks TLS responds to plain HTTP
 
 
-def said(place: str, doing: str, code: str, status: int, message: str, after: str = "", date: str = "") -> TierdError:
+def said(
+    place: str,
+    doing: str,
+    code: str,
+    status: int,
+    message: str,
+    after: str = "",
+    date: str = "",
+    region: str = "",
+) -> TierdError:
     """Return the error that corresponds to a server's error response.
 
     Args:
@@ -61,8 +70,11 @@ def said(place: str, doing: str, code: str, status: int, message: str, after: st
         message: the server's own text.
         after: the header Retry-After.
         date: the header Date: the server's clock when it responded.
+        region: the header x-amz-bucket-region: where the bucket is.
     """
     kind, advice = _condition(doing, code, status, message)
+    if region and (code in _PLACE or 300 <= status < 400):
+        advice += f"; the bucket is in {region[:40]}: add ?region={region[:40]} to the URL"
     answer = f"{code} {status or ''}".strip()
     text = f"{place}: {doing}: {answer}{advice}{f' ({message[:200]})' if message else ''}"
     if kind is StoreThrottled:

@@ -257,7 +257,9 @@ class S3Store:
             code = str(answer.get("Code", ""))
             if code in STRANGER and await self._have_changed(began):
                 raise StoreUnavailable(f"{self._url}: {doing}: {code}: there are other credentials by now") from None
-            raise said(str(self._url), doing, code, status, str(answer.get("Message") or ""), after, date) from error
+            region = headers.get("x-amz-bucket-region", "")
+            message = str(answer.get("Message") or "")
+            raise said(str(self._url), doing, code, status, message, after, date, region) from error
         except FOREIGN as error:
             # The error's text may quote the output of a credential helper.
             raise unanswered(str(self._url), doing, error, heard=self._heard) from None
