@@ -31,6 +31,7 @@ ELSEWHERE = {
         "daemon/tiers/test_run_policies.py::test_while_a_policy_cannot_be_read_nothing_of_the_run_is_pruned",
         "daemon/tiers/test_run_policies.py::test_the_default_is_recorded_and_said_and_gives_way_to_whatever_is_given",
     ),
+    "watch/link": ("watching/test_unit_watch.py::test_hard_link_of_another_owners_private_file_is_not_taken",),
     "no-key/held-up": ("daemon/tiers/test_intents.py::test_a_mark_from_far_ahead_holds_nothing_up",),
     "no-key/notes": (
         "client/ranks/test_ranks_on_nodes.py::test_on_an_encrypted_tier_notes_are_encrypted_and_others_are_not_believed",
