@@ -57,7 +57,7 @@ def test_drain_ends_with_0_when_everything_is_everywhere_and_the_daemon_goes_on(
         assert not daemon.reconciler.backlog.parts()
         commit(spool, part(9))
         assert run(["drain", "--spool", str(spool.root), "--deadline", "60s", "--json"]) == 0  # it still flushes
-        assert json.loads(capsys.readouterr().out) == {"left": [], "paused": None}
+        assert json.loads(capsys.readouterr().out) == {"left": [], "paused": None, "left_to_nodes": []}
         assert daemon.reconciler.tiers.observed.has(part(9), "s3")
 
 

@@ -37,6 +37,7 @@ from tierd.daemon.reconciling.repairs import Repairs
 from tierd.daemon.reconciling.requests import ClientRequests
 from tierd.daemon.reconciling.setup import Setup
 from tierd.daemon.reconciling.worker_loop import WORKER, WorkerLoop
+from tierd.daemon.reports.problems import Problem
 from tierd.daemon.scrub.repairer import Repairer
 from tierd.daemon.scrub.scrubber import Scrubber
 from tierd.daemon.spool_space import SpoolSpace
@@ -122,7 +123,7 @@ class Reconciler:
         self._repairer.use(stores)
         self.tiers = Tiers(config, self.spool, stores, self.pause, self.timings)
         self.silence = Silence(stores, self.journal, self.timings)
-        self._backfill = Backfill(config, stores, self.tiers.observed, self.timings.list_again_s)
+        self._backfill = Backfill(config, stores, self.tiers.observed, self.timings)
         self._live.use(config, self.tiers, self._backfill)
         self.scrubber = Scrubber(
             config,
@@ -263,6 +264,10 @@ class Reconciler:
     def inventory(self) -> Inventory:
         """Return the latest observation of all places, with holds, writers and busy parts."""
         return self._live.inventory()
+
+    def undone(self) -> tuple[Problem, ...]:
+        """Return, as problems, what a tier with `backfill` lacks and another node was to send there."""
+        return tuple(Problem("warning", one.tier, str(one)) for one in self._backfill.undone())
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds. It is checked after every observation and every action."""

@@ -31,6 +31,7 @@ from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.reload import Reload
 from tierd.daemon.reports import last_status
 from tierd.daemon.reports.own_log import bounded
+from tierd.daemon.reports.problems import Problem
 from tierd.daemon.systemd import feed_watchdog, notify
 from tierd.daemon.tiers.identity import check_identities
 from tierd.events.notifier import Notifier
@@ -164,6 +165,7 @@ async def serve(
         stopped = asyncio.ensure_future(stop.wait())
         failure: BaseException | None = None
         left: tuple[Remaining | str, ...] = ()
+        undone: tuple[Problem, ...] = ()
         try:
             await asyncio.wait([stopped, work, idle, refusing, comparing], return_when=asyncio.FIRST_COMPLETED)
             if stopped.done():
@@ -178,6 +180,7 @@ async def serve(
                 failure = comparing.exception()
             elif not work.done():
                 failure, left = intake.failure, intake.refused
+                undone = reconciler.undone()
         finally:
             tasks = (work, taking, life, idle, refusing, comparing, stopped, reloading, recording, answering)
             for task in tasks:
@@ -192,8 +195,10 @@ async def serve(
         for path in left:
             if isinstance(path, str):
                 log.error("%s was not taken", path)
+        for problem in undone:
+            log.error("%s: %s", problem.place, problem.why)
         log.info("ended")
-    return left
+    return (*left, *(problem.why for problem in undone))
 
 
 async def _stay_apart(config: Config, stores: Mapping[str, Store]) -> None:

@@ -174,7 +174,7 @@ def status(
         alerts=reconciler.journal.alerts(),
         notify=notify,
     )
-    return replace(found, problems=all_problems(found, reconciler.journal))
+    return replace(found, problems=(*all_problems(found, reconciler.journal), *reconciler.undone()))
 
 
 def _policies(inventory: Inventory) -> Iterator[PolicyStatus]:

@@ -40,6 +40,7 @@ class DaemonTimings:
         unanswered_problem_s: until that is a problem.
         unanswered_alert_s: until that is an alert.
         refused_s: how long a refused deletion counts before the store is asked again.
+        left_undone_s: how old a checkpoint is when another node should have sent it to a tier with `backfill`.
         list_again_s: until a tier whose runs could not be listed is tried again.
         own_stale_ms: until this node's own intents and marks expire; short, because it trusts its own clock.
         mark_reads: how often a flush lists the marks that it waits for.
@@ -76,6 +77,7 @@ class DaemonTimings:
     unanswered_problem_s: float = 20.0
     unanswered_alert_s: float = 75.0
     refused_s: float = 600.0
+    left_undone_s: float = 3600.0
     list_again_s: float = 60.0
     own_stale_ms: int = 900_000
     mark_reads: int = 30

@@ -26,8 +26,10 @@ from tierd.core.planning.plan import flushes
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.head import together
 from tierd.daemon.reconcile import Reconciler
+from tierd.daemon.status import status
 from tierd.daemon.tiers.observations import Observations
 from tierd.daemon.tiers.observe import TierObserver
+from tierd.spool.node_id import node_id
 from tierd.spool.spool import Spool
 
 TENS = RetentionPolicy(keep_last=2, keep_every_steps=10)
@@ -139,6 +141,43 @@ def test_a_run_that_another_node_keeps_there_is_left_to_that_node(tmp_path):
         async with running(node(Spool(tmp_path / "spool"), {"old": old, "new": new})) as daemon:
             await until(lambda: is_filled(daemon))
         assert await on(new, "first") == [11] and await on(new, "second") == [9, 10]
+
+    asyncio.run(work())
+
+
+def test_what_a_node_that_is_gone_left_undone_is_a_problem_with_the_way_out(tmp_path):
+    async def work() -> None:
+        old, new = await old_tier(tmp_path, range(1, 11)), Double()
+        gone = Spool(tmp_path / "third")
+        commit(gone, part(11, launch=3, run="first"), origin=CheckpointId("first", attempt(2), 10))
+        await converge(gone, {"new": new}, keep=1)
+        spool = Spool(tmp_path / "spool")
+        async with running(node(spool, {"old": old, "new": new})) as daemon:
+            await until(lambda: is_filled(daemon))
+            (problem,) = [one for one in status(daemon, 0, 0).problems if one.place == "new"]
+            (record,) = [key for key in await contents(new.inner, policies=True) if key.startswith("first/retention/")]
+            assert problem.severity == "warning" and record in problem.why and node_id(gone.root) in problem.why
+            assert any(record in text for text in daemon.backlog.summary().left_to_nodes)
+        await new.inner.delete([record])
+        async with running(node(spool, {"old": old, "new": new})) as daemon:
+            await until(lambda: is_filled(daemon))
+            assert not [one for one in status(daemon, 0, 0).problems if one.place == "new"]
+        assert 10 in await on(new, "first")
+
+    asyncio.run(work())
+
+
+def test_what_another_node_may_still_send_is_no_problem(tmp_path, monkeypatch):
+    timed(monkeypatch, left_undone_s=1e9)
+
+    async def work() -> None:
+        old, new = await old_tier(tmp_path, range(1, 11)), Double()
+        sender = Spool(tmp_path / "third")
+        commit(sender, part(11, launch=3, run="first"), origin=CheckpointId("first", attempt(2), 10))
+        await converge(sender, {"new": new}, keep=1)
+        async with running(node(Spool(tmp_path / "spool"), {"old": old, "new": new})) as daemon:
+            await until(lambda: is_filled(daemon))
+            assert not [one for one in status(daemon, 0, 0).problems if one.place == "new"]
 
     asyncio.run(work())
 

@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         "runs are observed for ever after they were copied",
         "tierd/daemon/reconciling/backfill.py",
-        "            self.runs -= seen - set(flushes)\n",
+        "            self.runs -= done\n",
         "            pass\n",
         "pytest tests/daemon/transfer/test_backfill.py -k nobody_saves_here",
     ),

@@ -16,7 +16,7 @@ from tierd.cli.exit_codes import EXIT_UNFINISHED
 from tierd.cli.known import answering, no_such
 from tierd.cli.options import AttemptOption, ConfigOption, JsonOption, Places, RunArgument, SpoolOption, places
 from tierd.cli.progress import Meter, progress
-from tierd.cli.tables import console, paused, print_json, size, table
+from tierd.cli.tables import console, paused, print_json, print_lines, size, table
 from tierd.core.errors import ConfigError, DaemonUnavailable, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, check_run, check_step
 from tierd.core.planning.unflushed import Remaining, Unflushed, backlog_of, by_tier
@@ -40,10 +40,12 @@ class Drained(msgspec.Struct, frozen=True):
     Attributes:
         left: parts that some tier still lacks.
         paused: as in `status`.
+        left_to_nodes: what tiers with `backfill` lack and other nodes were to send, in words.
     """
 
     left: tuple[LeftPart, ...]
     paused: str | None
+    left_to_nodes: tuple[str, ...] = ()
 
 
 class LeftPart(msgspec.Struct, frozen=True):
@@ -96,10 +98,10 @@ def drain(
         backlog = _drain(link, end)
     left = tuple(_left(one) for one in backlog.left)
     if json:
-        print_json(Drained(left, backlog.paused))
-    elif not left:
+        print_json(Drained(left, backlog.paused, backlog.left_to_nodes))
+    elif not left and not backlog.left_to_nodes:
         console().print("everything is on every tier that wants it")
-    else:
+    elif left:
         rows = [
             (one.run, str(one.step), one.attempt, f"{one.rank}/{one.world_size}", size(one.size), *_both(one))
             for one in left
@@ -111,7 +113,9 @@ def drain(
                 console().print(f"{name}: {tier.error}")
         if backlog.paused:
             console().print(f"{paused(backlog.paused)}: nothing is flushed; to go on: tierd resume")
-    if left:
+    for one in () if json else backlog.left_to_nodes:
+        print_lines(one)
+    if left or backlog.left_to_nodes:
         raise typer.Exit(EXIT_UNFINISHED)
 
 

@@ -60,12 +60,14 @@ class Unflushed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         tiers: by name, whether each tier takes checkpoints.
         paused: when the pause ends, in RFC 3339, or "until resumed"; None if the daemon is not paused.
         moved_bytes: by tier, the raw bytes of parts in `left` that are confirmed there already.
+        left_to_nodes: what tiers with `backfill` lack and other nodes were to send, in words.
     """
 
     left: tuple[Remaining, ...] = ()
     tiers: dict[str, TierTrouble] = {}
     paused: str | None = None
     moved_bytes: dict[str, int] = {}
+    left_to_nodes: tuple[str, ...] = ()
 
     @property
     def left_bytes(self) -> int:

@@ -11,8 +11,11 @@ from collections.abc import Collection, Mapping
 
 from tierd.core.config import Config
 from tierd.core.errors import TierdError
+from tierd.core.planning.inventory import Inventory
+from tierd.core.planning.left_to_others import LeftToNode, left_to_node
 from tierd.daemon.tiers.observations import Observations
 from tierd.daemon.tiers.observe import TierObserver
+from tierd.daemon.timings import DaemonTimings
 from tierd.stores.base import Store
 
 log = logging.getLogger("tierd.daemon")
@@ -25,19 +28,23 @@ class Backfill:
 
     Attributes:
         runs: the runs of which a tier may lack something, without those that the spool has.
+        left: by run, what a tier lacked of it for longer than a node takes to send it, and is left to another node.
 
     Args:
         config: the configuration.
         stores: tier name -> open store.
         observed: the tiers, as last observed.
-        retry_s: until a tier that could not be listed is tried again.
+        timings: durations; `list_again_s` until a tier that could not be listed is tried again.
     """
 
-    def __init__(self, config: Config, stores: Mapping[str, Store], observed: Observations, retry_s: float) -> None:
-        self._stores, self._observed, self._retry_s = stores, observed, retry_s
+    def __init__(
+        self, config: Config, stores: Mapping[str, Store], observed: Observations, timings: DaemonTimings
+    ) -> None:
+        self._config, self._stores, self._observed, self._timings = config, stores, observed, timings
         self._wanted = any(tier.backfill for tier in config.tier)
         self._due = 0.0  # monotonic seconds
         self.runs: set[str] = set()
+        self.left: dict[str, tuple[LeftToNode, ...]] = {}
 
     async def list_runs(self, own: Collection[str]) -> bool:
         """List all runs of all tiers, if that is due; return whether there are others than before.
@@ -49,7 +56,7 @@ class Backfill:
         """
         if not self._wanted or time.monotonic() < self._due:
             return False
-        self._due = time.monotonic() + self._retry_s  # workers of several tiers call this at once
+        self._due = time.monotonic() + self._timings.list_again_s  # workers of several tiers call this at once
         found, failed = set[str](), False
         for name, store in self._stores.items():
             try:
@@ -62,13 +69,23 @@ class Backfill:
         before, self.runs = self.runs, self.runs | (found - set(own))
         return self.runs != before
 
-    def settle(self, flushes: Collection[str]) -> None:
+    def settle(self, flushes: Collection[str], inventory: Inventory) -> None:
         """Forget the runs that every tier showed and of which nothing is left to send.
 
         Args:
             flushes: the runs of which parts are left to send.
+            inventory: the places as observed now.
         """
         places = self._observed.places
         if None not in places.values():
             seen = {run for run in self.runs if all(self._observed.knows(name, run) for name in places)}
-            self.runs -= seen - set(flushes)
+            done = seen - set(flushes)
+            for run in done:
+                found = [left_to_node(inventory, self._config, run, name) for name in places]
+                latest_s = self._timings.now_s() - self._timings.left_undone_s
+                self.left[run] = tuple(one for one in found if one and one.made_s <= latest_s)
+            self.runs -= done
+
+    def undone(self) -> list[LeftToNode]:
+        """Return what other nodes were to send and have not sent."""
+        return [one for found in self.left.values() for one in found]

@@ -53,7 +53,10 @@ class Backlog:
         for name, _, at in self._setup.tiers.flushes.moving():
             moved[name] += at.done
         until = self._setup.pause.until
-        return Unflushed(left=self.remaining(), tiers=tiers, paused=until, moved_bytes=dict(moved))
+        undone = tuple(f"{one.tier}: {one}" for one in self._setup.backfill.undone())
+        return Unflushed(
+            left=self.remaining(), tiers=tiers, paused=until, moved_bytes=dict(moved), left_to_nodes=undone
+        )
 
     def describe(self) -> str:
         """Describe `remaining` in one sentence."""

@@ -67,9 +67,9 @@ class WorkerLoop:
                     self._setup.wake()
                     worker.has_flushed = worker.sent
                 elif self._setup.backfill.runs:
-                    self._setup.backfill.settle(
-                        {part.checkpoint.run for part, _ in self._backlog.flushes(self._setup.live.inventory())}
-                    )
+                    inventory = self._setup.live.inventory()
+                    flushes = {part.checkpoint.run for part, _ in self._backlog.flushes(inventory)}
+                    self._setup.backfill.settle(flushes, inventory)
                 worker.succeeded(subject(action))
                 self._worked(worker, action)
             except Exception as error:  # a worker never ends: it logs unknown errors with a traceback, and retries
