@@ -59,6 +59,10 @@ KINDS: dict[str, EventKind] = {
     "corrupt": EventKind("a copy is proven corrupt", "error"),
     "repaired": EventKind("chunks of a copy were repaired from another place; in the spool, also fetched anew"),
     "quarantined": EventKind("a corrupt copy was quarantined, because no place had the right bytes", "error"),
+    "released": EventKind(
+        "a quarantined copy was read again before its deletion, proved right, and is used again; the disk, the memory "
+        "or the network gave wrong bytes before"
+    ),
     "fell back": EventKind("a restore returned an older checkpoint, because the newest could not be used", "error"),
     "restored": EventKind("a rank read and verified its part of the checkpoint that every rank loads", usual=False),
     "pruned": EventKind("retention deleted a copy of a checkpoint"),

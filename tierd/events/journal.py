@@ -89,6 +89,13 @@ class Journal:
         log.log(_LEVELS[event.level], "%s: %s %s: %s", place, what, subject, why)
         self._on_event(event)
 
+    def released(self, place: str, part: PartId) -> None:
+        """Record that a quarantined copy proved right and is used again."""
+        self.quarantined[place] = max(self.quarantined[place] - 1, 0)  # it may have been quarantined before the start
+        if not self.quarantined[place]:
+            del self.quarantined[place]
+        self.record("released", place, part, "every byte was right when it was read again before its deletion")
+
     # -- tries ------------------------------------------------------------------------------------------------------
 
     def failed(self, thing: Thing, doing: str, place: str, subject: Subject, why: str) -> None:

@@ -30,7 +30,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tierd.core.errors import SpoolHeld, SpoolUnusable, StepRefused
+from tierd.core.errors import CorruptChunk, ManifestError, SpoolHeld, SpoolUnusable, StepRefused
 from tierd.core.ids import PartId
 from tierd.spool.conditions import translated
 from tierd.spool.direct_io import LARGE
@@ -44,6 +44,7 @@ from tierd.spool.records import RETENTION, SAVED, TIMELINE, forget_committed, ma
 from tierd.spool.root import check_name, make_durably, sync_entry
 from tierd.spool.stage import Stage
 from tierd.spool.trash import delete, sync_left
+from tierd.spool.verified_reads import bad_chunks
 
 log = logging.getLogger("tierd")
 
@@ -188,6 +189,36 @@ class Spool(Leftovers):
                 behind = f"a symbolic link to {path.readlink()}" if path.is_symlink() else "no directory"
                 log.warning("%s: %s; it is removed, because a tier's whole copy takes its place", path, behind)
                 path.unlink(missing_ok=True)
+
+    def unquarantine(self, part: PartId) -> bool:
+        """Verify a quarantined part once more, and move it back among the parts if every byte is right.
+
+        Returns:
+            Whether the part is back. If not, its bytes are proven corrupt, it is not in quarantine, or it was saved
+            again since.
+
+        Raises:
+            OSError, TierdError: not all bytes could be judged (`core.corruption`); nothing was moved.
+        """
+        source, home = self._room("quarantine") / part.path, self.path(part)
+        if home.exists() or not source.is_dir():
+            return False
+        try:
+            manifest = self._read_manifest(source, part)
+        except ManifestError:
+            return False
+        defects = [reason for file in manifest.files for _, _, reason in bad_chunks(source / file.path, file)]
+        for reason in defects:
+            if isinstance(reason, CorruptChunk):
+                return False
+        if defects:
+            raise defects[0]
+        self.check_way(part.checkpoint.run)
+        make_private(home.parent)
+        source.rename(home)  # fails if the part was saved again meanwhile
+        sync_directory(home.parent)
+        sync_left(source.parent)
+        return True
 
     def fetching(self, part: PartId) -> Path:
         """Return the directory in which a fetch assembles a part.

@@ -11,6 +11,7 @@ from tierd.core.ids import PartId
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.reconciling.setup import Setup
 from tierd.daemon.scrub.repairer import Repairer
+from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress, Wanted
 
 log = logging.getLogger("tierd.daemon")
@@ -56,6 +57,23 @@ class Repairs:
             if tier == SPOOL:
                 raise
             log.warning("%s: %s cannot be repaired yet: %s", tier, part, error)  # the other tier's worker backs off
+
+    async def unquarantine(self, name: str) -> bool:
+        """Move a part of the spool out of quarantine if it proves right, because it is about to be deleted.
+
+        Args:
+            name: the name of the object to delete (`Spool.discard`); nothing is done unless it is a quarantined part.
+
+        Raises:
+            OSError, TierdError: nothing is known about its bytes, so it must not be deleted.
+        """
+        room, *pieces = name.split("/")
+        part = PartId.parse(*pieces) if room == "quarantine" and len(pieces) == 3 else None
+        if part is None or not await to_the_end(self._setup.spool.unquarantine, part):
+            return False
+        self._setup.journal.released(SPOOL, part)
+        self._setup.live.doubt(part.checkpoint)
+        return True
 
     async def fetch(self, part: PartId, *, counted: bool = False, wanted: Wanted | None = None) -> tuple[str, ...]:
         """Repair the spool's copy of `part`, or fetch some of it, by `Repairer`; then observe the spool."""

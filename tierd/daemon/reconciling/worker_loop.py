@@ -118,8 +118,10 @@ class WorkerLoop:
                 await self._repairs.repair(part, tier)
             case Discard(name):
                 try:
+                    if await self._repairs.unquarantine(name):
+                        return
                     await asyncio.to_thread(self._setup.spool.discard, name)
-                except OSError:  # what can be deleted goes first
+                except (OSError, TierdError):  # what can be deleted goes first
                     self._setup.workers[SPOOL].put_off_stuck(name)
                     raise
                 log.info("local: discarded %s", name)

@@ -1,0 +1,79 @@
+"""A quarantined copy is verified once more before it is deleted, and is used again if it is right."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from support.doubles import contents
+from support.world import commit, converge, corrupt, part, read, reconciler, running, steps_on, until
+
+from tierd.core.manifest import MANIFEST_NAME
+from tierd.spool.spool import Spool
+from tierd.stores.memory import MemoryStore
+
+KEEP = {"keep_local": 2}  # so that a quarantined part with two newer ones is deleted
+
+
+def events(daemon, what: str) -> list[str]:
+    return [event.subject for event in daemon.journal.events if event.what == what]
+
+
+@pytest.fixture
+def quarantined(spool: Spool) -> dict[str, bytes]:
+    """The files of a right part that was quarantined, beside two newer ones, of which one tier keeps two."""
+    data = commit(spool, part(1))
+    spool.quarantine(part(1))
+    commit(spool, part(2))
+    commit(spool, part(3))
+    return data
+
+
+def test_a_quarantined_part_that_proves_right_is_used_again(spool, quarantined):
+    async def work():
+        store = MemoryStore()
+        daemon = await converge(spool, {"tier": store}, **KEEP)
+        assert events(daemon, "released") == [str(part(1))] and not spool.quarantined()
+        assert not daemon.journal.quarantined
+        assert steps_on(await contents(store)) == [1, 2, 3]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("victim", ["weights.bin", MANIFEST_NAME])
+def test_a_quarantined_part_that_is_wrong_is_deleted(spool, quarantined, victim):
+    corrupt(spool.control / "quarantine" / part(1).path / victim)
+
+    async def work():
+        daemon = await converge(spool, {"tier": MemoryStore()}, **KEEP)
+        assert not events(daemon, "released") and not spool.quarantined() and not spool.has(part(1))
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O error"), OSError(errno.EMFILE, "too many open files")])
+def test_a_quarantined_part_that_cannot_be_read_is_kept(spool, quarantined, monkeypatch, error):
+    home, preadv = spool.control / "quarantine" / part(1).path, os.preadv
+
+    def failing(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if Path(os.readlink(f"/proc/self/fd/{fd}")).is_relative_to(home):
+            raise error
+        return preadv(fd, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", failing)
+
+    async def work():
+        async with running(reconciler(spool, {"tier": MemoryStore()}, **KEEP)) as daemon:
+            await until(lambda: daemon.journal.counters["errors"] > 2)
+            assert spool.quarantined() and not events(daemon, "released")
+
+    asyncio.run(work())
+
+
+def test_a_part_that_was_saved_again_is_not_replaced_by_its_quarantined_copy(spool, quarantined):
+    commit(spool, part(1))
+    assert not spool.unquarantine(part(1)) and set(spool.quarantined()) == {part(1)}
+    assert read(spool, part(1)) == quarantined
