@@ -23,6 +23,7 @@ GATE = 1_000_000
 MET = (
     *("lives", "life: crashes", "life: daemons killed", "life: daemons without a configuration", "life: readings"),
     *("life: saves that met a full disk", "life: outages longer than anything is held", "life: daemon: given up"),
+    "life: launches with a wrong clock",
     *("crashes", "crashes while flushing", "crashes while pruning", "crashes while restoring", "nodes lost"),
     *("rot on a tier", "rot in a spool", "restores", "restores elsewhere", "restores that another node was asked for"),
     *("lost: a manifest", "lost: a head on a tier", "lost: a head in a spool"),
@@ -115,6 +116,14 @@ MUTANTS = (
         "    names = ()\n",
         _LIVES,
         "wants and lacks",
+    ),
+    Mutant(
+        "ages trust the newest launch's clock",
+        "tierd/core/retention/ages.py",
+        "        return min((age for age in ages if age >= 0), default=self._forward_s(order, at))\n",
+        "        return now - at\n",
+        _LIVES,
+        "its own rules want | should hold",
     ),
     Mutant(
         "nothing tells of what was given up",

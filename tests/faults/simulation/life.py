@@ -29,6 +29,7 @@ from support.world import CHUNK
 from tierd.core.errors import TierdError
 
 _MOST = 500_000  # steps of a trial: more is a hang
+_WRONG_CLOCKS = 0.2  # probability that launches of a life have clocks that are a year ahead or behind
 _REST = 8 * 3600.0  # seconds in which everything comes to rest
 
 
@@ -64,7 +65,10 @@ class RegionLife:
         bad = rng.choice((0.0, 0.0, 0.01, 0.03))
         weather = Weather(fails=bad, lost=bad, partial=bad, slow=rng.choice((0.001, 0.02, 0.3)))
         rescan = rng.choice(("120s", "600s", "1800s"))
-        self.region = Region(self.loop, rng, self.home, watch, weather, tiers, self.keeper, rescan)
+        clocks = random.Random(f"clock {self.seed}")  # a generator of its own, so that all else is as without it
+        wrong = clocks if clocks.random() < _WRONG_CLOCKS else None
+        self.region = Region(self.loop, rng, self.home, watch, weather, tiers, self.keeper, rescan, wrong)
+        self.region.count["life: lives with wrong clocks"] += wrong is not None
         self.keeper.spools = lambda: {site.name: site.root for site in self.region.sites}
         for tier in tiers:
             tier.changed = lambda *change, tier=tier: self._changed(tier, *change)  # type: ignore[misc]

@@ -31,6 +31,9 @@ from tierd.daemon.reconcile import Reconciler
 from tierd.spool.spool import Spool
 from tierd.stores.retry import RetryingStore
 
+_WRONG_CLOCKS = 0.3  # probability that a launch has one, in a life that has any
+_YEAR = 365 * 86400.0  # seconds
+
 
 class Tier(Bucket):
     """A tier. `speed`: bytes a second that a node gets there. `down_until`: it answers nobody before that time."""
@@ -78,9 +81,17 @@ class Region:
     tiers: list[Tier]
     keeper: Keeper
     rescan: str
+    clocks: random.Random | None = None  # draws the launches with a wrong clock; None if every clock is right
     launches: int = 0
     count: Counter[str] = field(default_factory=Counter)
     sites: list[Site] = field(default_factory=list)
+
+    def clock_error_s(self) -> float:
+        """How far ahead the clock of a new launch is; negative if it is behind."""
+        if self.clocks is None or self.clocks.random() >= _WRONG_CLOCKS:
+            return 0.0
+        self.count["life: launches with a wrong clock"] += 1
+        return self.clocks.choice((-_YEAR, _YEAR))
 
 
 class _Spool(Spool):

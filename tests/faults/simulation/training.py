@@ -120,6 +120,7 @@ class Training:
             return False
         region.launches += 1
         self.launch, self.origin, self.step = region.launches, found and found[1:], found[2] if found else 0
+        self.clock_error_s = region.clock_error_s()
         region.count["life: launches"] += 1
         return True
 
@@ -132,7 +133,7 @@ class Training:
             *one,
             self.origin,
             site.name,
-            round(EPOCH + region.loop.now, 3),
+            round(EPOCH + region.loop.now + self.clock_error_s, 3),
             region.loop.now,
             site.keeper.awake(),
             {"loss": float(region.rng.randint(0, 40))} if region.rng.random() < 0.8 else {},
