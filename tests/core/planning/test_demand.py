@@ -16,10 +16,12 @@ from support.inventories import (
     checkpoint,
     config,
     facts,
+    held,
     histories,
     part,
     places,
     policies,
+    remade,
     solo,
     whole,
 )
@@ -305,9 +307,26 @@ def test_what_is_held_for_a_tier_that_this_node_does_not_name_says_so_and_is_giv
 
 
 def test_a_tier_that_this_node_does_not_name_is_held_for_no_longer_than_hold_for():
-    """From a checkpoint's save to the newest one's: the node that names the tier may be gone for good."""
+    """The node that names the tier may be gone for good. The saves of this node's launch confirm that time passed."""
     minutes = msgspec.structs.replace(config(LAST1), hold_for="11m")
-    assert [one.checkpoint for one in prunes(moved(kept("ab")), minutes)] == [C[9], C[10], OWN]
+    before = moved(kept("ab"))
+    assert [one.checkpoint for one in prunes(before, minutes)] == [OWN], "the pause before the launch is not confirmed"
+    newest = checkpoint(2, 30)
+    later = Inventory(solo(Place(), newest), {"a": solo(before.tiers["a"], newest)}, who=before.who)
+    assert [one.checkpoint for one in prunes(later, minutes)] == [C[9], C[10], OWN, checkpoint(2, 21)]
+
+
+def test_a_launch_whose_clock_is_a_year_ahead_ends_no_hold_for_a_tier_that_this_node_does_not_name():
+    """Neither while that launch is the newest, nor once the clock is right again."""
+    year, newest = 365 * 24 * 60, checkpoint(3, 22)
+    tier = moved(kept("ab")).tiers["a"]
+    ahead = {part(checkpoint(2, step)): facts(year + step) for step in (20, 21)}
+    wrong = remade(tier, {**held(tier), **ahead})
+    right = remade(wrong, {**held(wrong), part(newest): facts(22)})
+    for place, gone in ((wrong, [OWN]), (right, [])):
+        local = remade(place, {one: place.facts(one) for one in [max(place.parts())]})
+        made = Inventory(local, {"a": place}, who="0000000a")
+        assert [one.checkpoint for one in prunes(made, config(LAST1))] == gone
 
 
 def test_a_full_tier_gives_up_the_oldest_that_it_only_holds_and_before_it_is_sent_anything():

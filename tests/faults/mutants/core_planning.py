@@ -309,9 +309,16 @@ MUTANTS = (
     Mutant(
         "a tier that only another node names is held for without end",
         _VERDICTS,
-        "    return names if held else ()\n",
+        "    return names if age_s < seconds(demand.config.hold_for) else ()\n",
         "    return names\n",
         f"{_TEST_DEMAND} -k no_longer_than_hold_for",
+    ),
+    Mutant(
+        "a launch whose clock is ahead ends the hold for a tier that only another node names",
+        _VERDICTS,
+        "demand.ages.age_s((one.run, one.attempt, one.step), seen.spoken.created)\n",
+        "max((s.spoken.created - seen.spoken.created).total_seconds() for s in demand.merged.values() if s.spoken)\n",
+        f"{_TEST_DEMAND} -k clock_is_a_year_ahead",
     ),
     Mutant(
         "a command holds a tier's checkpoints for that tier under another name",

@@ -13,7 +13,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import cached_property
 from typing import cast
 
@@ -24,6 +23,7 @@ from tierd.core.planning.copies import CheckpointCopy, differing, is_complete, u
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.janitor import fills
 from tierd.core.planning.place import SPOOL, Place
+from tierd.core.retention.ages import Ages
 from tierd.core.retention.policies import EVERYTHING, policy_for, unknown
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.retention.ranking import CheckpointInfo, Ranking
@@ -186,9 +186,10 @@ class Demand:
         return max((one.attempt for one in self.merged), default="")
 
     @cached_property
-    def newest_save(self) -> datetime:
-        """When the checkpoint that was made last was made, as far as manifests were read."""
-        return max(seen.spoken.created for seen in self.merged.values() if seen.spoken)
+    def ages(self) -> Ages:
+        """The ages of all checkpoints, complete or not, whose manifest was read."""
+        made = ((one, seen.spoken.created) for one, seen in self.merged.items() if seen.spoken)
+        return Ages(((one.run, one.attempt, one.step), created) for one, created in made)
 
     @cached_property
     def halves(self) -> tuple[CheckpointId, ...]:

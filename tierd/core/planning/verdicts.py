@@ -67,8 +67,9 @@ def _over_all_places(demand: Demand, name: str, tier: Place, verdict: Verdict, o
 def _unnamed(demand: Demand, tier: Place, one: CheckpointId) -> tuple[str, ...]:
     """The tiers that may want a checkpoint of an earlier launch, and that only another node's configuration names.
 
-    Nobody here knows whether they answer. So a checkpoint is held for `hold_for` from its save to the newest one's, and
-    not for ever for the sake of a node that is gone. The newest launch keeps what its own node's configuration says.
+    Nobody here knows whether they answer. So a checkpoint is held until it is `hold_for` older than the newest one, and
+    not for ever for the sake of a node that is gone. The age is that of `Ages`, because a launch whose clock is ahead
+    must not end the hold. The newest launch keeps what its own node's configuration says.
     """
     seen = demand.merged.get(one)
     if one not in demand.whole or seen is None or seen.spoken is None:
@@ -76,8 +77,8 @@ def _unnamed(demand: Demand, tier: Place, one: CheckpointId) -> tuple[str, ...]:
     names = unnamed(demand.inventory, tier, demand.run)
     if not names or one.attempt == demand.newest_attempt:
         return ()
-    held = (demand.newest_save - seen.spoken.created).total_seconds() < seconds(demand.config.hold_for)
-    return names if held else ()
+    age_s = demand.ages.age_s((one.run, one.attempt, one.step), seen.spoken.created)
+    return names if age_s < seconds(demand.config.hold_for) else ()
 
 
 def judge_spool(demand: Demand, *, drops: bool = False) -> tuple[Verdict, ...]:
