@@ -7,6 +7,7 @@ changed in part, or that a restore should have replaced.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -31,6 +32,8 @@ from tierd.core.ids import CheckpointId, PartId, check_attempt, check_run, check
 from tierd.core.manifest import Ancestor, Manifest
 from tierd.spool.conditions import translated
 from tierd.spool.spool import Spool
+
+log = logging.getLogger("tierd")
 
 
 class Source(Protocol):
@@ -87,6 +90,7 @@ class Launch:
         self._changing = False  # whether one of them has come to load the state
         self._later = ""  # why the state is still to be loaded after them
         self._origin: CheckpointId | None = None
+        self._resumed: CheckpointId | None = None  # `_origin` until the first save after its restore
         self._name: dict[None, str] = {}  # the attempt once it is known; a restore replaces the dict
         self._talks = ranks.talk
         if self.world == 1:
@@ -182,7 +186,22 @@ class Launch:
             self._check_unused(self.attempt)
         record_saved(self._spool.control, self.run, self.attempt, self.rank)
         self._begun = True
+        self._warn_of_twin(number)
         return part
+
+    def _warn_of_twin(self, step: int) -> None:
+        """Warn once if the first save after a restore is of the step that was restored."""
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None and resumed.step == step and self.rank == 0:
+            log.warning(
+                "run %s: step %d is saved again, right after this launch resumed from step %d of attempt %s: keep_last "
+                "counts the two as two checkpoints, so an older step may be deleted. If nothing was trained since the "
+                "restore, do not save: `if step > restored.step`",
+                self.run,
+                step,
+                step,
+                resumed.attempt,
+            )
 
     def share(self) -> None:
         """Let another process save for this launch from now on: its steps show only in the spool."""
@@ -297,7 +316,7 @@ class Launch:
         own = self._name.get(None)
         if origin is None and (self._given or own is None or max(attempts, default="") <= own):
             return  # an attempt that has no name yet is named at its first use, after another listing
-        self._origin = origin
+        self._origin = self._resumed = origin
         self.steps.clear()
         if self._given is None:
             self._name = {None: agreed(attempts, clocks)}
