@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from itertools import permutations
 
@@ -99,12 +99,12 @@ async def check_identities(urls: Mapping[str, StoreUrl], stores: Mapping[str, St
     """
     if len(stores) < 2:
         return frozenset()
-    answers = await asyncio.gather(*(_answer(read_identity(store)) for store in stores.values()))
+    answers = await asyncio.gather(*(_answer(store, IDENTITY_KEY) for store in stores.values()))
     ids = dict(zip(stores, answers, strict=True))
     pairs = [(inner, outer) for inner, outer in permutations(stores, 2) if not tier or tier in (inner, outer)]
     for inner, outer in pairs:
         below = _key_below(urls[inner], urls[outer])
-        if ids[inner] and below and await _answer(_id_at(stores[outer], below)) == ids[inner]:
+        if ids[inner] and below and await _answer(stores[outer], below) == ids[inner]:
             raise TiersOverlap(inner, "lies in", outer)
     for mine, theirs in pairs:
         shared = ids[mine] if mine < theirs and ids[mine] == ids[theirs] else None
@@ -127,11 +127,11 @@ async def _is_one_place(mine: Store, theirs: Store, shared: str) -> bool:
         return True
 
 
-async def _answer(reading: Awaitable[str]) -> str | None:
-    """Return the id that a tier gives; None if it does not answer."""
+async def _answer(store: Store, key: str) -> str | None:
+    """Return the id in the record with this key; empty if there is none; None if the tier does not answer."""
     try:
         async with asyncio.timeout(_ANSWER_S):
-            return await reading
+            return await _id_at(store, key)
     except (StoreUnavailable, StoreRefused, TimeoutError):
         return None
 
