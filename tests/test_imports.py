@@ -64,6 +64,7 @@ MAY: dict[str, set[str]] = {
         "core",
     },
     "spool.spool": {
+        "spool.directories",
         "spool.verified_reads",
         "spool.node_id",
         "spool.conditions",

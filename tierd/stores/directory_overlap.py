@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from tierd.own_thread import in_own_thread
 # Seconds that a directory's mount may take to answer, because a hung mount must not block the other tiers.
 _ANSWER = 5.0
 
+_MOUNTS = Path("/proc/self/mountinfo")
 _Identity = tuple[int, int]  # st_dev, st_ino
 
 
@@ -28,13 +30,16 @@ _Identity = tuple[int, int]  # st_dev, st_ino
 class _Directory:
     """A path resolved on this machine, without links.
 
-    `own` and `above` identify its directory and all parent directories that exist.
+    `own` and `above` identify its directory and all parent directories that exist. `device` and `inside` are its file
+    system and its path there, because a bind mount of a directory has other parents than that directory.
     """
 
     given: str
     path: Path
     own: _Identity | None = None
     above: frozenset[_Identity | None] = frozenset()
+    device: str = ""
+    inside: Path = Path()
 
     def relation(self, other: _Directory) -> str:
         """Return the relation to another directory; empty if they do not overlap."""
@@ -45,7 +50,9 @@ class _Directory:
         return "contains" if other._is_inside(self) else ""
 
     def _is_inside(self, other: _Directory) -> bool:
-        return other.path in self.path.parents or (other.own is not None and other.own in self.above)
+        if other.path in self.path.parents or (other.own is not None and other.own in self.above):
+            return True
+        return bool(self.device) and self.device == other.device and other.inside in self.inside.parents
 
     def __str__(self) -> str:
         return self.given if self.given == str(self.path) else f"{self.given} (which is {self.path})"
@@ -99,7 +106,25 @@ async def _resolved(path: str) -> _Directory:
 
 def _inspect(path: str) -> _Directory:
     real = Path(os.path.realpath(path))
-    return _Directory(path, real, _identity(real), frozenset(_identity(one) for one in real.parents))
+    above = frozenset(_identity(parent) for parent in real.parents)
+    return _Directory(path, real, _identity(real), above, *_in_file_system(str(real)))
+
+
+def _in_file_system(real: str) -> tuple[str, Path]:
+    """Return the device of the mount that has `real`, and the path in that file system; see proc_pid_mountinfo(5)."""
+    device, inside, longest = "", Path(), -1
+    try:
+        lines = _MOUNTS.read_text(errors="replace").splitlines()
+    except OSError:
+        return "", Path()
+    for line in lines:
+        fields = [re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field) for field in line.split(" ")[2:5]]
+        if len(fields) < 3:
+            continue
+        point = fields[2].rstrip("/")
+        if (real == point or real.startswith(f"{point}/")) and len(point) >= longest:  # of equals the later is on top
+            device, inside, longest = fields[0], Path(f"{fields[1]}/{real[len(point) :]}"), len(point)
+    return device, inside
 
 
 def _identity(path: Path) -> _Identity | None:

@@ -150,6 +150,10 @@ def test_commands_refuse_two_names_of_one_server(tmp_path, capsys, credentials):
         tiers = [f'[[tier]]\nname = "{name}"\nurl = "{text}"\n' for name, text in (("a", url), ("b", alias))]
         file.write_text(f'spool = "{tmp_path / "spool"}"\n' + "".join(tiers))
 
+        assert command(["config", "check", str(file), "--reach"]) == 3  # also before anything is there
+        assert "'b' is the place of tier 'a' under another name" in capsys.readouterr().err
+        assert not [key for key in bucket.objects if "README" in key]
+
         async def identify() -> None:
             async with AsyncExitStack() as stack:
                 await put_identity(*(await open_tiers(from_urls("/s", [url]), stack)).values())
@@ -166,11 +170,14 @@ def test_commands_refuse_two_names_of_one_server(tmp_path, capsys, credentials):
         assert command(["config", "check", str(file)]) == 0  # it asks no tier
 
 
-def test_doctor_names_the_tier_that_is_another_ones_place(tmp_path):
+@pytest.mark.parametrize("recorded", [True, False])
+def test_doctor_names_the_tier_that_is_another_ones_place(tmp_path, recorded):
     for name in "ab":
         (tmp_path / name).mkdir()
     store = FileStore(tmp_path / "a")
-    asyncio.run(put_identity(store))
+    if recorded:
+        asyncio.run(put_identity(store))
     tiers = [Subject(name, parse_url(str(tmp_path / name)), store, None) for name in "ab"]
     findings = asyncio.run(examine(Examined(None, 3, 60.0, tiers)))
     assert [result.place for result in findings if result.finding == "another tier's place"] == ["b"]
+    assert recorded or not (tmp_path / "a" / "README.md.id").exists()

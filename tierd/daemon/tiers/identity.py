@@ -14,6 +14,7 @@ import asyncio
 import secrets
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import permutations
 
@@ -22,7 +23,7 @@ import msgspec
 from tierd.core.errors import ConfigError, CorruptChunk, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import IDENTITY_KEY
 from tierd.core.urls import StoreUrl
-from tierd.stores.base import Store, is_key
+from tierd.stores.base import Store, clear, is_key
 
 _ANSWER_S = 5.0  # seconds for a tier to answer
 
@@ -111,6 +112,27 @@ async def check_identities(urls: Mapping[str, StoreUrl], stores: Mapping[str, St
         if shared and await _is_one_place(stores[mine], stores[theirs], shared):
             raise TiersOverlap(theirs, "is", mine)
     return frozenset(name for name, identity in ids.items() if identity is None)
+
+
+async def try_identities(urls: Mapping[str, StoreUrl], stores: Mapping[str, Store]) -> frozenset[str]:
+    """As `check_identities`, also for tiers that have no record yet: each gets one for the time of the comparison.
+
+    A tier that deletes nothing keeps it, and one that takes nothing is compared without. Raises as `check_identities`.
+    """
+    made: list[Store] = []
+    try:
+        for store in stores.values() if len(stores) > 1 else ():
+            try:
+                async with asyncio.timeout(_ANSWER_S):
+                    if not await ensure_identity(store):
+                        made.append(store)
+            except (StoreUnavailable, StoreRefused, TimeoutError):
+                continue
+        return await check_identities(urls, stores)
+    finally:
+        for store in made:
+            with suppress(StoreUnavailable, StoreRefused):
+                await clear(store, [IDENTITY_KEY])
 
 
 async def _is_one_place(mine: Store, theirs: Store, shared: str) -> bool:
