@@ -50,8 +50,9 @@ KINDS: dict[str, EventKind] = {
         "error",
     ),
     "failing": EventKind(
-        "the same action failed three times in a row, a tier gave no answer for 75 seconds, or the backlog of prunes "
-        "grew for ten minutes; repeated at growing intervals while that lasts",
+        "the same action failed three times in a row, a tier gave no answer for 75 seconds, the reads of a copy gave "
+        "different wrong bytes, or the backlog of prunes grew for ten minutes; repeated at growing intervals while "
+        "that lasts",
         "alert",
         urgent=True,
     ),

@@ -45,7 +45,7 @@ from tierd.daemon.tier_worker import TierWorker
 from tierd.daemon.tiers.silence import Silence
 from tierd.daemon.tiers.tiers import Tiers
 from tierd.daemon.transfer.memory_budget import Budget
-from tierd.events.alerts import ANSWER, BACKLOG
+from tierd.events.alerts import ANSWER, BACKLOG, READ
 from tierd.events.journal import Journal
 from tierd.events.save_events import SaveEvents
 from tierd.spool.commit import CommittedPart
@@ -184,7 +184,7 @@ class Reconciler:
             assert self._next_config is not None
             config, stores, done = self._next_config
             for name in self.workers.keys() - {SPOOL, *stores}:
-                for kind in (WORKER, BACKLOG, ANSWER):  # end the alerts of a tier that was removed
+                for kind in (WORKER, BACKLOG, ANSWER, READ):  # end the alerts of a tier that was removed
                     self.journal.worked((kind, name))
             self._configure(config, stores)
             self._phase.halted.clear()

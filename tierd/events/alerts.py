@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 TRIES = 3
 ANSWER = "answer"  # the subject of the alert that a tier gives no sign of life, and its kind of thing
+READ = "read"  # the kind of thing of a place where reads of a copy differ from each other, and the action
 BACKLOG = "backlog"  # the subject of the alert that work grows faster than it is done, and its kind of thing
 _AGAIN, _LONGEST = 600.0, 86_400.0  # seconds until a lasting alert is reported again: at first, and at most
 
@@ -63,6 +64,7 @@ class _Failing(Generic[S]):
         each: by subject, the failed tries since that subject worked.
         reported: whether the failure is an alert.
         again: when the alert is reported next, monotonic seconds.
+        enough: the number of failed tries in a row that make an alert.
     """
 
     place: str
@@ -71,6 +73,7 @@ class _Failing(Generic[S]):
     each: dict[S, _Tried] = field(default_factory=dict)
     reported: bool = False
     again: float = 0.0
+    enough: int = TRIES
 
     @property
     def tries(self) -> int:
@@ -96,6 +99,11 @@ class Alerts(Generic[S]):
         """Return, for each failing thing of one kind, the subject that failed last, with or without an alert."""
         return [(thing, one.last) for thing, one in self._failing.items() if thing[0] == sort]
 
+    def failing(self, thing: Thing) -> list[S]:
+        """Return the subjects of a thing that fail, with or without an alert."""
+        one = self._failing.get(thing)
+        return list(one.each) if one else []
+
     def failed(
         self, thing: Thing, doing: str, place: str, subject: S, why: str, now: float, at: str, *, enough: int = TRIES
     ) -> tuple[Alert[S], bool] | None:
@@ -114,7 +122,7 @@ class Alerts(Generic[S]):
         Returns:
             The alert that is to be reported now, and whether it is new; None if there is nothing to report.
         """
-        one = self._failing.setdefault(thing, _Failing(place, subject))
+        one = self._failing.setdefault(thing, _Failing(place, subject, enough=enough))
         tried = one.each.setdefault(subject, _Tried(doing, why, now, at))
         tried.count, tried.doing, tried.why = tried.count + 1, doing, why
         one.row, one.last = one.row + 1, subject
@@ -148,7 +156,7 @@ class Alerts(Generic[S]):
             one.each.pop(subject, None)
         if not one.each:
             del self._failing[thing]
-        elif one.tries >= TRIES:
+        elif one.tries >= one.enough:
             return None
         over, one.reported = one.reported, False
         return alert if over else None

@@ -18,7 +18,7 @@ import msgspec
 from tierd.core.event_kinds import KINDS, Event
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.printable import printable
-from tierd.events.alerts import ANSWER, BACKLOG, Alert, Alerts, Thing
+from tierd.events.alerts import ANSWER, BACKLOG, READ, Alert, Alerts, Thing
 
 log = logging.getLogger("tierd.daemon")
 
@@ -135,6 +135,24 @@ class Journal:
         """Record a sign of life of a tier."""
         if over := self._alerts.worked((ANSWER, tier)):
             self._record_alert("works again", over, f"it answers again; before: {over.why}")
+
+    def unstable(self, place: str, part: PartId, why: str) -> None:
+        """Record that reads of a copy differ from each other, which is an alert at once."""
+        why = printable(why)
+        if failing := self._alerts.failed((READ, place), READ, place, part, why, time.monotonic(), now(), enough=1):
+            alert, fresh = failing
+            self.counters["alerts"] += fresh
+            self._record_alert("failing", alert, why)
+
+    def stable(self, place: str, part: PartId) -> None:
+        """Record that a copy could be read, or is gone. The alert ends with the last copy of its place."""
+        if over := self._alerts.worked((READ, place), part, others=False):
+            why = f"reads agree with each other again, or the copy is gone; before: {over.why}"
+            self._record_alert("works again", over, why)
+
+    def unstable_parts(self, place: str) -> list[PartId]:
+        """Return the copies of a place whose reads differ from each other."""
+        return [part for part in self._alerts.failing((READ, place)) if isinstance(part, PartId)]
 
     def saved(self, part: PartId) -> None:
         """Record that a save worked. It ends the failures of its writer and of the run's earlier launches."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from support.doubles import Double, is_chunk, is_manifest
-from support.world import RUN, commit, content, converge, corrupt, part, read, reconciler
+from support.timed import timed
+from support.world import RUN, commit, content, converge, corrupt, part, read, reconciler, running, until
 
 from tierd.client.restoring.source import NodeSource
 from tierd.core.corruption import UnstableRead
@@ -17,6 +18,7 @@ from tierd.core.errors import StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME
 from tierd.core.planning.place import SPOOL
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
+from tierd.daemon.status import status
 from tierd.daemon.tiers.verify import verify
 from tierd.spool.spool import Spool
 
@@ -139,5 +141,59 @@ def test_a_byte_that_is_wrong_on_the_disk_is_still_repaired(tmp_path, victim):
         corrupt(spool.path(PART) / victim)
         await daemon.scrubber.scrub(ScrubbedCopy(SPOOL, PART))
         assert read(spool, PART) == data and daemon.journal.counters["corruptions"] == 1
+
+    asyncio.run(work())
+
+
+def alerts(daemon) -> list[str]:
+    return [event.what for event in daemon.journal.events if event.doing == "read"]
+
+
+async def scrub(daemon, *copies: ScrubbedCopy) -> None:
+    for copy in copies:
+        try:
+            await daemon.scrubber.scrub(copy)
+        except UnstableRead:
+            pass
+
+
+def test_a_disk_that_flips_bits_is_an_alert_until_every_copy_can_be_read(tmp_path, monkeypatch):
+    async def work():
+        spool = Spool(tmp_path)
+        for step in (1, 2):
+            commit(spool, part(step))
+        daemon = reconciler(spool, {}, scrub="30d")
+        await daemon.observe(SPOOL)
+        first, second = (ScrubbedCopy(SPOOL, part(step)) for step in (1, 2))
+        with monkeypatch.context() as patched:
+            BadDisk(patched, tmp_path / RUN, 1, 1)
+            await scrub(daemon, first, second)
+        (problem,) = (one for one in status(daemon, 0, 0).problems if one.severity == "alert")
+        assert problem.place == SPOOL and str(tmp_path / RUN) in problem.why and "smartctl" in problem.why
+        await scrub(daemon, first)
+        assert alerts(daemon) == ["failing"] and daemon.journal.alerts()
+        await scrub(daemon, second)
+        assert alerts(daemon) == ["failing", "works again"] and not daemon.journal.alerts()
+
+    asyncio.run(work())
+
+
+def test_the_scrub_goes_on_beside_a_copy_whose_reads_differ_until_it_is_deleted(tmp_path, monkeypatch):
+    timed(monkeypatch, scrub_rest_s=0.01)
+
+    async def work():
+        spool = Spool(tmp_path)
+        for step in (1, 2):
+            commit(spool, part(step))
+        BadDisk(monkeypatch, spool.path(part(1)), 1, 1)
+        async with running(reconciler(spool, {})) as daemon:
+            daemon.scrubber.suspect(SPOOL, part(1))
+            await until(lambda: daemon.journal.alerts())
+            daemon.scrubber.suspect(SPOOL, part(2))
+            await until(lambda: daemon.journal.counters["scrubbed"])
+            assert daemon.journal.alerts()
+            spool.remove([part(1)])
+            await daemon.observe(SPOOL)
+            await until(lambda: not daemon.journal.alerts())
 
     asyncio.run(work())

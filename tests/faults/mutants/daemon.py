@@ -21,8 +21,8 @@ MUTANTS = (
     Mutant(
         "the backlog alert of a tier outlives the tier",
         "tierd/daemon/reconcile.py",
-        "for kind in (WORKER, BACKLOG, ANSWER):",
-        "for kind in (WORKER, ANSWER):",
+        "for kind in (WORKER, BACKLOG, ANSWER, READ):",
+        "for kind in (WORKER, ANSWER, READ):",
         "pytest tests/daemon/tiers/test_pending_prunes.py -k taken_out",
     ),
     Mutant(

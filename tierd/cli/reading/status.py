@@ -19,7 +19,7 @@ from tierd.cli.tables import Table, complain, console, disagreements, paused, pr
 from tierd.core.errors import ConfigError, DaemonAbsent, DaemonUnavailable, VersionMismatch
 from tierd.core.timeline.launches import Lease, Rival, held, warning
 from tierd.daemon.reports import last_status
-from tierd.events.alerts import ANSWER, BACKLOG
+from tierd.events.alerts import ANSWER, BACKLOG, READ
 from tierd.ipc import messages, replies
 from tierd.ipc.client import Link
 from tierd.spool.spool import Spool
@@ -210,6 +210,8 @@ def _alerts(answer: Members) -> Iterator[str]:
             fails = "what is to be pruned becomes ever more"
         if alert["subject"] == ANSWER:
             fails = "it does not answer"
+        if alert["doing"] == READ:
+            fails = f"reads of {alert['subject']} differ from each other"
         yield f"ALERT {alert['place']}: {fails}, since {alert['since'][:19]}: {alert['why']}"
 
 

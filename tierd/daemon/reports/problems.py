@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tierd.core.event_kinds import Event
 from tierd.core.planning.place import SPOOL
-from tierd.events.alerts import ANSWER
+from tierd.events.alerts import ANSWER, READ
 from tierd.events.journal import AlertStatus, Journal
 
 if TYPE_CHECKING:  # a status holds its problems
@@ -81,7 +81,7 @@ def _quarantined(place: str, copies: int) -> Problem:
 
 
 def _failing(one: AlertStatus) -> str:
-    if one.subject == ANSWER:
+    if one.subject == ANSWER or one.doing == READ:
         return ""
     doing = "observing" if one.doing == "observe" else f"{one.doing} {one.subject}"
     return f"{doing} failed {one.tries} times in a row: "

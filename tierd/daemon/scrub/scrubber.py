@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from tierd.core.config import Config
+from tierd.core.corruption import UnstableRead
 from tierd.core.errors import ObjectNotFound, StoreRefused, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.planning.inventory import Inventory
@@ -146,8 +147,16 @@ class Scrubber:
             await asyncio.sleep(self._timings.scrub_rest_s)
             self._later = {copy: one for copy, one in self._later.items() if one[0] + _LATEST > time.monotonic()}
             self._right = {part for part in self._right if self._inventory().spool.has(part)}
+            self._end_alerts()
             if self._period:
                 await self._remembered.save(self._inventory())
+
+    def _end_alerts(self) -> None:
+        """End the alerts about copies that were deleted, because nobody reads these again."""
+        for name, place in self._inventory().places.items():
+            for part in self._journal.unstable_parts(name):
+                if not place.has(part):
+                    self._journal.stable(name, part)
 
     async def _run_worker(self, worker: TierWorker) -> None:
         while True:
@@ -159,6 +168,9 @@ class Scrubber:
                     worker.doing = f"scrubbing {copy.part}"
                     await self.scrub(copy)
                 worker.succeeded()
+            except UnstableRead as error:  # the place answers, so its other copies are read without a delay
+                self._journal.counters["errors"] += 1
+                log.warning("%s: scrubbing %s: again later: %s", worker.name, copy, error)
             except Exception as error:  # as a tier worker of the reconciler, this loop never ends
                 self._journal.counters["errors"] += 1
                 delay = worker.failed(error, self._random, long=isinstance(error, StoreRefused))
@@ -284,7 +296,12 @@ class Scrubber:
             whole = await self._reader.read(copy)
         except ObjectNotFound:
             self._suspected.discard(copy)
+            self._journal.stable(copy.place, copy.part)
             return  # pruned meanwhile; the next observation shows that
+        except UnstableRead as error:
+            self._journal.unstable(copy.place, copy.part, str(error))
+            raise
+        self._journal.stable(copy.place, copy.part)
         waited_for = copy in self._suspected
         self._suspected.discard(copy)
         self._journal.counters["scrubbed"] += 1
