@@ -33,6 +33,7 @@ HOLD_FOR = 7 * 86400.0  # seconds
 FINISHED = 86400.0  # seconds
 # Seconds that may pass between the decision to delete a copy, whose tiers are asked then, and the deletion.
 _ASKED = 150.0
+_BATCH = 60.0  # seconds that one prune of a tier takes
 _STALE = 900.0  # seconds: what was saved later than this before a deletion may not have been known to who decided it
 
 _KEY = re.compile(r"([a-z0-9]+)/(manifests|quarantine)/([0-9]{12})\.[0-9a-f]{12}-([0-9a-f]{8})/00000-of-00001\.json")
@@ -121,6 +122,7 @@ class Keeper:
         self.ended: dict[tuple[str, str], float | None] = {}
         self.pressed: Counter[str] = Counter()
         self._evicted: dict[tuple[str, Which], float] = {}  # node and what it deleted while pressed -> when, by `awake`
+        self._pruned: dict[tuple[str, Which], float] = {}  # when it left a tier, by the time awake
         self.down_since: dict[str, float] = {}
         self.up_since: dict[str, float] = {}
         self.awake: Callable[[], float] = now
@@ -305,9 +307,15 @@ class Keeper:
         views = [self._known(run, [self.spools()[who]], without) for without in ((), silent)]
         for known in views:
             known[which] = self.saved[which]
+        # One prune deletes several at once, newest first: what has just gone was there when all of it was decided, and
+        # confirmed how old this one is.
+        batch = self._just_pruned(bucket.name, run)
+        views.append(views[0] | {one: self.saved[one] for one in batch})
+        self._pruned[bucket.name, which] = self.awake()
 
         def wanted(rules: Rules, tier: Bucket | None = None) -> bool:
-            there = (self.on_tier(tier) | {which} if tier else known for known in views)
+            there = [self.on_tier(tier) | {which} if tier else set(known) for known in views]
+            there[-1] |= batch
             seen = ([known[one] for one in some if one in known] for known, some in zip(views, there, strict=True))
             return all(self._wants(rules, which, here, known) for known, here in zip(views, seen, strict=True))
 
@@ -325,6 +333,11 @@ class Keeper:
                 raise Lost(f"{what}, which {other.name} wants and lacks: {own}; {self.lie(run)}")
             elif which not in self.known(run):
                 self.given_up[which] = other.name, who
+
+    def _just_pruned(self, tier: str, run: str) -> set[Which]:
+        """What left a tier so lately that it may have been one prune with what leaves it now."""
+        since = self.awake() - _BATCH
+        return {one for (name, one), when in self._pruned.items() if name == tier and one[0] == run and when >= since}
 
     def _wants(self, rules: Rules, which: Which, here: list[Saved], known: dict[Which, Saved]) -> bool:
         """Whether these rules want a checkpoint, by all that is known, and by what was known at each moment before at
