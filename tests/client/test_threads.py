@@ -89,3 +89,81 @@ def test_one_step_saved_from_two_threads_is_accepted_once(tmp_path, short_slices
             saves = together(2, lambda value, ckpt=ckpt: ckpt.save(1, {"w": torch.full((4,), value)}).wait())
         assert saves.count(None) == 1
         assert sum(isinstance(one, StepRefused | SaveFailed) for one in saves) == 1
+
+
+class Nested:
+    """An entry of a state that does something while a save captures it."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+
+    def state_dict(self) -> dict:
+        self._work()
+        return {"w": torch.ones(4)}
+
+    def load_state_dict(self, state: dict) -> None:
+        raise NotImplementedError
+
+
+def refusal(ckpt: tierd.Checkpointer, step: int) -> Exception | None:
+    """Save a step in another thread to its end, and return the error, if any."""
+    return together(1, lambda _: ckpt.save(step, {"w": torch.zeros(4)}).wait())[0]
+
+
+def test_step_whose_save_captures_its_state_is_refused_to_another_thread(tmp_path):
+    refused = []
+    with tierd.Checkpointer(tmp_path, "run", to=[]) as ckpt:
+        ckpt.save(1, {"m": Nested(lambda: refused.append(refusal(ckpt, 1)))}).wait()
+    assert isinstance(refused[0], StepRefused)
+    assert len(Spool(tmp_path).parts("run")) == 1
+
+
+def test_step_that_is_being_staged_is_refused_to_another_thread(tmp_path):
+    with tierd.Checkpointer(tmp_path, "run", to=[]) as ckpt, ckpt.stage(1) as directory:
+        assert isinstance(refusal(ckpt, 1), StepRefused)
+        (directory / "file").write_bytes(b"x")
+    assert len(Spool(tmp_path).parts("run")) == 1
+
+
+def fail() -> None:
+    raise RuntimeError("no state")
+
+
+def test_failure_before_a_save_has_begun_leaves_its_step_free(tmp_path):
+    with tierd.Checkpointer(tmp_path, "run", to=[]) as ckpt:
+        with pytest.raises(tierd.StateRefused):
+            ckpt.save(1, {"m": Nested(fail)})
+        with pytest.raises(tierd.ConfigError):
+            ckpt.save(1, {"w": torch.ones(4)}, metrics={"loss": "none"})
+        with pytest.raises(RuntimeError), ckpt.stage(1):
+            fail()
+        ckpt.save(1, {"w": torch.ones(4)}).wait()
+
+
+def test_refused_save_of_a_step_leaves_it_claimed(tmp_path):
+    with tierd.Checkpointer(tmp_path, "run", to=[]) as ckpt:
+        ckpt.save(1, {"w": torch.ones(4)}).wait()
+        for _ in range(2):
+            assert isinstance(refusal(ckpt, 1), StepRefused)
+
+
+def test_stage_that_fails_after_a_restore_and_a_durable_save_does_not_make_close_raise(tmp_path):
+    with tierd.Checkpointer(tmp_path, "run", to=[]) as ckpt:
+        ckpt.save(1, {"w": torch.ones(4)}).wait()
+        with pytest.raises(RuntimeError), ckpt.stage(5):
+            ckpt.restore({"w": torch.zeros(4)})
+            ckpt.save(5, {"w": torch.ones(4)}).wait()
+            fail()
+        assert isinstance(refusal(ckpt, 5), StepRefused)
+
+
+def test_stage_around_a_restore_keeps_the_origin_of_its_own_attempt(tmp_path):
+    with tierd.Checkpointer(tmp_path, "run", to=[]) as ckpt:
+        ckpt.save(1, {"w": torch.ones(4)}).wait()
+        first = ckpt.attempt
+        with ckpt.stage(2) as directory:
+            ckpt.restore({"w": torch.zeros(4)})
+            (directory / "file").write_bytes(b"x")
+    spool = Spool(tmp_path)
+    staged = next(part for part in spool.parts("run") if part.checkpoint.step == 2)
+    assert staged.checkpoint.attempt == first and spool.manifest(staged).origin is None

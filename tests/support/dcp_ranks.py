@@ -162,7 +162,7 @@ def load_spread(rank: int, spools: list[str], **more: Any) -> Any:
         found = tierd.dcp.load(state, ckpt)
         if found is None:
             return None
-        return found, gathered(state), ckpt.attempt > max(before, found.attempt), str(made_of(ckpt).launch._origin)
+        return found, gathered(state), ckpt.attempt > max(before, found.attempt), str(made_of(ckpt).launch.origin)
 
 
 def save_each_alone(rank: int, spools: list[str], steps: list[int]) -> Any:

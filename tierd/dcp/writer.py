@@ -317,7 +317,7 @@ class StorageWriter(FileSystemWriter):
         self._abandon()
         self._saver = None
         if self._checkpointer is not None:
-            made_of(self._checkpointer).records.staged(self._draft.step, self._draft.numbers)
+            made_of(self._checkpointer).records.staged(self._draft.part, self._draft.numbers)
 
     @contextmanager
     def _careful(self) -> Iterator[None]:

@@ -24,8 +24,8 @@ MUTANTS = (
     Mutant(
         "a rank of a SLURM step that restores late is refused",
         _LAUNCH,
-        "        given = self._given_for(origin)\n",
-        "        given = self._given\n",
+        "        given = self._given_for(origin)\n        if given is None",
+        "        given = self._given\n        if given is None",
         "pytest tests/client/ranks/test_rank_numbers.py -k restores_after_another",
     ),
     Mutant(
@@ -101,8 +101,8 @@ MUTANTS = (
     Mutant(
         "a launch's second Checkpointer is taken for another launch",
         _LAUNCH,
-        "        record_saved(self._spool.control, self.run, self.attempt, self.rank)\n        self._begun",
-        "        self._begun",
+        "            record_saved(self._spool.control, self.run, part.checkpoint.attempt, self.rank)\n",
+        "",
         "pytest tests/client/ranks/test_ranks.py -k make_another_checkpointer",
     ),
     Mutant(
@@ -122,8 +122,8 @@ MUTANTS = (
     Mutant(
         "a rank that cannot talk saves under an attempt that was used since it began",
         _LAUNCH,
-        "            self._check_unused(self.attempt)\n",
-        "            pass\n",
+        "                self._check_unused(part.checkpoint.attempt)\n",
+        "                pass\n",
         "pytest tests/client/ranks/test_ranks.py -k used_while_it_began",
     ),
     Mutant(
@@ -143,7 +143,7 @@ MUTANTS = (
     Mutant(
         "a launch that resumed claims another origin",
         _LAUNCH,
-        '        if self._origin is not None:\n            raise ConfigError(f"start_from: this',
+        '        if self.origin is not None:\n            raise ConfigError(f"start_from: this',
         '        if False:\n            raise ConfigError(f"start_from: this',
         "pytest tests/end_to_end/test_lineage.py -k over_its_launches",
     ),

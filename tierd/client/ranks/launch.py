@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Protocol
@@ -49,6 +50,23 @@ class Source(Protocol):
     def attempt(self) -> str: ...
 
 
+@dataclass(frozen=True)
+class _Line:
+    """One attempt of a launch: the saves between two restores.
+
+    Invariant: a restore replaces the whole object, so a save that runs meanwhile sees one attempt and its steps.
+
+    Attributes:
+        name: the attempt once it is known.
+        steps: the part that a save writes, or has written, by step. That object itself is the save's claim.
+        resumed: the restored checkpoint until the first save; empty after it.
+    """
+
+    name: dict[None, str] = field(default_factory=dict)
+    steps: dict[int, PartId] = field(default_factory=dict)
+    resumed: list[CheckpointId] = field(default_factory=list)
+
+
 class Launch:
     """One rank of one launch: its names, the checkpoint it resumed from, and the steps that it has saved.
 
@@ -79,7 +97,6 @@ class Launch:
         saving: Callable[[PartId], None] = lambda part: None,
     ) -> None:
         self.run, self.rank, self.world = run, ranks.rank, ranks.world
-        self.steps: set[int] = set()
         self.started_from: Ancestor | None = None  # the other run's checkpoint from which this run started, if known
         self._shared = False  # whether another process may save for this launch
         self._spool, self._given, self._seen, self._saving = spool, attempt, seen, saving
@@ -89,9 +106,8 @@ class Launch:
         self._begun = False  # whether a restore has succeeded, or a save has begun
         self._changing = False  # whether one of them has come to load the state
         self._later = ""  # why the state is still to be loaded after them
-        self._origin: CheckpointId | None = None
-        self._resumed: CheckpointId | None = None  # `_origin` until the first save after its restore
-        self._name: dict[None, str] = {}  # the attempt once it is known; a restore replaces the dict
+        self._origins: dict[str, CheckpointId] = {}  # by attempt, because a save may end after the next restore
+        self._line = _Line()
         self._talks = ranks.talk
         if self.world == 1:
             return
@@ -139,7 +155,7 @@ class Launch:
                         "are one run's, and share one attempt; give every rank the same"
                     )
         if self._given is None:
-            self._name = {None: agreed((), [other.clock for other in beginnings if other.clock])}
+            self._line = _Line({None: agreed((), [other.clock for other in beginnings if other.clock])})
         # No rank saves before all have begun, unless a process of this launch makes a second Checkpointer.
         elif any(other.used for other in beginnings) and not any(other.saved for other in beginnings):
             raise self._used(self._given)
@@ -158,18 +174,34 @@ class Launch:
 
     @property
     def attempt(self) -> str:
-        name = self._name
+        return self._attempt_of(self._line)
+
+    @property
+    def origin(self) -> CheckpointId | None:
+        """The checkpoint from which this attempt continues; None if it resumed from none."""
+        return next((self._origins[name] for name in self._line.name.values() if name in self._origins), None)
+
+    @property
+    def steps(self) -> dict[int, PartId]:
+        """The steps that saves of this attempt have claimed, with the part that each writes or has written."""
+        return self._line.steps
+
+    def _attempt_of(self, line: _Line) -> str:
+        name = line.name
         if not name:
             # The first of several threads names the attempt. `setdefault` is atomic; a lock could be held by a thread
             # that a fork does not copy, or by the code that a signal handler interrupts.
             name.setdefault(None, self._given or new_attempt(self._seen()))
         return name[None]
 
-    def part(self, step: int) -> PartId:
+    def part(self, step: int, *, claim: bool = False) -> PartId:
         """Return the id of the part that this rank writes at `step`.
 
+        Args:
+            claim: refuse the step to every later call, also of another thread, until `release` gets this very object.
+
         Raises:
-            StepRefused: `step` is no int, is negative, or was already committed by this attempt.
+            StepRefused: `step` is no int, is negative, or was already committed or claimed in this attempt.
             ConfigError: a restore runs, or the last one failed (`restoring`); or ranks that cannot talk were given an
                 attempt under which another process has saved this rank.
         """
@@ -177,21 +209,43 @@ class Launch:
         refused = "a checkpoint is being restored in this process" if self._restores else self._refused
         if refused:
             raise ConfigError(f"nothing is saved, because {refused}")
-        part = PartId(CheckpointId(self.run, self.attempt, number), self.rank, self.world)
-        # No other process uses a name that this launch made. A given name may have been used before.
-        if number in self.steps or ((self._shared or self._given is not None) and self._spool.has(part)):
-            raise StepRefused(f"{part} is already committed by this attempt; a checkpoint is never overwritten")
-        self._saving(part)
-        if not self._talks and not self._derived:  # the process that held the lease may have saved since `__init__`
-            self._check_unused(self.attempt)
-        record_saved(self._spool.control, self.run, self.attempt, self.rank)
-        self._begun = True
-        self._warn_of_twin(number)
+        line = self._line
+        part = PartId(CheckpointId(self.run, self._attempt_of(line), number), self.rank, self.world)
+        try:
+            # `setdefault` is atomic, so one of several threads gets the step.
+            claimed = line.steps.setdefault(number, part) if claim else line.steps.get(number, part)
+            # No other process uses a name that this launch made. A given name may have been used before.
+            if claimed is not part or ((self._shared or self._given is not None) and self._spool.has(part)):
+                raise StepRefused(f"{part} is already committed by this attempt; a checkpoint is never overwritten")
+            self._saving(part)
+            if not self._talks and not self._derived:  # the process that held the lease may have saved since `__init__`
+                self._check_unused(part.checkpoint.attempt)
+            record_saved(self._spool.control, self.run, part.checkpoint.attempt, self.rank)
+            self._begun = True
+            self._warn_of_twin(line, number)
+        except BaseException:
+            self._unclaim(line, part)
+            raise
         return part
 
-    def _warn_of_twin(self, step: int) -> None:
+    def release(self, part: PartId) -> None:
+        """Let the step of `part` be saved again, because its save failed. Another save's claim is left alone."""
+        self._unclaim(self._line, part)
+
+    def keep(self, part: PartId) -> None:
+        """Refuse the step of a committed `part` from now on, if its save had not claimed it."""
+        line = self._line
+        if part.checkpoint.attempt == self._attempt_of(line):
+            line.steps.setdefault(part.checkpoint.step, part)
+
+    def _unclaim(self, line: _Line, part: PartId) -> None:
+        if line.steps.get(part.checkpoint.step) is part:
+            del line.steps[part.checkpoint.step]
+
+    def _warn_of_twin(self, line: _Line, step: int) -> None:
         """Warn once if the first save after a restore is of the step that was restored."""
-        resumed, self._resumed = self._resumed, None
+        resumed = next(iter(line.resumed), None)
+        line.resumed.clear()
         if resumed is not None and resumed.step == step and self.rank == 0:
             log.warning(
                 "run %s: step %d is saved again, right after this launch resumed from step %d of attempt %s: keep_last "
@@ -210,7 +264,7 @@ class Launch:
 
     def manifest(self, part: PartId, metrics: Mapping[str, float]) -> Manifest:
         """Make the manifest of `part`, without files."""
-        created, origin = datetime.now(UTC), self._origin
+        created, origin = datetime.now(UTC), self._origins.get(part.checkpoint.attempt)
         return Manifest.of(part, origin, metrics, created, __version__, started_from=self.started_from)
 
     def start_from(self, source: Source) -> None:
@@ -228,8 +282,8 @@ class Launch:
         found = Ancestor(run=check_run(run), step=check_step(step), attempt=check_attempt(attempt))
         if run == self.run:
             raise ConfigError(f"start_from: {found} is of this run; restore() resumes from it")
-        if self._origin is not None:
-            raise ConfigError(f"start_from: this launch resumed from {self._origin}, so it did not start from {found}")
+        if self.origin is not None:
+            raise ConfigError(f"start_from: this launch resumed from {self.origin}, so it did not start from {found}")
         self.started_from = found
 
     def check_given(self, origin: CheckpointId | None, attempts: Collection[str]) -> None:
@@ -294,7 +348,7 @@ class Launch:
 
     def clock(self) -> Clock:
         """Return this rank's contribution to the next attempt's name."""
-        return clock([name for name in (*self._name.values(), self._given) if name])
+        return clock([name for name in (*self._line.name.values(), self._given) if name])
 
     def go_on_from(self, origin: CheckpointId | None, attempts: Collection[str], clocks: Sequence[Clock]) -> None:
         """Begin another attempt after a restore, because an attempt has one origin.
@@ -311,12 +365,14 @@ class Launch:
             ConfigError: as `check_given`.
         """
         self.check_given(origin, attempts)
-        if self._derived:
-            self._given, self._name = self._given_for(origin), {}
-        own = self._name.get(None)
-        if origin is None and (self._given or own is None or max(attempts, default="") <= own):
-            return  # an attempt that has no name yet is named at its first use, after another listing
-        self._origin = self._resumed = origin
-        self.steps.clear()
-        if self._given is None:
-            self._name = {None: agreed(attempts, clocks)}
+        line, given = self._line, self._given_for(origin)
+        own = line.name.get(None)
+        if origin is None and (given or own is None or max(attempts, default="") <= own):
+            if self._derived and given:
+                self._line = replace(line, name={None: given})
+        else:  # an attempt that has no name yet is named at its first use, after another listing
+            name = given or agreed(attempts, clocks)
+            if origin is not None:
+                self._origins[name] = origin  # before the line, because a save may read both at once
+            self._line = _Line({None: name}, resumed=[origin] if origin is not None else [])
+        self._given = given

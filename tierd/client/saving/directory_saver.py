@@ -48,4 +48,4 @@ class DirectorySaver:
             self._records.unstaged(part, error)
             raise
         self._schedule.took(part.checkpoint.step)
-        self._records.staged(part.checkpoint.step, numbers)
+        self._records.staged(part, numbers)

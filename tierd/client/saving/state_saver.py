@@ -54,19 +54,23 @@ class StateSaver:
         part, numbers = self._records.begin(step, metrics)
         save = Save(part, self._spool)
         skips = self._when_busy != "wait" and self._pipeline.busy and not self._schedule.is_urgent(save.step)
-        # Confirm earlier late copies first, because this save would be copied after them.
-        self._gate.confirm(wait=not skips)
-        if skips:
-            return self._skipped(save)
+        snapshot: Snapshot | None = None
         try:
-            with short_switches:
-                capture = self._capturer.capture(state)
-                self._take(save, capture, numbers)
+            # Confirm earlier late copies first, because this save would be copied after them.
+            self._gate.confirm(wait=not skips)
+            if not skips:
+                with short_switches:
+                    snapshot = self._snapshot(save, self._capturer.capture(state), numbers)
+                    self._take(snapshot)
         except BaseException:
+            if snapshot is None or snapshot.give_up():  # else the pipeline ends the save
+                self._launch.release(part)
             self._schedule.ended(save.step, durable=False)
             raise
+        if snapshot is None:
+            return self._skipped(save)
         self._schedule.took(save.step)
-        self._space.check(capture.layout.size)
+        self._space.check(snapshot.capture.layout.size)
         self._stats.saves += 1
         blocked = time.perf_counter() - begun
         self._stats.blocked_s += blocked
@@ -74,28 +78,25 @@ class StateSaver:
         self._stats.first_blocked_s = self._stats.first_blocked_s or blocked
         return save
 
-    def _take(self, save: Save, capture: Capture, numbers: dict[str, float]) -> None:
+    def _snapshot(self, save: Save, capture: Capture, numbers: dict[str, float]) -> Snapshot:
         self._gate.report_interrupted(save.part)
         late = self._gate.late(capture)
         manifest = functools.partial(self._launch.manifest, save.part, numbers)
-        snapshot = Snapshot(save, capture, manifest, late, self._gate.distrust, timings.given())
-        self._launch.steps.add(save.step)
-        try:
-            if snapshot.late and self._pipeline.is_ready(capture.layout.size):
-                snapshot.copy_little()
-            self._pipeline.take(snapshot)
-            if snapshot.late:
-                self._gate.watch(snapshot)
-                save.asked = snapshot.reached
-            else:
-                snapshot.encode()  # concurrently with the copy
-            snapshot.wait()
-        except BaseException:
-            if snapshot.give_up():
-                self._launch.steps.discard(save.step)
-            raise
+        return Snapshot(save, capture, manifest, late, self._gate.distrust, timings.given())
+
+    def _take(self, snapshot: Snapshot) -> None:
+        if snapshot.late and self._pipeline.is_ready(snapshot.capture.layout.size):
+            snapshot.copy_little()
+        self._pipeline.take(snapshot)
+        if snapshot.late:
+            self._gate.watch(snapshot)
+            snapshot.save.asked = snapshot.reached
+        else:
+            snapshot.encode()  # concurrently with the copy
+        snapshot.wait()
 
     def _skipped(self, save: Save) -> Save:
+        self._launch.release(save.part)
         self._stats.skipped += 1
         self._schedule.ended(save.step, durable=False)
         error = SaveSkipped(f"{save.part}: an earlier save is still being persisted")
