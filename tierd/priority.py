@@ -17,6 +17,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
+from pathlib import Path
 
 log = logging.getLogger("tierd.daemon")
 _hasty: ContextVar[bool] = ContextVar("hasty", default=False)
@@ -95,3 +96,11 @@ class Pools:
 # Background computation uses one core fewer than the machine has, because it must not interrupt training.
 POLITE_THREADS = max(1, (os.cpu_count() or 2) - 1)
 POLITE = ThreadPoolExecutor(POLITE_THREADS, thread_name_prefix="tierd-polite", initializer=lower)
+
+
+def cpu_wait_s() -> float:
+    """Return for how many seconds this thread has waited for a CPU since it began; 0 if the kernel does not count."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from posixpath import basename, dirname
 from typing import Literal, NamedTuple, TypeAlias
 
 Kind: TypeAlias = Literal["file", "directory", "link", "other"]
@@ -43,7 +42,8 @@ class Listing:
         """Return each directory's own entries by its path; the listing's directory is ""."""
         found: dict[str, dict[str, ListedEntry]] = {"": {}}
         for path, entry in self.entries.items():
-            found.setdefault(dirname(path), {})[basename(path)] = entry
+            directory, _, name = path.rpartition("/")
+            found.setdefault(directory, {})[name] = entry
             if entry.kind == "directory":
                 found.setdefault(path, {})
         return found

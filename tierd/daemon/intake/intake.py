@@ -26,6 +26,7 @@ from tierd.daemon.intake.taker import Taker
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.daemon.intake.watch_at_work import SILENT_S, TRIES, RunNotWatched, WatchAtWork, run_in
 from tierd.daemon.reconcile import Reconciler
+from tierd.daemon.timings import DaemonTimings
 from tierd.spool.commit import Room
 from tierd.stores.base import Store
 from tierd.watching.naming import history
@@ -33,9 +34,25 @@ from tierd.watching.unit_file import UNIT_NAME
 
 log = logging.getLogger("tierd.daemon")
 
-_SHARE = 20  # a listing takes at most one part in this many of the time, because it may be of a network file system
+# A listing takes at most one part in this many of the time, because it may be of a network file system. While a unit
+# has yet to be taken, it takes at most half of the time.
+_SHARE = 20
 _PATIENCE_S = 60.0  # seconds for which a watch waits for the first observation of a tier
 _RETRY_S = 30.0  # seconds until a directory that cannot be listed is tried again
+
+
+def rest_until_next(timings: DaemonTimings, listing_s: float, *, is_waiting: bool) -> float:
+    """Return the seconds between two listings of a directory.
+
+    Args:
+        timings: the daemon's durations.
+        listing_s: how long the last listing took, in seconds.
+        is_waiting: whether a unit was not decided yet. It then waits for `settle_s`, not for a share of the time.
+    """
+    rest_s = _SHARE * listing_s
+    if is_waiting:
+        rest_s = min(rest_s, max(timings.settle_s, listing_s))
+    return max(timings.watch_s, rest_s)
 
 
 class Intake:
@@ -135,7 +152,7 @@ class Intake:
                     await self._share_pins(run)
                 one.idle, one.tries, one.error = alone and not watch.waiting, 0, None
                 self._warn(one, watch, others)
-                rest_s = max(self._reconciler.timings.watch_s, _SHARE * watch.listing_s)
+                rest_s = rest_until_next(self._reconciler.timings, watch.listing_s, is_waiting=watch.waiting)
             except Exception as error:  # also what nobody foresaw: a watch that ended would end without a word
                 if not isinstance(error, OSError | StoreRefused | ConfigError):
                     log.exception("%s: a look failed", one.watch.directory)

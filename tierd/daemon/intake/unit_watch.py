@@ -25,6 +25,7 @@ from tierd.daemon.intake.taken import TakenUnits
 from tierd.daemon.intake.taking import Busy, check_closed, stage_unit
 from tierd.daemon.intake.watch_at_work import Stopped
 from tierd.formats.byte_source import ByteSource
+from tierd.priority import cpu_wait_s
 from tierd.spool.commit import CommittedPart, Room
 from tierd.spool.conditions import condition, is_full
 from tierd.spool.spool import Spool
@@ -75,7 +76,8 @@ class UnitWatch:
         writes: called before files are written to the spool, with the bytes of the largest.
 
     Attributes:
-        listing_s: how long the last listing took, in seconds.
+        listing_s: how long the last listing kept the file system and a CPU busy, in seconds. The time in which this
+            thread waited for a CPU is left out: at idle priority beside training it is most of the time.
         refused: the units of the last listing that are not taken as they are, by path, and why.
         unreadable: the directories that the last listing could not read.
         wanted: the checkpoint of the first unit that the last `observe` left because it might not take any.
@@ -134,9 +136,9 @@ class UnitWatch:
         """
         self._known, self._now_s, self.wanted = self._known.merged(known), now_s, None
         with Tree(self._directory, skip=True, going=self._going) as tree:
-            began = time.monotonic()
+            began_s = time.monotonic() - cpu_wait_s()
             listing = tree.listing()
-            self.listing_s = time.monotonic() - began
+            self.listing_s = time.monotonic() - cpu_wait_s() - began_s
             self.unreadable = tuple(tree.unreadable)
             due = self._settling.observe(listing, now_s)
             self._forget()
