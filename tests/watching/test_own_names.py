@@ -6,10 +6,59 @@ import os
 from pathlib import Path
 
 import pytest
+from support import layouts
+from support.watched_run import RUN, Home
 
-from tierd.core.errors import ConfigError
+from tierd.cli import run
+from tierd.core.errors import ConfigError, SpoolUnusable
 from tierd.daemon.intake.chosen import read_chosen
 from tierd.daemon.intake.in_place import quarantine_files
+from tierd.spool.spool import Spool
+
+
+def occupy(path: Path, shape: str) -> None:
+    """Put something else in the place of a file of tierd's."""
+    if path.exists():
+        path.unlink()
+    if shape == "fifo":
+        os.mkfifo(path)
+    elif shape == "link":
+        path.symlink_to("/etc/hosts")
+    else:
+        path.mkdir()
+
+
+@pytest.mark.parametrize("shape", ["fifo", "link", "directory"])
+@pytest.mark.parametrize("name", [".tierd-lock", ".tierd-chosen"])
+def test_prepare_refuses_by_name_what_is_no_plain_file(name: str, shape: str, home: Home, capsys) -> None:  # type: ignore[no-untyped-def]
+    layouts.deepspeed(home.root)
+    home.taken()
+    occupy(home.root / name, shape)
+    capsys.readouterr()
+    assert run(["prepare", str(home.root), "--run", RUN, "--to", str(home.tier)]) == 3
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"{home.root / name}: not a plain file" in error and "remove it or rename it" in error
+    assert (home.root / "global_step20").is_dir()
+
+
+@pytest.mark.parametrize("shape", ["fifo", "directory"])
+@pytest.mark.parametrize("layout", [layouts.tensorflow, layouts.deepspeed])
+def test_prepare_ends_if_the_programs_pointer_is_no_file(layout, shape: str, home: Home, capsys) -> None:  # type: ignore[no-untyped-def]
+    layout(home.root)
+    home.taken()
+    path = home.root / ("checkpoint" if layout is layouts.tensorflow else "latest")
+    occupy(path, shape)
+    capsys.readouterr()
+    assert run(["prepare", str(home.root), "--run", RUN, "--to", str(home.tier)]) == 3
+    assert f"{path}: not a plain file" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("shape", ["fifo", "link", "directory"])
+def test_spool_whose_lock_is_no_plain_file_is_refused_by_name(tmp_path: Path, shape: str) -> None:
+    spool = Spool(tmp_path / "spool")
+    occupy(spool.lock_path, shape)
+    with pytest.raises(SpoolUnusable, match=f"{spool.lock_path}: not a plain file.*remove"), spool.lock():
+        pass
 
 
 @pytest.mark.parametrize("shape", ["fifo", "link", "directory"])

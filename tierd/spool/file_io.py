@@ -22,7 +22,7 @@ from typing import TypeAlias
 import xxhash
 
 from tierd.core.chunking import cut
-from tierd.core.errors import CorruptChunk
+from tierd.core.errors import ConfigError, CorruptChunk
 from tierd.core.manifest import CHUNK_SIZE, Chunk, File
 from tierd.spool.direct_io import LARGE, PIECE, ahead, is_spare, reserve, set_direct, write_all
 
@@ -232,20 +232,26 @@ def exists(path: Path) -> bool:
     return True
 
 
-def open_plain(path: Path) -> int:
-    """Open a file of a part for reading.
+def open_own(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600, *, follow: bool = False) -> int:
+    """Open a small file of tierd's in a directory that other programs write; a FIFO in its place never blocks.
+
+    Args:
+        flags, mode: as for `os.open`.
+        follow: open the target of a link.
 
     Raises:
-        CorruptChunk: the file is missing, or the path is not a plain file.
+        ConfigError: the path is a link, a FIFO, a directory or a device; the message says what to do.
+        OSError: as `os.open`.
     """
+    refused = ConfigError(
+        f"{path}: not a plain file, so neither tierd nor a program saved to it; remove it or rename it"
+    )
     try:
         # O_NONBLOCK, so that opening a FIFO in a file's place returns; the check below refuses the FIFO.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptChunk(f"{path}: the file is missing") from error
+        fd = os.open(path, flags | (0 if follow else os.O_NOFOLLOW) | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise CorruptChunk(f"{path}: not a plain file, which no writer leaves there") from error
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise refused from error
         raise
     try:
         if stat.S_ISREG(os.fstat(fd).st_mode):
@@ -254,4 +260,18 @@ def open_plain(path: Path) -> int:
         os.close(fd)
         raise
     os.close(fd)
-    raise CorruptChunk(f"{path}: not a plain file, which no writer leaves there")
+    raise refused
+
+
+def open_plain(path: Path) -> int:
+    """Open a file of a part for reading.
+
+    Raises:
+        CorruptChunk: the file is missing, or the path is not a plain file.
+    """
+    try:
+        return open_own(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptChunk(f"{path}: the file is missing") from error
+    except ConfigError as error:
+        raise CorruptChunk(f"{path}: not a plain file, which no writer leaves there") from error

@@ -30,12 +30,12 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tierd.core.errors import CorruptChunk, ManifestError, SpoolHeld, SpoolUnusable, StepRefused
+from tierd.core.errors import ConfigError, CorruptChunk, ManifestError, SpoolHeld, SpoolUnusable, StepRefused
 from tierd.core.ids import PartId
 from tierd.spool.conditions import translated
 from tierd.spool.direct_io import LARGE
 from tierd.spool.directories import is_plain_directory
-from tierd.spool.file_io import exists, make_private, sync_directory
+from tierd.spool.file_io import exists, make_private, open_own, sync_directory
 from tierd.spool.leases import ALIVE
 from tierd.spool.leftovers import Leftovers
 from tierd.spool.node_id import node_id
@@ -240,10 +240,13 @@ class Spool(Leftovers):
 
         Raises:
             SpoolHeld: another daemon holds the spool; the message names its process.
-            SpoolUnusable: the spool belongs to another user.
+            SpoolUnusable: the spool belongs to another user, or the lock's file is not a plain file.
         """
         check_owner(self.root)
-        fd = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fd = open_own(self.lock_path, os.O_RDWR | os.O_CREAT)
+        except ConfigError as error:
+            raise SpoolUnusable(str(error)) from error
         try:
             try:
                 _lock_exclusively(fd)

@@ -7,7 +7,6 @@ so the choice never has to be taken back.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +21,7 @@ from tierd.daemon.intake.in_place import PutBack, put_back, write_whole
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
+from tierd.spool.file_io import open_own
 from tierd.stores.base import Store
 from tierd.watching.naming import history
 
@@ -88,10 +88,7 @@ def read_chosen(directory: Path, run: str) -> Chosen | None:
     """
     path = directory / NAME
     try:
-        # O_NOFOLLOW and O_NONBLOCK, because other programs write in this directory: a link or a FIFO is refused.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError(f"{path}: not a plain file, so not what `tierd restore --into` writes; remove it")
+        with os.fdopen(open_own(path), "rb") as file:
             found = msgspec.json.decode(file.read(_LONGEST), type=Chosen)
     except FileNotFoundError:
         return None

@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 from tierd.core.errors import ConfigError
+from tierd.spool.file_io import open_own
 
 log = logging.getLogger("tierd")
 
@@ -32,7 +33,8 @@ async def alone_in(directory: Path) -> AsyncIterator[None]:
     """Make the directory if it does not exist, and keep every other `prepare` and `restore --into` out of it.
 
     Raises:
-        ConfigError: one other command held the directory for an hour; or this account may not make it.
+        ConfigError: one other command held the directory for an hour; or this account may not make it; or the lock's
+            file is not a plain file.
     """
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -93,12 +95,11 @@ async def _locked(path: Path) -> int | None:
 def _opened(path: Path) -> int | None:
     """Open the lock's file, for writing if possible, because NFS locks no other descriptor (flock(2)).
 
-    None if this account may not make it. Then it may change nothing in the directory, either.
+    None if this account may not make it. Then it may change nothing in the directory, either. Raises as `open_own`.
     """
-    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     for mode in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):  # another account's file may only be readable
         try:
-            return os.open(path, mode | flags, 0o666)
+            return open_own(path, mode, 0o666)
         except OSError as error:
             if error.errno not in (*_FORBIDDEN, errno.ENOENT):
                 raise

@@ -23,8 +23,9 @@ from tierd.daemon.intake.directory_lock import writing
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import Exported, export
-from tierd.spool.file_io import remove, sync_directory
+from tierd.spool.file_io import open_own, remove, sync_directory
 from tierd.stores.base import Store
+from tierd.watching.listing import MAX_MARKER
 from tierd.watching.pointers import Pointer, pointers
 from tierd.watching.programs import SHARDED
 from tierd.watching.unit_file import MAX_SIZE, UNIT_NAME, UnitFile, decode_unit
@@ -258,9 +259,12 @@ def _write_pointer(directory: Path, pointer: Pointer) -> bool:
 
 
 def _named(path: Path, pointer: Pointer) -> str | None:
-    """Return what a pointer names now; None if it cannot be read."""
+    """Return what a pointer names now; None if it cannot be read. Raises `ConfigError` for a FIFO or a directory."""
     try:
-        return str(path.readlink()) if pointer.link else _first_line(path.read_text()).strip()
+        if pointer.link:
+            return str(path.readlink())
+        with os.fdopen(open_own(path, follow=True), encoding="utf-8") as file:
+            return _first_line(file.read(MAX_MARKER)).strip()
     except (OSError, ValueError):
         return None
 
