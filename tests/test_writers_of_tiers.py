@@ -339,10 +339,14 @@ def test_key_future(plain, tmp_path, spool):
     """Nobody follows it, because names are followed for fifty years: all that is later saved is older than it."""
     which = PartId(CheckpointId(RUN, FAR, 1), 0, 1)
     forge(plain, Spool(tmp_path / "evil"), which)
-    with Daemon(spool.root, {"tier": plain}, keep=3), tierd.Checkpointer(spool.root, RUN) as ckpt:
+    not_saved = f"resumes from {FAR}, which is not an earlier attempt"
+    with Daemon(spool.root, {"tier": plain}, keep=3):
+        ckpt = tierd.Checkpointer(spool.root, RUN)
         assert ckpt.restore(state(0)).attempt == FAR
-        with pytest.raises(tierd.SaveFailed, match=f"resumes from {FAR}, which is not an earlier attempt"):
+        with pytest.raises(tierd.SaveFailed, match=not_saved):
             ckpt.save(2, state(2)).wait(timeout=60)
+        with pytest.raises(tierd.SaveFailed, match=not_saved):
+            ckpt.close()
     spool.remove([which])
     for key in [key for key in raw(plain) if FAR in key or "/timeline/" in key]:
         asyncio.run(plain.delete([key]))

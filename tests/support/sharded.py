@@ -6,10 +6,13 @@ The functions run in processes of `support.dcp_ranks.run`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from support import dcp_ranks
+
+from tierd.core.errors import SaveFailed
 
 
 def checkpointer(spool: str) -> Any:
@@ -349,17 +352,19 @@ def torn(rank: int, spools: list[str]) -> list[str]:
         model = fully_shard(torch.nn.Linear(256, 256), mesh=mesh["dp"])
         optimizer = torch.optim.AdamW(model.parameters())
         state = {"model": model, "optimizer": optimizer}
-        with checkpointer(spools[rank]) as ckpt:
-            ckpt.save(10 * step, state).wait()
-            ckpt.attach(optimizer)
-            save = ckpt.save(10 * step + 1, state)
-            with torch.no_grad():
-                write(model)
-            try:
-                save.wait(timeout=30)
-                reported.append("kept")
-            except Exception as error:
-                reported.append(str(error))
+        ckpt = checkpointer(spools[rank])
+        ckpt.save(10 * step, state).wait()
+        ckpt.attach(optimizer)
+        save = ckpt.save(10 * step + 1, state)
+        with torch.no_grad():
+            write(model)
+        try:
+            save.wait(timeout=30)
+            reported.append("kept")
+        except Exception as error:
+            reported.append(str(error))
+        with suppress(SaveFailed):  # the step that was refused is in no place
+            ckpt.close()
     return reported
 
 
