@@ -273,6 +273,23 @@ def test_prune(places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) ->
     assert [path.name[:12] for path in tier.glob("r/manifests/*")] == ["000000000030"]
 
 
+def test_prune_uses_a_quarantined_copy_again_that_proves_right(
+    places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, tier = places
+    for step in (10, 20):
+        [manifest] = tier.glob(f"r/manifests/{step:012}*/*")
+        quarantined = tier / "r/quarantine" / manifest.parent.name / manifest.name
+        quarantined.parent.mkdir(parents=True)
+        manifest.rename(quarantined)
+    flip(a_chunk(tier, 10))
+    assert run(["prune", str(tier), "--keep-last", "1", "--json"]) == 0
+    held = {one["step"]: one["held"] for one in json.loads(capsys.readouterr().out)["verdicts"] if not one["pruned"]}
+    assert held.keys() == {20, 30} and "proved right" in held[20]
+    assert sorted(path.parent.name[:12] for path in tier.glob("r/manifests/*/*")) == ["000000000020", "000000000030"]
+    assert not list(tier.glob("r/quarantine/*/*"))
+
+
 def test_a_prune_of_more_than_a_batch(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     _, tier = places
     monkeypatch.setattr("tierd.cli.acting.prune.MOST_CHECKPOINTS", 1)

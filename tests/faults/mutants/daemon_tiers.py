@@ -106,6 +106,20 @@ MUTANTS = (
         "pytest tests/daemon/tiers/test_overview.py -k damaged",
     ),
     Mutant(
+        "a prune deletes a quarantined copy without reading it again",
+        "tierd/daemon/reconciling/pruner.py",
+        "await self._releases.proven_corrupt(together(first, others, place), place)",
+        "together(first, others, place)",
+        "pytest tests/daemon/tiers/test_release.py -k used_again",
+    ),
+    Mutant(
+        "a quarantined copy is used again although its bytes are wrong",
+        "tierd/daemon/tiers/release.py",
+        "                self._defect = str(error)\n                return False\n",
+        "                continue\n",
+        "pytest tests/daemon/tiers/test_release.py -k wrong",
+    ),
+    Mutant(
         "status is silent while a Retry-After is waited out",
         _TIERS,
         "        return asked_s(self._stores[tier]) if tier in self._stores else 0.0\n",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -20,10 +21,11 @@ from tierd.cli.options import (
     places,
 )
 from tierd.cli.tables import console, print_json, table
-from tierd.core.errors import ConfigError, StoreUnavailable
+from tierd.core.errors import ConfigError, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, pruning_prefix
 from tierd.core.planning.demand import Demand
 from tierd.core.planning.inventory import Inventory, runs
+from tierd.core.planning.place import Place
 from tierd.core.planning.pruning import MOST_CHECKPOINTS
 from tierd.core.planning.verdicts import judge
 from tierd.core.report import reasons_of
@@ -34,6 +36,8 @@ from tierd.daemon.tiers.intents import being_flushed
 from tierd.daemon.tiers.manifests import Manifests
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.tiers.prune import prune as prune_tier
+from tierd.daemon.tiers.release import QuarantinedCopy
+from tierd.stores.base import Store
 from tierd.stores.deletions import DeletionGuard
 
 
@@ -129,6 +133,8 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
                 held = await being_flushed(stores[name], one) if dry_run else {}
                 if going:  # a mark that cannot be deleted would delay flushes
                     await guard.check(f"{pruning_prefix(one)}none")
+                    held = await _release(stores[name], place, going)
+                    going = [verdict for verdict in going if verdict not in held]
                 while going:
                     some, going = going[:MOST_CHECKPOINTS], going[MOST_CHECKPOINTS:]
                     # Without the other batches: a prune counts on the rest, and a daemon may have deleted them first.
@@ -154,6 +160,19 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
                         )
                     )
     return judged
+
+
+async def _release(store: Store, place: Place, going: Collection[CheckpointId]) -> dict[CheckpointId, str]:
+    """Verify the quarantined copies among `going` once more; return those that must be kept, each with the reason."""
+    kept: dict[CheckpointId, str] = {}
+    for part in sorted(place.quarantined):
+        if part.checkpoint in going and not place.has(part):
+            try:
+                if await QuarantinedCopy(store, part).release():
+                    kept[part.checkpoint] = "its quarantined copy was read again, proved right, and is used again"
+            except (TierdError, OSError) as error:
+                kept[part.checkpoint] = f"its quarantined copy cannot be read: {error}"
+    return kept
 
 
 def _check_policies(inventory: Inventory, where: Places, asked: list[str]) -> None:

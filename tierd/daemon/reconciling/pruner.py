@@ -23,6 +23,7 @@ from tierd.core.planning.eviction import complete_here, superseded
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL
 from tierd.core.planning.pruning import lost_to, relied_on, together
+from tierd.daemon.reconciling.releases import Releases
 from tierd.daemon.reconciling.repairs import REFUSED_S
 from tierd.daemon.reconciling.setup import Setup
 from tierd.daemon.tiers.prune import quarantine
@@ -44,6 +45,7 @@ class Pruner:
         self._rest_on: dict[CheckpointId, PartId] = {}  # checkpoint whose prune waits -> the copy to verify first
         self._rest_until: dict[str, float] = {}  # tier without an answer -> when to ask it again, monotonic
         self._refused = set[tuple[str, PartId]]()  # tiers and parts whose quarantine was refused, which was reported
+        self._releases = Releases(setup)
 
     async def prune(self, action: Prune) -> None:
         """Delete a checkpoint from a tier, or its copy from the spool; what cannot be deleted yet is put off."""
@@ -78,7 +80,8 @@ class Pruner:
         # Without the checkpoints that a full tier only holds for others: of these, one at a time goes.
         retired = setup.planner.retired(before, setup.config, first.tier)
         others = [one for one in retired if not worker.is_off(one.checkpoint)]
-        prunes = await self._held_elsewhere(together(first, others, place), self._demand(run))
+        prunes = await self._releases.proven_corrupt(together(first, others, place), place)
+        prunes = await self._held_elsewhere(prunes, self._demand(run))
 
         async def confirm(shown: Collection[CheckpointId]) -> frozenset[CheckpointId]:
             await live.observe()

@@ -64,17 +64,21 @@ async def read_manifest(store: Store, part: PartId | None, key: str = "", size: 
         StoreUnavailable, StoreRefused: the tier could not be asked; this says nothing about the manifest.
     """
     key = key or (part.manifest_key if part else "")
-
     if size > MAX_MANIFEST_SIZE:
         raise ManifestError(f"{key}: it has {size} bytes, and a manifest at most {MAX_MANIFEST_SIZE}")
+    return (await read_stored_manifest(store, part, key))[1]
 
-    async def read() -> Manifest:
+
+async def read_stored_manifest(store: Store, part: PartId | None, key: str) -> tuple[bytes, Manifest]:
+    """Read a manifest as `read_manifest` does; return its bytes, too, as they lie on the tier."""
+
+    async def read() -> tuple[bytes, Manifest]:
         try:
-            data = await store.get(key)
+            data = bytes(await store.get(key))
         except CorruptChunk as error:  # larger than any object of tierd's
             raise ManifestError(str(error)) from error
         try:
-            return decode(bytes(data), part)
+            return data, decode(data, part)
         except ManifestError as error:
             error.read_digest = digest(data)
             raise
