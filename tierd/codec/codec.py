@@ -206,7 +206,11 @@ def recognize(chunk: Chunk, codec: str, key: str, data: Buffer, where: str) -> t
     """
     stored = Stored(codec=codec, size=len(data), xxh3_128=digest(data), key=key)
     found = Chunk(size=chunk.size, xxh3_128=chunk.xxh3_128, stored=stored)
-    return found, decode(found, data, where)
+    try:
+        return found, decode(found, data, where)
+    except CorruptChunk as error:
+        error.read_digest = stored.xxh3_128
+        raise
 
 
 def _expand(

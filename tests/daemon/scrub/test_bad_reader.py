@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-from pathlib import Path
 
 import pytest
+from support.bad_readers import BadDisk, BadNetwork
 from support.doubles import Double, is_chunk, is_manifest
 from support.timed import timed
 from support.world import RUN, commit, content, converge, corrupt, part, read, reconciler, running, until
@@ -23,43 +22,6 @@ from tierd.daemon.tiers.verify import verify
 from tierd.spool.spool import Spool
 
 PART = part(7)
-
-
-class BadDisk:
-    """Flips a random bit in one of `one_in` reads below a directory; the files stay right."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, home: Path, seed: int, one_in: int) -> None:
-        self.flips, self._home, self._one_in = 0, home, one_in
-        self._random, self._read = random.Random(seed), os.preadv
-        monkeypatch.setattr(os, "preadv", self._preadv)
-
-    def _preadv(self, fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
-        count = self._read(fd, buffers, offset, flags)
-        bad = Path(os.readlink(f"/proc/self/fd/{fd}")).is_relative_to(self._home)
-        if count and bad and self._random.randrange(self._one_in) == 0:
-            self.flips += 1
-            for _ in range(3):  # so that the chunk among the pages that were read is met
-                buffers[0][self._random.randrange(count)] ^= 1 << self._random.randrange(8)
-        return count
-
-
-class BadNetwork(Double):
-    """Replaces the bytes of each of the first `left` answers for a kind of object."""
-
-    def __init__(self, inner: Double, of, left: int = 10**9) -> None:
-        super().__init__(inner)
-        self._random, self._of, self.left = random.Random(1), of, left
-
-    async def get(self, key: str, into: memoryview | None = None):
-        data = await super().get(key, into)
-        if not self._of(key) or not self.left:
-            return data
-        self.left -= 1
-        wrong = self._random.randbytes(len(data))  # one bit of a small chunk may flip twice in the same way
-        if into is None:
-            return wrong
-        into[: len(wrong)] = wrong
-        return into[: len(wrong)]
 
 
 @pytest.mark.parametrize("one_in", [3, 10])

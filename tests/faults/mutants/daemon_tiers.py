@@ -120,6 +120,13 @@ MUTANTS = (
         "pytest tests/daemon/tiers/test_release.py -k wrong",
     ),
     Mutant(
+        "an identity that was read once is believed",
+        "tierd/daemon/tiers/identity.py",
+        "await agreed(store, key)",
+        "bytes(await store.get(key))",
+        "pytest tests/daemon/tiers/test_single_reads.py -k two_names",
+    ),
+    Mutant(
         "status is silent while a Retry-After is waited out",
         _TIERS,
         "        return asked_s(self._stores[tier]) if tier in self._stores else 0.0\n",

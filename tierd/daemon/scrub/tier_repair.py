@@ -14,7 +14,7 @@ from functools import partial
 
 import msgspec
 
-from tierd.codec.codec import RAW, Encoded, encode, encode_patch, recognize
+from tierd.codec.codec import RAW, Encoded, encode, encode_patch
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import PartId, chunk_key, chunk_owner
 from tierd.core.manifest import Chunk, Manifest, Stored, Where, is_patch
@@ -22,12 +22,11 @@ from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.planning.place import SPOOL
 from tierd.daemon.pause import Pause, at_once
 from tierd.daemon.tiers.intents import naming
-from tierd.daemon.tiers.objects import get_stored, manifest_bytes, put_manifest, surely
+from tierd.daemon.tiers.objects import get_recognized, get_stored, manifest_bytes, put_manifest, surely
 from tierd.daemon.tiers.observe import missing_chunks
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.daemon.transfer.replicas import Replicas
-from tierd.spool.direct_io import memory_for
 from tierd.spool.node_id import node_id
 from tierd.spool.spool import Spool
 from tierd.spool.verified_reads import read_chunk
@@ -161,7 +160,7 @@ class TierRepairer:
 
     async def _is_right(self, link: Chunk) -> bool:
         try:
-            await get_stored(self._store, self._run, link)
+            await surely(partial(get_stored, self._store, self._run, link))
         except CorruptChunk:
             return False
         return True
@@ -200,7 +199,7 @@ class TierRepairer:
             chain = manifest.chunk(where).chain() if manifest else ()
             for other in (*(one for one in chain if _are_equal(one, link)), link):
                 try:
-                    data = await get_stored(store, self._run, other)
+                    data = await surely(partial(get_stored, store, self._run, other))
                 except TierdError:
                     continue
                 self.sources.add(name)
@@ -277,8 +276,7 @@ class TierRepairer:
             if stored is None:
                 return None
         try:
-            data = await self._store.get(f"{self._run}/{stored.key}", memory_for(2 * chunk.size)[: 2 * chunk.size])
-            own, _ = await to_the_end(recognize, chunk, stored.codec, stored.key, data, self._run)
+            own, _ = await get_recognized(self._store, f"{self._run}/{stored.key}", chunk, self._run, stored.codec)
         except (CorruptChunk, ObjectNotFound, StoreRefused):
             return None
         return own

@@ -31,6 +31,7 @@ from tierd.core.timeline.head import (
     successor,
     together,
 )
+from tierd.daemon.tiers.objects import read_sealed
 from tierd.stores.base import ObjectInfo, Store, clear
 
 log = logging.getLogger("tierd.daemon")
@@ -67,7 +68,7 @@ class Heads:
         try:
             if info.size > MAX_SIZE:
                 raise ManifestError(f"{info.key}: {info.size} bytes, and a head has at most {MAX_SIZE}")
-            return decode(bytes(await self._store.get(info.key)), run, by)
+            return await read_sealed(self._store, info.key, lambda data: decode(data, run, by))
         except ObjectNotFound:
             return None
         except (CorruptChunk, ManifestError, FormatTooNew) as error:

@@ -23,6 +23,7 @@ import msgspec
 from tierd.core.errors import ConfigError, CorruptChunk, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import IDENTITY_KEY
 from tierd.core.urls import StoreUrl
+from tierd.daemon.tiers.objects import agreed
 from tierd.stores.base import Store, clear, is_key
 
 _ANSWER_S = 5.0  # seconds for a tier to answer
@@ -160,7 +161,7 @@ async def _answer(store: Store, key: str) -> str | None:
 
 async def _id_at(store: Store, key: str) -> str:
     try:
-        return msgspec.json.decode(bytes(await store.get(key)), type=Identity).id
+        return msgspec.json.decode(await agreed(store, key), type=Identity).id
     except (ObjectNotFound, CorruptChunk, msgspec.DecodeError):
         return ""
 

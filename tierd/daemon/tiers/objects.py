@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
-from tierd.codec.codec import check_stored
+from tierd.codec.codec import check_stored, recognize
 from tierd.core.corruption import Reading, Verdict, judge, reading_of, unstable
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
@@ -71,14 +71,29 @@ async def read_manifest(store: Store, part: PartId | None, key: str = "", size: 
 
 async def read_stored_manifest(store: Store, part: PartId | None, key: str) -> tuple[bytes, Manifest]:
     """Read a manifest as `read_manifest` does; return its bytes, too, as they lie on the tier."""
+    return await read_sealed(store, key, lambda data: (data, decode(data, part)))
 
-    async def read() -> tuple[bytes, Manifest]:
+
+async def read_sealed(store: Store, key: str, decoded: Callable[[bytes], T]) -> T:
+    """Read and decode an object that ends in its own digest: a manifest, a head or a policy.
+
+    Args:
+        store: the tier's store.
+        key: the object's key.
+        decoded: decodes the object, and raises `ManifestError` for wrong bytes.
+
+    Raises:
+        ManifestError: two reads gave the same bytes, and these are wrong.
+        ObjectNotFound, StoreUnavailable, StoreRefused: as `Store.get`. What else `decoded` raises is not read again.
+    """
+
+    async def read() -> T:
         try:
-            data = bytes(await store.get(key))
+            data = bytes(octets(await store.get(key)))
         except CorruptChunk as error:  # larger than any object of tierd's
             raise ManifestError(str(error)) from error
         try:
-            return data, decode(data, part)
+            return decoded(data)
         except ManifestError as error:
             error.read_digest = digest(data)
             raise
@@ -87,28 +102,35 @@ async def read_stored_manifest(store: Store, part: PartId | None, key: str) -> t
 
 
 async def manifest_bytes(store: Store, part: PartId) -> bytes:
-    """Return a part's manifest as it lies on a tier; empty if it is too large, or encrypted with another key.
+    """Return a part's manifest as it lies on a tier; empty if it is too large, or not what this key encrypted.
 
     Raises:
         ObjectNotFound: it is absent.
         StoreUnavailable, StoreRefused: the tier could not be asked.
     """
     try:
-        return bytes(octets(await store.get(part.manifest_key)))
+        return bytes(octets(await surely(lambda: store.get(part.manifest_key))))
     except (CorruptChunk, ManifestError):
         return b""
 
 
 async def manifest_now(store: Store, part: PartId) -> tuple[bytes, Manifest | None]:
-    """Read a tier's manifest once more; return its bytes, and the manifest if it is readable.
+    """Read a tier's manifest once more; return its bytes, and the manifest unless it is proven corrupt.
 
-    Raises: as `manifest_bytes`.
+    Raises: as `manifest_bytes`, and UnstableRead if the reads differ from each other.
     """
-    data = await manifest_bytes(store, part)
+    data = b""
+
+    def decoded(found: bytes) -> Manifest:
+        nonlocal data
+        data = found  # the last ones read are those that proved corrupt
+        return decode(found, part)
+
     try:
-        return data, decode(data, part)
+        manifest = await read_sealed(store, part.manifest_key, decoded)
     except ManifestError:
         return data, None
+    return data, manifest
 
 
 async def put_manifest(store: Store, key: str, data: Buffer, *, reread: bool = False) -> None:
@@ -127,12 +149,18 @@ async def put_manifest(store: Store, key: str, data: Buffer, *, reread: bool = F
     """
     if await store.put(key, data) and not reread:
         return
+
+    async def read_back() -> None:
+        stored = octets(await store.get(key))
+        if stored != octets(data):
+            error = ManifestError(f"{key}: what was read back differs from what was put")
+            error.read_digest = digest(stored)
+            raise error
+
     try:
-        if octets(await store.get(key)) == octets(data):
-            return
-    except (ObjectNotFound, CorruptChunk, ManifestError):
-        pass
-    raise StoreUnavailable(f"{key}: what was read back differs from what was put")
+        await surely(read_back)
+    except (ObjectNotFound, CorruptChunk, ManifestError) as error:
+        raise StoreUnavailable(f"{key}: what was read back differs from what was put") from error
 
 
 async def get_object(store: Store, key: str, stored: Stored, where: str = "", into: memoryview | None = None) -> Buffer:
@@ -166,6 +194,50 @@ async def get_object(store: Store, key: str, stored: Stored, where: str = "", in
                     raise refusal from None
             break
         raise
+
+
+async def agreed(store: Store, key: str) -> bytes:
+    """Return the bytes of an object that has no digest, once two reads gave the same.
+
+    Raises:
+        UnstableRead: all reads gave different bytes.
+        ObjectNotFound, CorruptChunk, StoreUnavailable, StoreRefused: as `Store.get`.
+    """
+    readings: list[Reading] = []
+    while True:
+        data = bytes(octets(await store.get(key)))
+        readings.append(Reading(digest(data)))
+        verdict = judge(readings)
+        if verdict is Verdict.CORRUPT:  # the same bytes twice, whatever they are
+            return data
+        if verdict is Verdict.UNSTABLE:
+            raise unstable(key)
+
+
+async def get_recognized(store: Store, key: str, chunk: Chunk, where: str, codec: str = "") -> tuple[Chunk, Buffer]:
+    """Read an object that no manifest at hand describes, and whose key has the digest of `chunk`.
+
+    Args:
+        store: the tier's store.
+        key: the object's key.
+        chunk: the chunk that it should hold.
+        where: the tier's name, for messages.
+        codec: the object's codec; empty for the one in its key.
+
+    Returns:
+        The object's entry for a manifest, and the chunk's raw bytes.
+
+    Raises:
+        ObjectNotFound, CorruptChunk, FormatTooNew: it is not there, is proven to be another, or has another codec.
+        StoreUnavailable, StoreRefused: it could not be read; this says nothing about the bytes.
+    """
+
+    async def read() -> tuple[Chunk, Buffer]:
+        # No encoder makes a chunk longer than twice its size.
+        data = await store.get(key, memory_for(2 * chunk.size)[: 2 * chunk.size])
+        return await to_the_end(recognize, chunk, codec or key.rpartition(".")[2], key.partition("/")[2], data, where)
+
+    return await surely(read)
 
 
 async def get_stored(store: Store, run: str, chunk: Chunk) -> Buffer:

@@ -21,6 +21,7 @@ from tierd.core.planning.janitor import fills, is_janitor
 from tierd.core.planning.place import Place
 from tierd.core.retention.policies import DEFAULT, known_policy, own_policies
 from tierd.core.retention.stored import MAX_SIZE, StoredRetention, decode, encode, unreadable
+from tierd.daemon.tiers.objects import read_sealed
 from tierd.stores.base import ObjectInfo, Store
 
 log = logging.getLogger("tierd.daemon")
@@ -62,7 +63,7 @@ class RunPolicies:
         try:
             if info.size > MAX_SIZE:
                 raise ManifestError(f"{info.key}: {info.size} bytes, and a policy has at most {MAX_SIZE}")
-            return decode(bytes(await self._store.get(info.key)), run, by, given)
+            return await read_sealed(self._store, info.key, lambda data: decode(data, run, by, given))
         except (CorruptChunk, ManifestError, FormatTooNew) as error:
             return unreadable(run, by, given, error)
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 
 import msgspec
 
-from tierd.codec.codec import check_digest, check_stored, recognize
+from tierd.codec.codec import check_digest, check_stored
 from tierd.core.errors import CorruptChunk, FormatTooNew, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import PartId
 from tierd.core.manifest import Chunk, File, Stored, Where
-from tierd.daemon.tiers.objects import get_object
+from tierd.daemon.tiers.objects import get_object, get_recognized, surely
 from tierd.daemon.transfer.chunk_source import ChunkSource
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.memory_budget import Hold
@@ -68,9 +68,7 @@ class ChunkUpload:
         """Whether an earlier try has put the chunk, in any encoding; that encoding is then used."""
         for key in self._there.get(self.encoded.xxh3_128, ()):
             try:
-                data = await self._route.store.get(key)
-                codec, own = key.rpartition(".")[2], key.partition("/")[2]
-                self.encoded, _ = await to_the_end(recognize, self.encoded, codec, own, data, self._route.tier)
+                self.encoded, _ = await get_recognized(self._route.store, key, self.encoded, self._route.tier)
             except (ObjectNotFound, CorruptChunk, FormatTooNew):
                 continue
             except (StoreUnavailable, StoreRefused) as error:  # perhaps this object alone; else the put fails, too
@@ -80,12 +78,15 @@ class ChunkUpload:
         return False
 
     async def _read_back(self, key: str, stored: Stored) -> None:
-        try:
+        async def read() -> None:
             if digests(self._route.store):
                 check_digest(stored, *await digesting(self._route.store).digest(key), key)
             else:
                 with self._route.encoding.buffers.hold(stored.size) as memory:
                     data = await get_object(self._route.store, key, stored, into=memory)
                     await to_the_end(check_stored, stored, data, key)
+
+        try:
+            await surely(read)
         except (CorruptChunk, ObjectNotFound) as error:
             raise StoreUnavailable(f"{key}: what was read back differs from what was put") from error

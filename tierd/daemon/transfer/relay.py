@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 
 from tierd.codec.codec import Encoded
 from tierd.core.errors import CorruptChunk, ObjectNotFound, TierdError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Content, File, Manifest, Where
-from tierd.daemon.tiers.objects import get_stored
+from tierd.daemon.tiers.objects import get_stored, surely
 from tierd.daemon.transfer.chunk_source import PatchBase, stored_as
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.flush import Flushed, send
@@ -99,7 +100,8 @@ class _Tiered:
             if chunk.stored and chunk.stored.base:
                 break  # the base may not be on this tier
             try:
-                data = await get_stored(self._copies.stores[name], self._copies.part.checkpoint.run, chunk)
+                store, source = self._copies.stores[name], self._copies.part.checkpoint.run
+                data = await surely(partial(get_stored, store, source, chunk))
             except CorruptChunk as error:
                 self._copies.defects[name] = str(error)
             except TierdError:

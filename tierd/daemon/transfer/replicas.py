@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from tierd.codec.codec import RAW, decode, recognize
+from tierd.codec.codec import RAW, decode
 from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, chunks_prefix
 from tierd.core.manifest import Chunk, Content, Manifest, Where, is_patch
-from tierd.daemon.tiers.objects import get_object, read_manifest, surely
+from tierd.daemon.tiers.objects import get_object, get_recognized, read_manifest, surely
 from tierd.daemon.transfer.buffers import Buffers
 from tierd.daemon.transfer.concurrency import to_the_end, together
 from tierd.stores.base import Buffer, ObjectInfo, Store, children, is_authentic, weight
@@ -259,9 +259,7 @@ class Replicas:
 
     async def _unnamed(self, name: str, info: ObjectInfo, wanted: Chunk, unavailable: dict[str, str]) -> Buffer | None:
         try:
-            data = await self.stores[name].get(info.key)
-            key, codec = info.key.removeprefix(f"{self.part.checkpoint.run}/"), info.key.rpartition(".")[2]
-            _, raw = await to_the_end(recognize, wanted, codec, key, data, name)
+            _, raw = await get_recognized(self.stores[name], info.key, wanted, name)
             self.used.add(name)
             return raw
         except (ObjectNotFound, CorruptChunk):
