@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 
 from tierd.core.chunking import cut
 from tierd.core.errors import CorruptChunk
-from tierd.spool import direct_io, file_io, verified_reads
+from tierd.spool import describe, direct_io, file_io, verified_reads
+from tierd.spool.describe import describe_file
 from tierd.spool.file_io import FileWriter, digest, write_file
 from tierd.spool.verified_reads import (
     bad_chunks,
     check_bytes,
-    describe_file,
     read_chunk,
     read_file,
     read_recent_chunk,
@@ -233,7 +233,7 @@ def test_wherever_chunks_end_the_disk_sees_whole_pages(disk, monkeypatch, seed, 
     """Nothing of a large file, chunks of a byte included, is written or read through the page cache but for its end."""
     size = 3 * MIB + 4097 * seed
     sizes = sizes_of(size, seed)
-    for module in (file_io, verified_reads):
+    for module in (file_io, describe):
         monkeypatch.setattr(module, "cut", lambda read, total, limit: list(sizes))
     data = aligned(size)
     with FileWriter(disk, "file", size) as writer:
@@ -304,7 +304,7 @@ class Noting:
 def test_a_flip_at_a_chunks_edge_is_that_chunks_alone(disk, monkeypatch, where):
     size = 2 * MIB + 100
     sizes = sizes_of(size, 7)
-    for module in (file_io, verified_reads):
+    for module in (file_io, describe):
         monkeypatch.setattr(module, "cut", lambda read, total, limit: list(sizes))
     file = write_file(disk, "file", aligned(size))
     for index, begin in enumerate(itertools.accumulate([0, *sizes[:-1]])):
@@ -846,10 +846,10 @@ def test_a_file_that_grows_while_it_is_described_is_refused(path, monkeypatch):
     path.write_bytes(DATA)
     real = os.preadv
 
-    def while_reading(fd, views, at):
+    def while_reading(fd, views, at, flags=0):
         with open(path, "ab") as file:
             file.write(b"x")
-        return real(fd, views, at)
+        return real(fd, views, at, flags)
 
     monkeypatch.setattr(os, "preadv", while_reading)
     with pytest.raises(CorruptChunk, match="changed while"):
@@ -859,7 +859,7 @@ def test_a_file_that_grows_while_it_is_described_is_refused(path, monkeypatch):
 def test_a_file_that_shrinks_while_it_is_described_is_refused(path, monkeypatch):
     path.write_bytes(DATA)
     real = os.fsync
-    monkeypatch.setattr(verified_reads, "cut", lambda read, size, chunk: (os.truncate(path, 100), [64, 64, 64, 8])[1])
+    monkeypatch.setattr(describe, "cut", lambda read, size, chunk: (os.truncate(path, 100), [64, 64, 64, 8])[1])
     monkeypatch.setattr(os, "fsync", real)
     with pytest.raises(CorruptChunk, match="ends at byte 100"):
         describe_file(path, "file", CHUNK)

@@ -24,11 +24,15 @@ class BadDisk:
     def _preadv(self, fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
         count = self._read(fd, buffers, offset, flags)
         bad = Path(os.readlink(f"/proc/self/fd/{fd}")).is_relative_to(self._home)
-        if count and bad and self._random.randrange(self._one_in) == 0:
+        if count and bad and self.is_bad():
             self.flips += 1
             for _ in range(3):  # so that the chunk among the pages that were read is met
                 buffers[0][self._random.randrange(count)] ^= 1 << self._random.randrange(8)
         return count
+
+    def is_bad(self) -> bool:
+        """Decide whether a read is wrong."""
+        return self._random.randrange(self._one_in) == 0
 
 
 class BadNetwork(Double):

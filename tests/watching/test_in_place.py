@@ -23,8 +23,8 @@ from tierd.core.manifest_codec import decode
 from tierd.core.seal import seal
 from tierd.daemon.intake import in_place
 from tierd.formats.byte_source import PIECE
+from tierd.spool.describe import describe_file
 from tierd.spool.spool import Spool
-from tierd.spool.verified_reads import describe_file
 from tierd.watching import files as watching_files
 from tierd.watching.unit_file import UNIT_NAME
 

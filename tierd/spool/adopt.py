@@ -1,8 +1,9 @@
 """Take a file that another program wrote into a stage: by reflink, by hard link, or by a copy.
 
 Invariant: the other program's file is never written. A hard link shares its blocks with the program, so a file of the
-spool that has a second name is replaced before it is repaired (`unshare`). The digests are taken from bytes that were
-read once: of the clone or the link in the stage, or from the memory that a copy is written from.
+spool that has a second name is replaced before it is repaired (`unshare`). The digests are taken from the clone or the
+link in the stage, or from the memory that a copy is written from. Bytes that come from the disk are read twice before,
+because nobody else knows their digest.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from tierd.core.chunking import cut
+from tierd.core.corruption import proven
 from tierd.core.errors import CorruptChunk
 from tierd.core.manifest import CHUNK_SIZE, Chunk, File
-from tierd.spool.direct_io import PAGE, memory_for, read_into, write_all
+from tierd.spool.describe import agreed_digest, describe_file
+from tierd.spool.direct_io import LARGE, PAGE, memory_for, read_into, write_all
 from tierd.spool.file_io import digest, sync_directory
-from tierd.spool.verified_reads import describe_file
 
 How: TypeAlias = Literal["reflink", "link", "copy"]
 _FICLONE = 0x40049409  # linux/fs.h
@@ -132,19 +134,34 @@ def _linked(fd: int, path: Path) -> bool:
 
 def _copied(fd: int, size: int, path: Path, name: str, going: Callable[[], None]) -> File:
     sizes = cut(lambda offset, length: os.pread(fd, length, offset), size, CHUNK_SIZE)
-    memory = memory_for(max(sizes, default=0) + PAGE)
+    memory, pieces = memory_for(max(sizes, default=0) + PAGE), memory_for(LARGE)
     made = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         chunks, offset = [], 0
         for length in sizes:
             going()
-            if read_into(fd, memory, length, offset) < length:
-                raise CorruptChunk(f"{path}: it became shorter than its {size} bytes")
-            data = memory[:length]
-            chunks.append(Chunk(size=length, xxh3_128=digest(data)))
-            write_all(made, data, offset)
+            found = agreed_digest(fd, pieces, length, offset, path)
+            write_all(made, _read(fd, memory, length, offset, path, found), offset)
+            chunks.append(Chunk(size=length, xxh3_128=found))
             offset += length
         os.fsync(made)
     finally:
         os.close(made)
     return File(path=name, size=size, chunks=tuple(chunks))
+
+
+def _read(fd: int, memory: memoryview, size: int, offset: int, path: Path, expected: str) -> memoryview:
+    """Read a range whose digest is known."""
+
+    def read() -> memoryview:
+        if read_into(fd, memory, size, offset) < size:
+            raise CorruptChunk(f"{path}: it became shorter than its {offset + size} bytes")
+        found = digest(memory[:size])
+        if found != expected:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            error = CorruptChunk(f"{path}: it changed while it was copied")
+            error.read_digest = found
+            raise error
+        return memory[:size]
+
+    return proven(read, str(path))

@@ -22,8 +22,8 @@ from tierd.core.errors import CorruptChunk, ManifestError, StepRefused
 from tierd.core.ids import PartId
 from tierd.core.manifest import MANIFEST_NAME, File, Manifest, check_path
 from tierd.core.manifest_codec import encode
+from tierd.spool.describe import describe_file
 from tierd.spool.file_io import open_directory, sync_directory, write_file
-from tierd.spool.verified_reads import describe_file
 
 _POLL_S = 0.02  # between two looks at a lock
 _KEEP = "a library that saves into a stage must keep the directory, and write its files into it"

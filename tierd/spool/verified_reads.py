@@ -1,4 +1,4 @@
-"""Read a checkpoint's files in the spool, and digest or verify them. Shared by client and daemon.
+"""Read a checkpoint's files in the spool, and verify them. Shared by client and daemon.
 
 Invariant: bytes are returned only if they equal the digest that was taken before the first write (`spool.file_io`). The
 disk is read in whole pages regardless of chunks. A chunk counts as corrupt only if the same wrong bytes were read past
@@ -14,64 +14,13 @@ from pathlib import Path
 
 import xxhash
 
-from tierd.core.chunking import cut
 from tierd.core.corruption import Reading, Verdict, judge, unstable
 from tierd.core.errors import CorruptChunk
-from tierd.core.manifest import CHUNK_SIZE, Chunk, File
+from tierd.core.manifest import Chunk, File
 from tierd.spool.direct_io import LARGE, PAGE, PIECE, ahead, memory_for, read_cached, read_into, set_direct, settle
 from tierd.spool.file_io import digest, open_plain
 
-_HOT = 512 << 10  # bytes; a piece of this size is still in a core's own cache when it is digested
-
-
-def describe_file(
-    path: Path,
-    name: str,
-    chunk_size: int = CHUNK_SIZE,
-    *,
-    written: tuple[int, str] | None = None,
-    going: Callable[[], None] = lambda: None,
-) -> File:
-    """Digest and sync a file that another library wrote.
-
-    Without `written`, the file's bytes are verified from this call on, not before.
-
-    Args:
-        path: the file.
-        name: the file's path inside its part, for the manifest.
-        chunk_size: the size of the largest chunk, in bytes.
-        written: size in bytes and digest of everything that was written to the file, taken from the writer's memory.
-            The file must be synced; its bytes are then verified from the writer's memory on.
-        going: called before each chunk; what it raises ends the work.
-
-    Raises:
-        CorruptChunk: the file differs from what was written, or changed meanwhile.
-    """
-    fd = open_plain(path)
-    try:
-        if written is None:
-            os.fsync(fd)
-        size = os.fstat(fd).st_size
-        chunks, offset = [], 0
-        sizes = cut(lambda offset, length: os.pread(fd, length, offset), size, chunk_size)
-        memory, whole = memory_for(_HOT), xxhash.xxh3_128()
-        for length in sizes:
-            going()
-            one = xxhash.xxh3_128()
-            for at in range(offset, offset + length, _HOT):
-                piece = memory[: min(_HOT, offset + length - at)]
-                _read_pages(fd, piece, len(piece), at, path)
-                one.update(piece)
-                whole.update(piece if written else b"")
-            chunks.append(Chunk(size=length, xxh3_128=one.hexdigest()))
-            offset += length
-        if os.fstat(fd).st_size != size:
-            raise CorruptChunk(f"{path}: it changed while it was being digested")
-        if written and written != (size, whole.hexdigest()):
-            raise CorruptChunk(f"{path}: its {size} bytes are not the {written[0]} that were written to it")
-    finally:
-        os.close(fd)
-    return File(path=name, size=size, chunks=tuple(chunks))
+PIECE_IN_CACHE = 512 << 10  # bytes; a piece of this size is still in a core's own cache when it is digested
 
 
 def read_file(
@@ -137,11 +86,15 @@ def read_chunk(path: Path, file: File, index: int) -> memoryview:
     return data
 
 
-def _digest_cached(fd: int, memory: memoryview, size: int, offset: int) -> str | None:
-    """Read `size` bytes from the page cache and digest them; None if they are not all there."""
+def digest_cached(fd: int, memory: memoryview, size: int, offset: int, *, keep: bool = False) -> str | None:
+    """Read `size` bytes from the page cache and digest them; None if they are not all there.
+
+    With `keep`, all of them are in `memory` in the end; otherwise only its first `PIECE_IN_CACHE` bytes are used.
+    """
     found = xxhash.xxh3_128()
-    for at in range(0, size, _HOT):
-        piece = memory[at : min(at + _HOT, size)]
+    for at in range(0, size, PIECE_IN_CACHE):
+        begin = at if keep else 0
+        piece = memory[begin : begin + min(PIECE_IN_CACHE, size - at)]
         if not read_cached(fd, piece, len(piece), offset + at):
             return None
         found.update(piece)
@@ -171,7 +124,7 @@ def read_recent_chunk(path: Path, file: File, index: int, memory: memoryview) ->
     fd = open_plain(path)
     try:
         _check_size(fd, path, file)
-        found = _digest_cached(fd, memory, chunk.size, offset)
+        found = digest_cached(fd, memory, chunk.size, offset, keep=True)
         if found == chunk.xxh3_128:
             return memory[: chunk.size]
     finally:
@@ -195,7 +148,7 @@ def read_chunks(path: Path, file: File, first: int, end: int, memory: memoryview
     fd = _open_direct(path, file.size)
     try:
         _check_size(fd, path, file)
-        data, done = _read(fd, memory, size, offset, path), 0
+        data, done = read_range(fd, memory, size, offset, path), 0
         for chunk in file.chunks[first:end]:
             _check_or_reread(data[done : done + chunk.size], chunk, path, file, offset + done)
             done += chunk.size
@@ -222,7 +175,7 @@ def bad_chunks(path: Path, file: File) -> list[tuple[int, int, CorruptChunk | OS
         try:
             fd = _open_direct(path, file.size)
             try:
-                _check_or_reread(_read(fd, memory, chunk.size, offset, path), chunk, path, file, offset)
+                _check_or_reread(read_range(fd, memory, chunk.size, offset, path), chunk, path, file, offset)
                 if index == len(file.chunks) - 1:
                     _check_size(fd, path, file)
             finally:
@@ -283,7 +236,7 @@ def _check_or_reread(data: memoryview, chunk: Chunk, path: Path, file: File, off
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             if way == "direct":
                 set_direct(fd, True)
-            again = _read(fd, memory, chunk.size, offset, path)
+            again = read_range(fd, memory, chunk.size, offset, path)
         finally:
             os.close(fd)
         found = digest(again)
@@ -293,11 +246,11 @@ def _check_or_reread(data: memoryview, chunk: Chunk, path: Path, file: File, off
 
 
 def _room(file: File, largest: int) -> int:
-    """Return the bytes that `_read` needs for a chunk of up to `largest` bytes. A large file needs aligned memory."""
+    """Return the bytes that `read_range` needs for a chunk of up to `largest` bytes; aligned for a large file."""
     return max(largest + 2 * PAGE, min(file.size, LARGE))
 
 
-def _read(fd: int, memory: memoryview, size: int, offset: int, path: Path) -> memoryview:
+def read_range(fd: int, memory: memoryview, size: int, offset: int, path: Path) -> memoryview:
     """Read `size` bytes at `offset` into `memory`, together with the rest of their first and last pages."""
     lead = offset % PAGE
     _read_pages(fd, memory, lead + size, offset - lead, path)

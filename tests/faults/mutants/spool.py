@@ -18,6 +18,27 @@ _TEST_LINKS = "pytest tests/spool/test_links.py"
 
 MUTANTS = (
     Mutant(
+        "a digest is taken from one read of the disk",
+        "tierd/spool/describe.py",
+        "                found = agreed_digest(fd, memory, length, offset, path)\n",
+        "                found = _digest_pieces(fd, memory, length, offset, path)\n",
+        "pytest tests/spool/test_describe.py -k digests_of_a_bad_disk",
+    ),
+    Mutant(
+        "one wrong read of what was written fails the save",
+        "tierd/spool/describe.py",
+        "    return described() if written is None else proven(described, str(path))\n",
+        "    return described()\n",
+        "pytest tests/spool/test_describe.py -k digests_of_a_bad_disk",
+    ),
+    Mutant(
+        "a copy of another program's file has the bytes of one read",
+        "tierd/spool/adopt.py",
+        "            found = agreed_digest(fd, pieces, length, offset, path)\n",
+        "            read_into(fd, memory, length, offset)\n            found = digest(memory[:length])\n",
+        "pytest tests/spool/test_describe.py -k copy",
+    ),
+    Mutant(
         "a run's directory with an empty one for pins is kept for ever",
         "tierd/spool/leftovers.py",
         "_VACANT_LINKS = 3",
