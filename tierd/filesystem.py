@@ -22,17 +22,24 @@ with needing("tierd://", "torch,daemon,fsspec"):
     from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
     from tierd.exporting.chunk_reader import ChunkReader
+    from tierd.reading.gone import corrupt_or_gone
     from tierd.reading.reader import Reader
     from tierd.reading.reader import open as open_run
     from tierd.reading.tiers import TierFiles
 
-from tierd.core.errors import ConfigError, ObjectNotFound
+from tierd.core.errors import ConfigError, CorruptChunk, ManifestError, ObjectNotFound
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import File
+from tierd.core.timeline.candidates import Candidate
 from tierd.reading.follow import name_of
 from tierd.reading.listing import Listed
 
 LATEST = "latest"
+_LISTINGS = 3  # for `latest`, because a checkpoint may be pruned between a listing and the reading
+
+
+class _Pruned(FileNotFoundError):
+    """The checkpoint was deleted while it was read."""
 
 
 class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
@@ -44,7 +51,8 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     Raises:
         ConfigError: no URL was given, or one is invalid.
-        FileNotFoundError (each method): the path names nothing.
+        FileNotFoundError (each method): the path names nothing, or its checkpoint was pruned meanwhile. `latest` is
+            then looked up again.
         CorruptChunk (reads): the bytes are proven corrupt on every tier.
         StoreUnavailable (each method): a tier that may hold the bytes did not answer.
     """
@@ -89,16 +97,27 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         """Return the bytes of a file from `start` to before `end`; negative numbers count from the file's end."""
         with self._lock:
-            *_, file = self._file(self._strip_protocol(path))
-            first, last, _ = slice(start, end).indices(file.size)
-            return self.read_range(path, first, last)
+            for left in reversed(range(_LISTINGS)):
+                reader, part, file = self._file(self._strip_protocol(path))
+                first, last, _ = slice(start, end).indices(file.size)
+                try:
+                    return self._read(reader, part, file, first, last)
+                except _Pruned:
+                    if not left or not self._is_latest(path):
+                        raise
+            raise AssertionError
 
     def read_range(self, path: str, first: int, last: int) -> bytes:
         """Return verified bytes of a file."""
         with self._lock:
             reader, part, file = self._file(self._strip_protocol(path))
-            last = min(last, file.size)
-            return bytes(reader.read(part, file.path, first, last - first)) if first < last else b""
+            return self._read(reader, part, file, first, min(last, file.size))
+
+    def get(self, rpath: Any, lpath: Any, recursive: bool = False, **kwargs: Any) -> Any:
+        """Copy files or directories to this machine. `latest` is looked up once, so that all are of one checkpoint."""
+        if isinstance(rpath, str):
+            rpath = self._resolved(self._strip_protocol(rpath))
+        return super().get(rpath, lpath, recursive=recursive, **kwargs)
 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> TierdFile:
         if mode != "rb":
@@ -143,15 +162,41 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 self._files[found] = files, ChunkReader(files)
         return self._files[exact]
 
-    def _part(self, run: str, name: str, part_name: str) -> tuple[ChunkReader, PartId, tuple[File, ...]]:
-        files, reader = self._checkpoint(run, name)
-        part = PartId.parse(run, files.checkpoint.name, part_name)
-        if part is None or part.world != files.world or part.rank >= part.world:
-            raise FileNotFoundError(f"tierd://{run}/{name}/{part_name}: parts are named like {files.part(0).name}")
+    def _is_latest(self, path: str) -> bool:
+        return str(self._strip_protocol(path)).split("/")[1:2] == [LATEST]
+
+    def _resolved(self, path: str) -> str:
+        """Return a path with the newest checkpoint's name in place of `latest`."""
+        if not self._is_latest(path):
+            return path
+        with self._lock:
+            run, name, *more = path.split("/")
+            return "/".join([run, self._checkpoint(run, name)[0].checkpoint.name, *more])
+
+    def _read(self, reader: ChunkReader, part: PartId, file: File, first: int, last: int) -> bytes:
         try:
-            return reader, part, files.manifest(part).files
-        except ObjectNotFound as error:
-            raise FileNotFoundError(f"tierd://{run}/{name}/{part_name}: {error}") from error
+            return bytes(reader.read(part, file.path, first, last - first)) if first < last else b""
+        except (CorruptChunk, ManifestError) as error:
+            run = part.checkpoint.run
+            reason = corrupt_or_gone(self._reader(run).tiers, Candidate(part.checkpoint, part.world), error)
+            if not isinstance(reason, ObjectNotFound):
+                raise reason from None
+            self._files.pop(part.checkpoint, None)
+            raise _Pruned(f"tierd://{run}/{part.checkpoint.name}: {reason}") from None
+
+    def _part(self, run: str, name: str, part_name: str) -> tuple[ChunkReader, PartId, tuple[File, ...]]:
+        for left in reversed(range(_LISTINGS if name == LATEST else 1)):
+            files, reader = self._checkpoint(run, name)
+            part = PartId.parse(run, files.checkpoint.name, part_name)
+            if part is None or part.world != files.world or part.rank >= part.world:
+                raise FileNotFoundError(f"tierd://{run}/{name}/{part_name}: parts are named like {files.part(0).name}")
+            try:
+                return reader, part, files.manifest(part).files
+            except ObjectNotFound as error:
+                self._files.pop(files.checkpoint, None)
+                if not left:
+                    raise FileNotFoundError(f"tierd://{run}/{name}/{part_name}: {error}") from error
+        raise AssertionError
 
     def _file(self, path: str) -> tuple[ChunkReader, PartId, File]:
         run, name, part_name, rest = (*path.split("/", 3), "", "", "")[:4]

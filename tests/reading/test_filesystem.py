@@ -13,14 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load
+from support.doubles import contents
+from support.pruned_meanwhile import moments
 from support.saved import files_of
 from support.world import commit, part
 
 from tierd.core.errors import ConfigError, CorruptChunk
+from tierd.daemon.tiers.prune import prune
 from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
+from tierd.stores.memory import MemoryStore
 
 fsspec = pytest.importorskip("fsspec")
 ENTRY = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
@@ -113,6 +117,41 @@ def test_no_byte_is_handed_out_that_was_not_verified(tier):
     with pytest.raises(CorruptChunk):
         fs.cat_file(f"{RUN}/2/00000-of-00002/deep/model.pt", 0, 1)
     assert fs.cat_file(f"{RUN}/1/00000-of-00002/deep/model.pt", 0, 9) == pickled(1)[:9]
+
+
+@pytest.mark.parametrize("way", ["cat", "get", "open"])
+def test_latest_is_one_checkpoint_while_retention_deletes(tmp_path, monkeypatch, way):
+    """Also if the newest is deleted, and a newer one arrives, between any two requests."""
+    file, whole = f"{RUN}/latest/00000-of-00001/model.pt", {step: pickled(step) + bytes(step) for step in (1, 2, 3)}
+
+    async def work() -> list[dict[str, bytes]]:
+        store, spool = MemoryStore(), Spool(tmp_path / "spool")
+        for step in (1, 2):
+            commit(spool, part(step), {"model.pt": whole[step], "step": b"%d" % step})
+            await flush(spool, part(step), Route(store))
+        before = await contents(store)
+        commit(spool, part(3), {"model.pt": whole[3], "step": b"3"})
+        await flush(spool, part(3), Route(store))
+        await prune(store, [part(2).checkpoint])
+        return [before, await contents(store)]
+
+    pruned = 0
+    for home in moments(tmp_path / "moments", *asyncio.run(work()), monkeypatch):
+        fs = fsspec.filesystem("tierd", url=f"file://{home / 'tier'}", skip_instance_cache=True)
+        try:
+            if way == "cat":
+                assert fs.cat_file(file) in (whole[2], whole[3])
+            elif way == "open":
+                with fs.open(file) as opened:
+                    assert opened.read() in (whole[2], whole[3])
+            else:
+                fs.get(f"{RUN}/latest", str(home / "out"), recursive=True)
+                (model,), (step,) = (list((home / "out").rglob(name)) for name in ("model.pt", "step"))
+                assert model.read_bytes() == whole[int(step.read_bytes())]
+        except FileNotFoundError as error:
+            assert way == "get" or (way == "open" and "was pruned" in str(error))
+            pruned += 1
+    assert pruned or way == "cat"
 
 
 def test_it_is_read_only_and_wants_a_tier(tier):

@@ -760,3 +760,31 @@ def test_a_spool_is_no_tier_nor_holds_one(tmp_path, where):
     (tmp_path / "tier").mkdir()
     put(tmp_path / "tier", key)
     assert get(tmp_path / "tier", key) == b"data"
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty directory"])
+def test_a_scan_lists_what_took_the_place_of_removed_directories(tmp_path, monkeypatch, left: str) -> None:
+    """A reader that listed the names of two checkpoints found neither these, which were pruned, nor the newer ones."""
+    for step in (1, 3, 4):
+        put(tmp_path, f"m/{step}/x")
+    scandir, moved = os.scandir, []
+
+    def change(fd: int) -> object:
+        if not moved and os.readlink(f"/proc/self/fd/{fd}").endswith("/m/3"):
+            moved.append(fd)
+            for step in (5, 6):
+                put(tmp_path, f"m/{step}/x")
+            for step in (3, 4):
+                (tmp_path / "m" / f"{step}" / "x").unlink()
+                if left == "nothing":
+                    (tmp_path / "m" / f"{step}").rmdir()
+        return scandir(fd)
+
+    monkeypatch.setattr(os, "scandir", change)
+
+    async def whole() -> None:
+        store = FileStore(tmp_path)
+        assert await keys(store, "m/") == ["m/1/x", "m/5/x", "m/6/x"]
+        assert await keys(store, "m/") == ["m/1/x", "m/5/x", "m/6/x"]
+
+    asyncio.run(whole())

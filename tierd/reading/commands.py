@@ -19,13 +19,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tierd.core.errors import ConfigError, SpoolFull
+from tierd.core.errors import ConfigError, CorruptChunk, ManifestError, ObjectNotFound, SpoolFull
 from tierd.core.ids import CheckpointId
 from tierd.core.timeline.candidates import Candidate
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import export_one
 from tierd.reading.delivered import Delivered
 from tierd.reading.follow import UNFIT, check_manifests, name_of, rounds
+from tierd.reading.gone import corrupt_or_gone
 from tierd.reading.listing import Listed
 from tierd.reading.tiers import RunOnTiers
 from tierd.spool.file_io import remove
@@ -111,6 +112,7 @@ class CommandFollower:
     words: Sequence[str]
     on_delivery: Callable[[Delivery], None]
     _tries: dict[CheckpointId, tuple[int, int]] = field(default_factory=dict)  # failures, and the round of the next try
+    _pruned: bool = False  # whether a checkpoint of this round was pruned before it was delivered
 
     def run(self, *, latest: bool, period_s: float, once: bool) -> bool:
         """Deliver until the process is ended; with `once`, what is there now.
@@ -129,16 +131,18 @@ class CommandFollower:
         all_there = True
         with Delivered(self.home / STATE, self.tiers.run, self._wait) as delivered:
             self._settle(delivered)
-            found = rounds(self.tiers, delivered, latest=latest, period_s=period_s, once=once)
+            found = rounds(
+                self.tiers, delivered, latest=latest, period_s=period_s, once=once, pruned=lambda: self._pruned
+            )
             for number, due in enumerate(found):
-                all_there = True
+                all_there, self._pruned = True, False
                 self._clear({name_of(self.tiers.run, listed) for listed in due})
                 for listed in due:
                     one = name_of(self.tiers.run, listed)
                     failures, next_try = self._tries.get(one, (0, 0))
-                    if number < next_try or not self._deliver(listed, delivered):
+                    if number < next_try or (once and failures) or not self._deliver(listed, delivered):
                         all_there = False
-                        if number >= next_try:
+                        if number >= next_try and not (once and failures):
                             self._tries[one] = failures + 1, number + min(2**failures, _MOST_ROUNDS)
                     else:
                         self._tries.pop(one, None)
@@ -178,13 +182,11 @@ class CommandFollower:
         directory = self.home.absolute() / one.name
         try:
             if any("{directory}" in word for word in self.words):
-                work = export_one(
-                    self.tiers.stores, Candidate(one, listed.world_size), directory, Progress(), self.tiers.budget
-                )
-                self.tiers.loop.run(work)
+                self._fetch(Candidate(one, listed.world_size), directory)
             else:
                 check_manifests(self.tiers, listed)
         except (*UNFIT, SpoolFull) as error:
+            self._pruned |= isinstance(error, ObjectNotFound)
             return self._report(one, None, str(error))
         values = {"directory": str(directory), "step": str(one.step), "attempt": one.attempt, "run": one.run}
         keeper = [sys.executable, "-I", "-S", "-c", _KEEPER, str(self.home.absolute() / _ENDED), one.name]
@@ -203,6 +205,14 @@ class CommandFollower:
             return self._report(one, None, "the command was killed; it is tried again")
         failed = f"the command ended with status {ended[1]}; it is tried again" if ended[1] else ""
         return self._report(one, ended[1], failed)
+
+    def _fetch(self, candidate: Candidate, directory: Path) -> None:
+        """Fetch a checkpoint's files. Raises as `export_one`, and `ObjectNotFound` if it was pruned meanwhile."""
+        work = export_one(self.tiers.stores, candidate, directory, Progress(), self.tiers.budget)
+        try:
+            self.tiers.loop.run(work)
+        except (CorruptChunk, ManifestError) as error:
+            raise corrupt_or_gone(self.tiers, candidate, error) from None
 
     def _report(self, one: CheckpointId, status: int | None, reason: str) -> bool:
         self.on_delivery(Delivery(one.run, one.step, one.attempt, not reason, status, reason))

@@ -5,28 +5,38 @@ Invariant: the tiers are listed at most once in a period, however many checkpoin
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from tierd.core.errors import CorruptChunk, ManifestError, StoreRefused, StoreUnavailable
+from tierd.core.errors import CorruptChunk, ManifestError, ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
+from tierd.core.timeline.candidates import Candidate
 from tierd.core.timeline.chain import check_origin
 from tierd.daemon.transfer.concurrency import together
 from tierd.daemon.transfer.replicas import Replicas
 from tierd.reading.delivered import Delivered
+from tierd.reading.gone import corrupt_or_gone
 from tierd.reading.listing import Listed, list_checkpoints
 from tierd.reading.tiers import RunOnTiers
 
 log = logging.getLogger("tierd")
 
 _HANDS = 8  # manifests in flight at once
-# Why a checkpoint is not delivered now, and may be later.
-UNFIT = (CorruptChunk, ManifestError, StoreUnavailable, StoreRefused)
+_LISTINGS = 3  # with `once`, because a checkpoint may be pruned between a listing and the reading
+# Why a checkpoint is not delivered now, and may be later. `ObjectNotFound` means that it was pruned.
+UNFIT = (CorruptChunk, ManifestError, ObjectNotFound, StoreUnavailable, StoreRefused)
 
 
 def rounds(
-    tiers: RunOnTiers, delivered: Delivered, *, latest: bool, period_s: float, once: bool
+    tiers: RunOnTiers,
+    delivered: Delivered,
+    *,
+    latest: bool,
+    period_s: float,
+    once: bool,
+    pruned: Callable[[], bool],
 ) -> Iterator[list[Listed]]:
     """List the tiers once in a period, and yield the checkpoints that are to be delivered then, oldest first.
 
@@ -35,12 +45,13 @@ def rounds(
 
     Args:
         latest: only the newest checkpoint, and only if it is newer than all that were delivered.
-        once: end after the first round.
+        once: end after the first round, unless a checkpoint of it was pruned: then newer ones are there.
+        pruned: whether a checkpoint of the last round was pruned before it was delivered.
 
     Raises:
         StoreUnavailable: with `once`, no tier answered. Otherwise the next round tries again.
     """
-    while True:
+    for number in itertools.count(1):
         begun = time.monotonic()
         try:
             inventory = tiers.observe()
@@ -52,17 +63,23 @@ def rounds(
             yield _due(tiers.run, list_checkpoints(inventory, tiers.run), delivered, latest)
             del inventory
         if once:
-            return
+            if number == _LISTINGS or not pruned():
+                return
+            continue
         time.sleep(max(0.0, begun + period_s - time.monotonic()))
 
 
 def follow(tiers: RunOnTiers, delivered: Delivered, *, latest: bool, period_s: float, once: bool) -> Iterator[Listed]:
     """Yield each checkpoint, and record it once the caller asks for the next. Arguments and errors as for `rounds`."""
-    for due in rounds(tiers, delivered, latest=latest, period_s=period_s, once=once):
+    pruned = False
+    every = rounds(tiers, delivered, latest=latest, period_s=period_s, once=once, pruned=lambda: pruned)
+    for due in every:
+        pruned = False
         for listed in due:
             try:
                 check_manifests(tiers, listed)
             except UNFIT as error:
+                pruned |= isinstance(error, ObjectNotFound)
                 log.warning("not delivered now: %s", error)
                 continue
             yield listed
@@ -77,8 +94,9 @@ def check_manifests(tiers: RunOnTiers, listed: Listed) -> None:
     """Read every rank's manifest. A flush writes it last, after it has verified each chunk on the tier.
 
     Raises:
-        CorruptChunk: a manifest is proven corrupt, or was pruned since the listing.
+        CorruptChunk: a manifest is proven corrupt.
         ManifestError: the ranks' parts do not belong together.
+        ObjectNotFound: the checkpoint was pruned since the listing.
         StoreUnavailable: a tier that may hold a manifest did not answer.
     """
 
@@ -94,7 +112,10 @@ def check_manifests(tiers: RunOnTiers, listed: Listed) -> None:
     async def all_of_them() -> None:
         await together(_HANDS, [ask(rank) for rank in range(listed.world_size)])
 
-    tiers.loop.run(all_of_them())
+    try:
+        tiers.loop.run(all_of_them())
+    except (CorruptChunk, ManifestError) as error:
+        raise corrupt_or_gone(tiers, Candidate(name_of(tiers.run, listed), listed.world_size), error) from None
 
 
 def _due(run: str, listed: tuple[Listed, ...], delivered: Delivered, latest: bool) -> list[Listed]:

@@ -30,7 +30,7 @@ import aiofiles
 from tierd.core.errors import ObjectNotFound, StoreFull, StoreRefused, StoreUnavailable, TierdError
 from tierd.priority import Pools
 from tierd.stores.base import FIRST_PAGE, Buffer, ObjectInfo, check_key, check_size, octets, room
-from tierd.stores.file_listing import parent
+from tierd.stores.file_listing import Walk, parent
 from tierd.stores.file_reads import fill
 from tierd.stores.file_tree import STAT_PAGE, FileTree
 
@@ -104,9 +104,9 @@ class FileStore:
         return await self._run(self._tree.digest, check_key(key))
 
     async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        pending, most = [parent(prefix)], FIRST_PAGE
-        while pending:
-            for info in await self._run(self._tree.list_page, pending, prefix, after, most):
+        walk, most = Walk(parent(prefix)), FIRST_PAGE
+        while walk.pending:
+            for info in await self._run(self._tree.list_page, walk, prefix, after, most):
                 yield info
             most = STAT_PAGE
 

@@ -5,14 +5,64 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tierd.stores.base import ObjectInfo, is_key
 from tierd.stores.descriptors import descend
 
 
-def list_directory(
-    root: int, directory: str, prefix: str, after: str, most: int = 0
-) -> tuple[list[ObjectInfo], list[str]]:
+class Listed(NamedTuple):
+    """The entries of one directory that a scan may show.
+
+    Attributes:
+        infos: the first objects, described.
+        keys: the sorted keys that follow them; subdirectories end in '/'.
+        is_empty: whether the directory has no entry at all.
+    """
+
+    infos: list[ObjectInfo]
+    keys: list[str]
+    is_empty: bool = False
+
+
+@dataclass(slots=True)
+class Walk:
+    """The state of one scan.
+
+    Attributes:
+        top: the directory where it began.
+        pending: a stack of the keys to come in order, the next one last; directories end in '/'.
+        again: directories that were listed again because one in them was empty.
+    """
+
+    top: str
+    pending: list[str] = field(init=False)
+    again: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.pending = [self.top]
+
+    def is_stale(self, directory: str, listed: Listed | None) -> bool:
+        """Whether to list the directory above `directory` again: this one was removed since, and others may be new.
+
+        An empty one is about to be removed. But a delete that was cut off leaves it, so it counts once in each.
+        """
+        if directory == self.top or (listed is not None and not listed.is_empty):
+            return False
+        above = parent(directory[:-1])
+        is_stale = listed is None or above not in self.again
+        if listed is not None:
+            self.again.add(above)
+        return is_stale
+
+    def drop(self, above: str) -> None:
+        """Forget the entries of a directory that are pending."""
+        while self.pending and parent(self.pending[-1].rstrip("/")) == above:
+            self.pending.pop()
+
+
+def list_directory(root: int, directory: str, prefix: str, after: str, most: int = 0) -> Listed | None:
     """List the entries of `directory` (empty, or ending in '/') that a scan may show.
 
     Args:
@@ -23,15 +73,16 @@ def list_directory(
         most: how many of the objects before the first subdirectory are described.
 
     Returns:
-        These objects, and the sorted keys that follow them; subdirectories end in '/'.
+        These entries; None if the directory does not exist.
     """
-    found = []
+    found, is_empty = [], True
     if directory and not is_key(directory[:-1]):
-        return [], []
+        return Listed([], [])
     try:
         with descend(root, directory.split("/")[:-1]) as fd:
             with os.scandir(fd) as entries:
                 for entry in entries:
+                    is_empty = False
                     key = directory + entry.name
                     if not is_key(key):
                         continue
@@ -41,9 +92,9 @@ def list_directory(
                         found.append(key)
             found.sort()  # as strings: "a-b" < "a.b" < "a/", which is the order of the keys below
             first = list(itertools.takewhile(lambda key: not key.endswith("/"), found[:most]))
-            return _stat(fd, first), found[len(first) :]
+            return Listed(_stat(fd, first), found[len(first) :], is_empty)
     except (FileNotFoundError, NotADirectoryError):
-        return [], []
+        return None
 
 
 def stat_objects(root: int, directory: str, keys: Sequence[str]) -> list[ObjectInfo]:

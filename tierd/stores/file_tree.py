@@ -12,7 +12,7 @@ import re
 import secrets
 import stat
 import threading
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tierd.spool.direct_io import PIECE, write_pages
 from tierd.stores.base import ObjectInfo, check_size
 from tierd.stores.descriptors import DIRECTORY, closing, descend, lock, sweep, sync_directory, unlink
 from tierd.stores.directory_overlap import spool_around
-from tierd.stores.file_listing import list_directory, parent, stat_objects
+from tierd.stores.file_listing import Walk, list_directory, parent, stat_objects
 from tierd.stores.file_reads import DIRECT_PIECE, digest_file
 
 STAT_PAGE = 256
@@ -114,25 +114,35 @@ class FileTree:
         Each call checks the root, so that a root that vanished never yields a shorter listing.
         """
         with self._root() as root:
-            return list_directory(root, directory, prefix, after)[1]
+            listed = list_directory(root, directory, prefix, after)
+            return listed.keys if listed else []
 
-    def list_page(self, pending: MutableSequence[str], prefix: str, after: str, most: int) -> Sequence[ObjectInfo]:
+    def list_page(self, walk: Walk, prefix: str, after: str, most: int) -> Sequence[ObjectInfo]:
         """Describe a scan's next objects in one thread call, because most directories are small.
 
+        Where a directory was removed since the one above it was listed, that one is listed again from there. Else a
+        scan could miss both the checkpoint that was deleted and the newer one that is why.
+
         Args:
-            pending: a stack of the keys to come in order, the next one last; directories end in '/'. It is changed.
+            walk: the scan's state, which is changed.
             prefix: as in `Store.scan`.
             after: as in `Store.scan`.
             most: how many names are looked at, so that a call ends soon; the objects beside the last one may follow.
         """
-        found = []
+        found, pending = [], walk.pending
         with self._root() as root:
             while pending and most > 0:
                 if not (first := pending.pop()) or first.endswith("/"):
-                    infos, keys = list_directory(root, first, prefix, after, STAT_PAGE)
-                    pending += reversed(keys)
-                    found += infos
-                    most -= 1 + len(infos)
+                    listed = list_directory(root, first, prefix, after, STAT_PAGE)
+                    if walk.is_stale(first, listed):
+                        walk.drop(above := parent(first[:-1]))
+                        passed = max(after, f"{first}\x7f")  # '\x7f' sorts after every character of a key
+                        listed = list_directory(root, above, prefix, passed, STAT_PAGE)
+                    most -= 1
+                    if listed is not None:
+                        pending += reversed(listed.keys)
+                        found += listed.infos
+                        most -= len(listed.infos)
                     continue
                 directory, page = parent(first), [first]
                 while pending and len(page) < STAT_PAGE and parent(pending[-1]) == directory:

@@ -6,11 +6,14 @@ import asyncio
 
 import pytest
 from support.doubles import Double, is_chunk
-from support.world import commit, converge, part, reconciler
+from support.world import RUN, commit, converge, part, reconciler
 
+from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import CheckpointId
 from tierd.daemon.tiers.holders import holds
+from tierd.daemon.tiers.observe import TierObserver
 from tierd.daemon.tiers.prune import prune
+from tierd.stores.base import ObjectInfo
 
 
 class Late(Double):
@@ -80,5 +83,55 @@ def test_a_prune_reports_a_checkpoint_that_no_listing_shows_if_it_deleted_it(spo
         pruned = await prune(store, both, seen=seen, deleted=reported.extend)
         assert part(1).manifest_key not in store.inner.objects
         assert sorted(reported) == sorted(pruned.gone) == sorted(both)[gone:]
+
+    asyncio.run(work())
+
+
+def test_a_deleted_manifest_that_a_listing_still_shows_is_looked_for_once(spool):
+    class Ghost(Late):
+        async def scan(self, prefix, after=""):
+            infos = [info async for info in super().scan(prefix, after)]
+            if ghost.startswith(prefix) and ghost > after:
+                infos.append(ObjectInfo(ghost, 100, "old"))
+            for info in sorted(infos, key=lambda info: info.key):
+                yield info
+
+    ghost = part(2).manifest_key
+
+    async def work():
+        store = Ghost()
+        commit(spool, part(1))
+        await converge(spool, {"tier": store.inner})
+        eye = TierObserver(store)
+        for listings in (2, 1, 1):
+            store.calls.clear()
+            assert set((await eye.observe({RUN})).checkpoints) == {part(1).checkpoint}
+            assert store.calls.count(("scan", f"{RUN}/manifests/")) == listings
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("prunes", [False, True], ids=["reader", "daemon"])
+def test_what_vanishes_from_each_listing_fails_a_readers_observation_alone(spool, prunes):
+    async def work():
+        store = Late()
+        for step in range(1, 12):
+            commit(spool, part(step))
+        await converge(spool, {"tier": store})
+        left = [part(step).manifest_key for step in range(2, 12)]
+        store.hidden = frozenset(left[1:])
+
+        def before(operation: str, key: str) -> None:
+            if operation == "get" and key in left:  # is pruned right before its read, and the next one is flushed
+                store.inner.keys.remove(key), store.inner.objects.pop(key)
+                store.hidden = frozenset(left[left.index(key) + 2 :])
+
+        store.before = before
+        eye = TierObserver(store, prunes=prunes)
+        if prunes:
+            assert part(1).checkpoint in (await eye.observe({RUN})).checkpoints
+        else:
+            with pytest.raises(StoreUnavailable, match="pruned while they were listed, 5 times; try again"):
+                await eye.observe({RUN})
 
     asyncio.run(work())

@@ -87,8 +87,8 @@ MUTANTS = (
     Mutant(
         "a single copied checkpoint is not pinned",
         _COPY,
-        "pins = set(wanted) if step is not None else",
-        "pins = set() if step is not None else",
+        "pins |= set(wanted) if step is not None else",
+        "pins |= set() if step is not None else",
         f"{_TEST_COPY} -k single_checkpoint",
     ),
     Mutant(

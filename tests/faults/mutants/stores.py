@@ -261,8 +261,8 @@ MUTANTS = (
     Mutant(
         "one object of a directory tier is looked up by a whole page",
         "tierd/stores/file.py",
-        "[parent(prefix)], FIRST_PAGE",
-        "[parent(prefix)], STAT_PAGE",
+        "Walk(parent(prefix)), FIRST_PAGE",
+        "Walk(parent(prefix)), STAT_PAGE",
         f"{_TEST_FILE} -k small_directories",
     ),
     Mutant(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from tierd.cli.tables import checkpoints, complain, console, print_checkpoints, 
 from tierd.cli.uncollected import uncollected
 from tierd.core.corruption import UnstableRead
 from tierd.core.errors import (
+    CheckpointNotFound,
     DaemonAbsent,
     DaemonUnavailable,
     FormatTooNew,
@@ -55,6 +56,8 @@ from tierd.priority import hasten
 from tierd.spool.spool import Spool
 from tierd.spool.verified_reads import bad_chunks
 from tierd.stores.base import Store
+
+_LISTINGS = 3  # because a checkpoint may be pruned between a listing and the reading
 
 
 def register(app: typer.Typer) -> None:
@@ -100,15 +103,13 @@ def show(
 ) -> None:
     """One checkpoint: its manifest's files, metrics, origin, lineage, and every copy."""
     where = places(spool, url, config, key_file=key_file)
-    inventory = observed(where, run)
     with answering(where, run):
-        checkpoint = choose(inventory, run, step, attempt)
+        inventory, checkpoint, manifests = _observed_whole(where, run, step, attempt)
     found = next(
         c
         for c in report(inventory, where.config, run, defaults=where.policy).checkpoints
         if (c.step, c.attempt) == (checkpoint.step, checkpoint.attempt)
     )
-    manifests = asyncio.run(_manifests(where, inventory, checkpoint))
     if json:
         print_json({"checkpoint": found, "manifests": manifests})
         return
@@ -123,6 +124,29 @@ def show(
     for manifest in manifests:
         rows = [(file.path, size(file.size), str(len(file.chunks))) for file in manifest.files]
         out.print(table(f"rank {manifest.rank} of {manifest.world_size}", ("FILE", "BYTES", "CHUNKS"), rows))
+
+
+def _observed_whole(
+    where: Places, run: str, step: int, attempt: str | None
+) -> tuple[Inventory, CheckpointId, list[Manifest]]:
+    """Observe all places, and return with that the checkpoint of a step and its manifests.
+
+    Raises:
+        CheckpointNotFound: there is none, or it was pruned meanwhile.
+        StoreUnavailable: it vanished while it was read, and is there again.
+    """
+    pruned = ""
+    for _ in range(_LISTINGS):
+        inventory = observed(where, run)
+        try:
+            checkpoint = choose(inventory, run, step, attempt)
+        except CheckpointNotFound as error:
+            raise CheckpointNotFound(f"{error}{pruned}") from None
+        manifests, gone = asyncio.run(_manifests(where, inventory, checkpoint))
+        if not gone:
+            return inventory, checkpoint, manifests
+        pruned = "\n  it was pruned while it was read"
+    raise StoreUnavailable(f"{checkpoint}: its manifests vanished while they were read, {_LISTINGS} times; try again")
 
 
 def _origin(run: str, name: str | None) -> CheckpointId | str | None:
@@ -250,18 +274,30 @@ async def _stores(where: Places, stack: AsyncExitStack) -> dict[str, Store]:
     return await open_tiers(where.config, stack) if where.config else {}
 
 
-async def _manifests(where: Places, inventory: Inventory, checkpoint: CheckpointId) -> list[Manifest]:
-    """Return each rank's manifest, from the first place with a readable one. A tier's says how chunks are stored."""
+async def _manifests(
+    where: Places, inventory: Inventory, checkpoint: CheckpointId
+) -> tuple[list[Manifest], set[PartId]]:
+    """Return each rank's manifest, from the first place with a readable one. A tier's says how chunks are stored.
+
+    Also return the parts that were observed, and that no place has any more.
+    """
     found: dict[PartId, Manifest] = {}
+    gone: dict[PartId, bool] = {}
     async with AsyncExitStack() as stack:
         stores = await _stores(where, stack)
         for name in (*stores, SPOOL):
             place = inventory.places.get(name)
             seen = place.checkpoints.get(checkpoint) if place else None
             for part in seen.parts() if seen else ():
-                with suppress(TierdError):
+                is_gone = False
+                try:
                     found[part] = found.get(part) or await _manifest(where.spool, stores, name, part)
-    return [found[part] for part in sorted(found)]
+                except ObjectNotFound:
+                    is_gone = True
+                except TierdError:
+                    pass
+                gone[part] = is_gone and gone.get(part, True)
+    return [found[part] for part in sorted(found)], {part for part, is_gone in gone.items() if is_gone}
 
 
 async def _manifest(spool: Spool | None, stores: dict[str, Store], name: str, part: PartId) -> Manifest:

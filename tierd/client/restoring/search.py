@@ -28,6 +28,7 @@ from tierd.ipc.messages import MAX_REASON, MOST_REASONS, FellBack, Request
 log = logging.getLogger("tierd")
 
 INCOMPLETE = "incomplete: not every rank's part is there"
+PRUNED = "pruned while it was read"
 GONE = "gone: it was whole once, as this node or a tier remembers, and no place has it any more"
 UNVOUCHED = (
     "unreadable: no manifest of its launch, or of so many ranks, can be read, so that its name alone says that it is "
@@ -96,6 +97,7 @@ class Search:
         # Checkpoints that other nodes were asked to flush, and that were not tried since.
         self._asked_for: set[CheckpointId] = set()
         self._gone = False  # whether the last candidate's parts had vanished
+        self._pruned: list[CheckpointId] = []  # candidates whose parts had vanished
         self.resume = RestoreOrder((), (), (), None, (), ())  # as of the last listing
 
     def whole(
@@ -196,6 +198,7 @@ class Search:
                 self._gone = False
                 yield candidate
                 vanished += self._gone
+                self._pruned += [one] if self._gone else []
                 if again := self._gone or before < self._bad[one] < tries:
                     break
             if not again and not self._is_cut(None):
@@ -289,6 +292,7 @@ class Search:
                 f"{self.because()}"
             )
         skipped = self.skipped()
+        skipped += tuple(Skipped(one.step, one.attempt, PRUNED) for one in self._pruned)
         asked = step is not None or attempt is not None or (resume.goal is not None and resume.whole)
         if asked or resume.branches or resume.lost or any(one.reason != INCOMPLETE for one in skipped):
             raise not_found(resume, self._run, step, [str(one) for one in skipped], attempt)

@@ -240,7 +240,8 @@ def not_found(
     lines += [f"  skipped {text}" for text in skipped]
     if (resume.quarantined or resume.gone or resume.unvouched) and not resume.candidates and step is None:
         lines.append(f"  to begin from nothing all the same, give the run another name, or remove it (tierd rm {run})")
-    if step is not None and not skipped and (there := steps_there(step, [one.step for one in resume.whole])):
+    steps = {one.step for one in resume.whole}
+    if step is not None and step not in steps and (there := steps_there(step, steps)):
         lines.append(f"  {there}")
     if resume.lost:
         lines.append(f"  what attempt {resume.lost} resumed from cannot be told any more")

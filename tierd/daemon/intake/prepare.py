@@ -50,6 +50,7 @@ from tierd.watching.listing import Listing
 from tierd.watching.naming import History, history, made_at, step_of
 from tierd.watching.unit_file import UNIT_NAME
 
+_LISTINGS = 3  # because a checkpoint may be pruned between a listing and the reading
 _CHANGING = "a program still writes to it"
 _NEVER = datetime(1, 1, 1, tzinfo=UTC)
 Verdict: TypeAlias = Literal["verified", "sound", "damaged", "unfinished", "unknown", "missing"]
@@ -138,9 +139,7 @@ async def prepare(
 async def _prepare(
     directory: Path, run: str, spool: Spool | None, stores: Mapping[str, Store], progress: Progress
 ) -> Prepared:
-    inventory = await observe_places(spool, stores, run, chunks=False)
-    if silent := [name for name, place in inventory.tiers.items() if place is None]:
-        raise StoreUnavailable(f"not every tier could be asked: {', '.join(silent)}; nothing was moved")
+    inventory = await _observed(spool, stores, run, "; nothing was moved")
     known = history(inventory, run)
     with Tree(directory) as tree:
         listing = await to_the_end(tree.listing)
@@ -158,13 +157,27 @@ async def _prepare(
     for one in judged:
         if one.verdict in ("damaged", "unfinished"):
             await _replace(one, directory, listing, run, stores, progress)
-    missing = await _newest(judged, directory, inventory, run, known, stores, progress)
+    missing, tried = None, set[CheckpointId]()
+    for _ in range(_LISTINGS):
+        try:
+            missing = await _newest(judged, directory, inventory, run, known, stores, progress, tried)
+            break
+        except CheckpointNotFound:  # proven corrupt; or pruned, because a newer one is there now
+            inventory = await _observed(spool, stores, run, "")
+            known = history(inventory, run)
     pointers = await to_the_end(_point, directory, judged)
     shown = [*(one.shown() for one in judged)]
     if missing is not None:
         shown.append(PreparedUnit(missing.path, missing.step, "missing", "", missing.moved, replaced=True))
         pointers += missing.pointers
     return Prepared(tuple(shown), tuple(dict.fromkeys(pointers)))
+
+
+async def _observed(spool: Spool | None, stores: Mapping[str, Store], run: str, effect: str) -> Inventory:
+    inventory = await observe_places(spool, stores, run, chunks=False)
+    if silent := [name for name, place in inventory.tiers.items() if place is None]:
+        raise StoreUnavailable(f"not every tier could be asked: {', '.join(silent)}{effect}")
+    return inventory
 
 
 def _described(tree: Tree, unit: Unit, listing: Listing) -> _Judged:
@@ -257,8 +270,16 @@ async def _newest(
     known: History,
     stores: Mapping[str, Store],
     progress: Progress,
+    tried: set[CheckpointId],
 ) -> PutBack | None:
-    """Fetch the newest verified checkpoint, or the chosen one, if it is newer than every whole unit there."""
+    """Fetch the newest verified checkpoint, or the chosen one, if it is newer than every whole unit there.
+
+    Args:
+        tried: those that were tried before, to which this one is added. If the newest is one of them, nothing is done.
+
+    Raises:
+        CheckpointNotFound: it could not be verified, or was pruned meanwhile.
+    """
     chosen = await to_the_end(read_chosen, directory, run)
     order = restore_candidates(inventory, run)
     there = [one for one in judged if one.is_good]
@@ -271,13 +292,12 @@ async def _newest(
     if not on_tiers:
         return None
     newest = on_tiers[0].checkpoint
-    if any((one.replaced or one.verdict == "unknown") and one.step == newest.step for one in judged):
+    is_there = any((one.replaced or one.verdict == "unknown") and one.step == newest.step for one in judged)
+    if is_there or newest in tried:
         return None
+    tried.add(newest)
     point = not any(_keeps_pointer(one, newest, known, directory) for one in judged)
-    try:
-        return await put_back(stores, run, directory, newest.step, newest.attempt, progress, point=point)
-    except CheckpointNotFound:
-        return None
+    return await put_back(stores, run, directory, newest.step, newest.attempt, progress, point=point)
 
 
 def _keeps_pointer(one: _Judged, newest: CheckpointId, known: History, directory: Path) -> bool:

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 import xxhash
 
-from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound
+from tierd.core.errors import FormatTooNew, ManifestError, ObjectNotFound, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, manifests_prefix
 from tierd.core.planning.copies import CheckpointCopy, ManifestFacts, is_complete
 from tierd.daemon.tiers.objects import read_manifest
@@ -30,6 +30,7 @@ from tierd.daemon.transfer.concurrency import each
 from tierd.stores.base import ObjectInfo, Store
 
 READERS = 8  # manifests read at once
+_LISTINGS = 5  # of a run in one observation, because a prune may delete what was listed before it is read
 
 Unusable: TypeAlias = ManifestError | FormatTooNew
 
@@ -55,11 +56,14 @@ class _ReadManifest:
 
 @dataclass(slots=True)
 class _Listed:
-    """One checkpoint in a listing: the ranks whose manifests were listed, and the facts of those that were read."""
+    """One checkpoint in a listing: the ranks whose manifests were listed, the facts of those that were read, and the
+    keys of those that were gone by then.
+    """
 
     id: CheckpointId
     ranks: dict[int, set[int] | frozenset[int]] = field(default_factory=dict)
     said: dict[PartId, ManifestFacts | Unusable] = field(default_factory=dict)
+    absent: set[str] = field(default_factory=set)
     todo: list[tuple[ObjectInfo, PartId]] = field(default_factory=list)
 
     def seen(self) -> CheckpointCopy:
@@ -74,17 +78,24 @@ class _Listed:
 class Manifests:
     """The manifests of one tier, as far as they were listed and read.
 
+    Args:
+        store: the tier's store.
+        strict: whether an observation fails if listed manifests vanish again and again before they are read. A reader's
+            does, because an older checkpoint that is kept would pass for the newest; a daemon goes on.
+
     Attributes:
         cut: run -> the checkpoints whose deletion was cut off.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, strict: bool = True) -> None:
         self.store = store
+        self._strict = strict
         self.cut: dict[str, set[CheckpointId]] = {}
         self._read: dict[CheckpointId, _ReadManifest] = {}
         self._whole: dict[int, frozenset[int]] = {}  # world size -> all its ranks, one object shared by all checkpoints
         self._memory = SharedChunkTable()
         self._listed: set[str] = set()  # runs whose names were all listed
+        self._absent: dict[str, set[str]] = {}  # run -> the keys that the last listing showed, without an object
 
     # -- observing --------------------------------------------------------------------------------------------------
 
@@ -98,20 +109,14 @@ class Manifests:
             mine: the ranks whose manifests are all read.
             few: also read all others if they are at most this many.
             on_answer: callback after each answer of the tier.
+
+        Raises:
+            StoreUnavailable: listed manifests vanished again and again before they were read, if `strict`.
         """
         # Taken first, because a concurrent observation may add more.
         before = {checkpoint for checkpoint in self._read if checkpoint.run == run}
         self._memory.count()
-        listed = await self._list(run, mine, few, on_answer)
-
-        async def hear(todo: tuple[_Listed, ObjectInfo, PartId]) -> None:
-            await self._hear(*todo)
-            on_answer()
-
-        await each(READERS, hear, ((one, info, part) for one in listed for info, part in one.todo))
-        for one in listed:
-            if not any(isinstance(said, ManifestFacts) for said in one.said.values()):
-                await self._find_a_voice(one)
+        listed = await self._list_and_read(run, mine, few, on_answer)
         for gone in before - {one.id for one in listed}:
             self._read.pop(gone, None)
         for one in listed:
@@ -119,6 +124,34 @@ class Manifests:
                 self._read[one.id].listed = sum(map(len, one.ranks.values()))
         self._listed.add(run)
         return {one.id: one.seen() for one in listed if any(one.ranks.values())}
+
+    async def _list_and_read(
+        self, run: str, mine: Collection[int], few: int, on_answer: Callable[[], None]
+    ) -> list[_Listed]:
+        """List a run and read manifests, again if one that was listed is gone, because newer ones may not be listed.
+
+        A key that an earlier listing showed without an object does not count: that listing is late.
+        """
+
+        async def hear(todo: tuple[_Listed, ObjectInfo, PartId]) -> None:
+            await self._hear(*todo)
+            on_answer()
+
+        for _ in range(_LISTINGS):
+            listed = await self._list(run, mine, few, on_answer)
+            await each(READERS, hear, ((one, info, part) for one in listed for info, part in one.todo))
+            for one in listed:
+                if not any(isinstance(said, ManifestFacts) for said in one.said.values()):
+                    await self._find_a_voice(one)
+            late = self._absent.get(run, set())
+            absent = self._absent[run] = set[str]().union(*(one.absent for one in listed))
+            if absent <= late:
+                return listed
+        if self._strict:
+            raise StoreUnavailable(
+                f"run {run!r}: checkpoints were pruned while they were listed, {_LISTINGS} times; try again"
+            )
+        return listed
 
     async def _list(self, run: str, mine: Collection[int], few: int, on_answer: Callable[[], None]) -> list[_Listed]:
         listed: list[_Listed] = []
@@ -183,6 +216,7 @@ class Manifests:
             manifest = await read_manifest(self.store, part, info.key, info.size)
         except ObjectNotFound:  # pruned between the listing and now
             one.ranks[part.world] = one.ranks[part.world] - {part.rank}
+            one.absent.add(info.key)
             return
         except (ManifestError, FormatTooNew) as error:
             why = _bare(error)

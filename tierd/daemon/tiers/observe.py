@@ -136,7 +136,7 @@ class TierObserver:
 
     def __init__(self, store: Store, *, prunes: bool = False) -> None:
         self.store = store
-        self.manifests = Manifests(store)
+        self.manifests = Manifests(store, strict=not prunes)
         self._policies = RunPolicies(store, prunes=prunes)
         self._heads = Heads(store)
         self._quarantined_facts: dict[tuple[str, str], ManifestFacts | None] = {}
@@ -168,7 +168,8 @@ class TierObserver:
             at_once: how many runs are observed at a time.
 
         Raises:
-            StoreUnavailable, StoreRefused: the tier failed to answer a request.
+            StoreUnavailable, StoreRefused: the tier failed to answer a request. Or, for a reader, checkpoints were
+                pruned again and again while they were listed.
         """
         checkpoints: dict[CheckpointId, CheckpointCopy] = {}
         quarantined: dict[PartId, ManifestFacts | None] = {}

@@ -12,12 +12,13 @@ it describes.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from tierd.core.errors import (
+    CheckpointNotFound,
     ConfigError,
     CorruptChunk,
     FormatTooNew,
@@ -43,6 +44,7 @@ from tierd.daemon.transfer.relay import relay
 from tierd.daemon.transfer.route import Route
 from tierd.stores.base import Store
 
+_LISTINGS = 3  # of the source, because checkpoints may be pruned there, and newer ones arrive, during a copy
 _PARTS = 4  # ranks' parts of one checkpoint that are copied at once, because small ones cost many requests in a row
 _FEW = 1000  # manifests at the source, up to which all are read beforehand, for the size of the work
 
@@ -107,7 +109,7 @@ async def copy_run(
         progress: updated during the copy, in raw bytes.
 
     Raises:
-        CheckpointNotFound: the source has no such complete checkpoint.
+        CheckpointNotFound: the source has no such complete checkpoint, or it was pruned there meanwhile.
         ConfigError: `to_run` is another run on the target.
         StoreUnavailable, StoreRefused: a tier did not answer, or refused; the same call continues from there. Or the
             target has another key than `target`.
@@ -121,27 +123,29 @@ async def copy_run(
     await work.check_target()
     if not there.checkpoints:
         await check_key(target, to_run)
-    pins = set(wanted) if step is not None else here.pins.intersection(wanted)
     policies = 0 if step is not None else await work.put_policies()
-    progress.begin(sum(_size(here, part) for one in wanted for part in _parts(here, one)))
-    halves = [seen for seen in here.run(run).halves if step is None and attempt in (None, seen.id.attempt)]
+    results: dict[CheckpointId, CopiedCheckpoint | str | None] = {}
+    pins: set[CheckpointId] = set()
+    for _ in range(_LISTINGS):
+        pins |= set(wanted) if step is not None else work.here.pins.intersection(wanted)
+        results |= await work.copied(wanted, pins)
+        if step is not None or all(results[one] for one in wanted):
+            break
+        work.here = await TierObserver(source).observe({run}, few=_FEW, chunks=False)
+        every = work.here.run(run).whole
+        wanted = [one for one in every if attempt in (None, one.attempt) and results.get(one) is None]
+    done = {one: result for one, result in results.items() if isinstance(result, CopiedCheckpoint)}
+    vanished = [one.step for one, result in results.items() if result is None]
+    if step is not None and vanished:
+        raise CheckpointNotFound(f"run {run!r} step {step}: it was pruned at the source while it was copied")
+    halves = [seen for seen in work.here.run(run).halves if step is None and attempt in (None, seen.id.attempt)]
     failed = [_failure(seen.id, next(iter(seen.defects.values()))) for seen in halves if seen.complete]
-    done, vanished = [], []
-    for one in wanted:
-        if one in pins:
-            await target.put(pin_key(work.renamed(one)), b"")
-        match await work.outcome(one):
-            case CopiedCheckpoint() as copied:
-                done.append(copied)
-            case str(why):
-                failed.append(why)
-            case None:
-                vanished.append(one.step)
+    failed += [result for result in results.values() if isinstance(result, str)]
     if step is None:
         await work.put_head()
-    pinned = tuple(one.step for one in done if any((one.step, one.attempt) == (pin.step, pin.attempt) for pin in pins))
+    pinned = tuple(one.step for one in done if one in pins)
     incomplete = sum(not seen.complete for seen in halves)
-    return CopiedRun(run, to_run, tuple(done), pinned, policies, tuple(failed), tuple(vanished), incomplete)
+    return CopiedRun(run, to_run, tuple(done.values()), pinned, policies, tuple(failed), tuple(vanished), incomplete)
 
 
 def _check_readable(place: Place, run: str, where: str) -> None:
@@ -230,6 +234,18 @@ class _Copy:
             await self.target.put(retention_key(self.to_run, one.by, one.given), data)
         self.there = self.there.with_policies([replace(one, run=self.to_run) for one in fresh])
         return len(fresh)
+
+    async def copied(
+        self, wanted: Sequence[CheckpointId], pins: Collection[CheckpointId]
+    ) -> dict[CheckpointId, CopiedCheckpoint | str | None]:
+        """Copy these checkpoints, each after its pin if it is one of `pins`; return each one's `outcome`."""
+        self.progress.begin(sum(_size(self.here, part) for one in wanted for part in _parts(self.here, one)))
+        results = {}
+        for one in wanted:
+            if one in pins:
+                await self.target.put(pin_key(self.renamed(one)), b"")
+            results[one] = await self.outcome(one)
+        return results
 
     async def outcome(self, one: CheckpointId) -> CopiedCheckpoint | str | None:
         """Copy one checkpoint; return why it is corrupt instead, or None if it was pruned at the source meanwhile."""

@@ -34,6 +34,7 @@ from tierd.stores.base import Store
 
 log = logging.getLogger("tierd.daemon")
 
+PRUNED = "pruned while it was read"
 _LISTINGS = 3  # listings of the tiers, because a checkpoint may be pruned between a listing and the reading
 
 
@@ -91,10 +92,10 @@ async def export(
     """
     target = usable(target)
     work = _Export(stores, run, target, progress, budget or Budget(), rank, accept)
-    resume = await work.observe(step, attempt, best)
+    resume, pruned = await work.observe(step, attempt, best), list[str]()
     with _room(target), held(partial_of(target)) as home:
         for _ in range(_LISTINGS):
-            exported = await work.first(resume, home, step)
+            exported = await work.first(resume, home, step, pruned)
             if exported:
                 return exported
             resume = await work.observe(step, attempt, best)
@@ -150,8 +151,8 @@ class _Export:
             raise StoreUnavailable(f"rank 0's manifest of {resume.unread[0]} cannot be read, and it may be the best")
         return resume
 
-    async def first(self, resume: RestoreOrder, home: Path, step: int | None) -> Exported | None:
-        """Restore the first candidate that is right; None if one was pruned meanwhile.
+    async def first(self, resume: RestoreOrder, home: Path, step: int | None, pruned: list[str]) -> Exported | None:
+        """Restore the first candidate that is right; None if one was pruned meanwhile, which is added to `pruned`.
 
         After None the caller lists the tiers again.
         """
@@ -162,10 +163,11 @@ class _Export:
                 return await self.one(candidate, home, skipped, resume.origins)
             except (CorruptChunk, ManifestError) as error:
                 if not await is_there(self.stores, one, candidate.world):
+                    pruned.append(f"step {one.step} (attempt {one.attempt}): {PRUNED}")
                     return None
                 skipped.append(f"step {one.step} (attempt {one.attempt}): {error}")
         clear(home, set())
-        raise not_found(resume, self.run, step, skipped)
+        raise not_found(resume, self.run, step, [*pruned, *skipped])
 
     async def one(
         self,
