@@ -1,7 +1,7 @@
 """`tierd://`: runs on tiers as a read-only file system of fsspec, for `torch.load`, safetensors and others.
 
-Paths are `RUN/CHECKPOINT/PART/FILE`. CHECKPOINT is a directory's name as `ls` lists it, a step, or `latest`. PART is
-`00000-of-00001` for rank 0 of 1.
+Paths are `RUN/CHECKPOINT/PART/FILE`. CHECKPOINT is a directory's name as `ls` lists it, a step, or `latest`; the last
+two are the checkpoints that a restore would take. PART is `00000-of-00001` for rank 0 of 1.
 
 Invariant: every byte that is handed out was verified on this read. Nothing is written to a tier.
 
@@ -143,14 +143,14 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return self._readers[run]
 
     def _complete(self, run: str) -> list[Listed]:
-        found = [one for one in self._reader(run).checkpoints() if one.complete]
-        return sorted(found, key=lambda one: name_of(run, one))
+        """List the complete checkpoints: first the timeline's, then all others, each newest first."""
+        return [one for one in self._reader(run).checkpoints() if one.complete]
 
     def _checkpoint(self, run: str, name: str) -> tuple[TierFiles, ChunkReader]:
         exact = CheckpointId.parse(run, name)
         self._reader(run)
         if exact is None or exact not in self._files:
-            for one in reversed(self._complete(run)):
+            for one in self._complete(run):
                 found = name_of(run, one)
                 if name in (LATEST, found.name) or (name.isascii() and name.isdigit() and int(name) == found.step):
                     break
@@ -212,7 +212,7 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if not run:
             yield from (_directory(one) for one in self._reader("tierd").tiers.runs())
         elif not name:
-            found = self._complete(run)
+            found = sorted(self._complete(run), key=lambda one: name_of(run, one))
             if not found and run not in self._reader(run).tiers.runs():
                 raise FileNotFoundError(f"tierd://{run}: no such run")
             yield from (_directory(f"{run}/{name_of(run, one).name}") for one in found)
