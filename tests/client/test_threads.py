@@ -13,6 +13,7 @@ import tierd
 from tierd.client.ranks.launch import Launch
 from tierd.client.ranks.ranks import Ranks
 from tierd.core.errors import SaveFailed, StepRefused
+from tierd.core.ids import CheckpointId
 from tierd.spool.spool import Spool
 
 
@@ -167,3 +168,35 @@ def test_stage_around_a_restore_keeps_the_origin_of_its_own_attempt(tmp_path):
     spool = Spool(tmp_path)
     staged = next(part for part in spool.parts("run") if part.checkpoint.step == 2)
     assert staged.checkpoint.attempt == first and spool.manifest(staged).origin is None
+
+
+def test_save_whose_attempt_is_named_while_another_thread_restores_is_refused(tmp_path):
+    """Its attempt would be later than the restored one, so the next launch would resume from it."""
+    naming, restored = threading.Event(), threading.Event()
+
+    def seen() -> set[str]:
+        naming.set()
+        restored.wait(10)
+        return set()
+
+    launch = Launch(Spool(tmp_path), "run", Ranks(0, 1), None, seen)
+    errors = []
+
+    def save() -> None:
+        try:
+            launch.claim(launch.part(2))
+        except tierd.ConfigError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    assert naming.wait(10)
+    origin = CheckpointId("run", tierd.new_attempt(), 1)
+    with launch.restoring():
+        launch.go_on_from(origin, [origin.attempt], [launch.clock()])
+    attempt = launch.attempt
+    restored.set()
+    thread.join()
+
+    assert len(errors) == 1 and launch.attempt == attempt and launch.origin == origin
+    launch.claim(launch.part(2))

@@ -22,6 +22,27 @@ MUTANTS = (
         "pytest tests/end_to_end/test_two_launches.py -k both_are_warned",
     ),
     Mutant(
+        "threads that name the attempt at once get several",
+        "tierd/client/ranks/current_attempt.py",
+        "return self.name or self._name.setdefault(None, make())",
+        "self._name = self._name or {None: make()}\n        return self._name[None]",
+        "pytest tests/client/test_threads.py -k name_the_attempt_at_once",
+    ),
+    Mutant(
+        "two saves claim one step",
+        "tierd/client/ranks/current_attempt.py",
+        "return self.claims.setdefault(part.checkpoint.step, part) is part",
+        "return True",
+        "pytest tests/client/test_threads.py -k captures_its_state",
+    ),
+    Mutant(
+        "a save goes on under the attempt that a restore replaced",
+        _LAUNCH,
+        "if self._current is not current or current.name != part.checkpoint.attempt:",
+        "if False:",
+        "pytest tests/client/test_threads.py -k another_thread_restores",
+    ),
+    Mutant(
         "a rank of a SLURM step that restores late is refused",
         _LAUNCH,
         "        given = self._given_for(origin)\n        if given is None",
@@ -101,8 +122,8 @@ MUTANTS = (
     Mutant(
         "a launch's second Checkpointer is taken for another launch",
         _LAUNCH,
-        "            record_saved(self._spool.control, self.run, part.checkpoint.attempt, self.rank)\n",
-        "",
+        "        record_saved(self._spool.control, self.run, part.checkpoint.attempt, self.rank)\n        self._begun",
+        "        self._begun",
         "pytest tests/client/ranks/test_ranks.py -k make_another_checkpointer",
     ),
     Mutant(
@@ -122,8 +143,8 @@ MUTANTS = (
     Mutant(
         "a rank that cannot talk saves under an attempt that was used since it began",
         _LAUNCH,
-        "                self._check_unused(part.checkpoint.attempt)\n",
-        "                pass\n",
+        "            self._check_unused(part.checkpoint.attempt)\n",
+        "            pass\n",
         "pytest tests/client/ranks/test_ranks.py -k used_while_it_began",
     ),
     Mutant(

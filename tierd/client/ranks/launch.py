@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Protocol
@@ -26,6 +25,7 @@ from tierd.client.ranks.attempts import (
     record_saved,
     report_failure,
 )
+from tierd.client.ranks.current_attempt import CurrentAttempt
 from tierd.client.ranks.launchers import slurm_attempt
 from tierd.client.ranks.ranks import Ranks
 from tierd.core.errors import ConfigError, StepRefused, StoreUnavailable
@@ -48,23 +48,6 @@ class Source(Protocol):
 
     @property
     def attempt(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class _Line:
-    """One attempt of a launch: the saves between two restores.
-
-    Invariant: a restore replaces the whole object, so a save that runs meanwhile sees one attempt and its steps.
-
-    Attributes:
-        name: the attempt once it is known.
-        steps: the part that a save writes, or has written, by step. That object itself is the save's claim.
-        resumed: the restored checkpoint until the first save; empty after it.
-    """
-
-    name: dict[None, str] = field(default_factory=dict)
-    steps: dict[int, PartId] = field(default_factory=dict)
-    resumed: list[CheckpointId] = field(default_factory=list)
 
 
 class Launch:
@@ -107,7 +90,7 @@ class Launch:
         self._changing = False  # whether one of them has come to load the state
         self._later = ""  # why the state is still to be loaded after them
         self._origins: dict[str, CheckpointId] = {}  # by attempt, because a save may end after the next restore
-        self._line = _Line()
+        self._current = CurrentAttempt()
         self._talks = ranks.talk
         if self.world == 1:
             return
@@ -155,7 +138,7 @@ class Launch:
                         "are one run's, and share one attempt; give every rank the same"
                     )
         if self._given is None:
-            self._line = _Line({None: agreed((), [other.clock for other in beginnings if other.clock])})
+            self._current = CurrentAttempt(agreed((), [other.clock for other in beginnings if other.clock]))
         # No rank saves before all have begun, unless a process of this launch makes a second Checkpointer.
         elif any(other.used for other in beginnings) and not any(other.saved for other in beginnings):
             raise self._used(self._given)
@@ -174,86 +157,92 @@ class Launch:
 
     @property
     def attempt(self) -> str:
-        return self._attempt_of(self._line)
+        return self._current.named(self._new_name)
 
     @property
     def origin(self) -> CheckpointId | None:
         """The checkpoint from which this attempt continues; None if it resumed from none."""
-        return next((self._origins[name] for name in self._line.name.values() if name in self._origins), None)
+        return self._origins.get(self._current.name or "")
 
     @property
     def steps(self) -> dict[int, PartId]:
         """The steps that saves of this attempt have claimed, with the part that each writes or has written."""
-        return self._line.steps
+        return self._current.claims
 
-    def _attempt_of(self, line: _Line) -> str:
-        name = line.name
-        if not name:
-            # The first of several threads names the attempt. `setdefault` is atomic; a lock could be held by a thread
-            # that a fork does not copy, or by the code that a signal handler interrupts.
-            name.setdefault(None, self._given or new_attempt(self._seen()))
-        return name[None]
+    def _new_name(self) -> str:
+        return self._given or new_attempt(self._seen())
 
-    def part(self, step: int, *, claim: bool = False) -> PartId:
-        """Return the id of the part that this rank writes at `step`.
-
-        Args:
-            claim: refuse the step to every later call, also of another thread, until `release` gets this very object.
+    def part(self, step: int) -> PartId:
+        """Return the id of the part that this rank writes at `step`. A save that begins claims it next (`claim`).
 
         Raises:
-            StepRefused: `step` is no int, is negative, or was already committed or claimed in this attempt.
+            StepRefused: `step` is no int, is negative, or is committed or claimed in this attempt.
             ConfigError: a restore runs, or the last one failed (`restoring`); or ranks that cannot talk were given an
                 attempt under which another process has saved this rank.
         """
         number = check_step(step)
-        refused = "a checkpoint is being restored in this process" if self._restores else self._refused
-        if refused:
-            raise ConfigError(f"nothing is saved, because {refused}")
-        line = self._line
-        part = PartId(CheckpointId(self.run, self._attempt_of(line), number), self.rank, self.world)
-        try:
-            # `setdefault` is atomic, so one of several threads gets the step.
-            claimed = line.steps.setdefault(number, part) if claim else line.steps.get(number, part)
-            # No other process uses a name that this launch made. A given name may have been used before.
-            if claimed is not part or ((self._shared or self._given is not None) and self._spool.has(part)):
-                raise StepRefused(f"{part} is already committed by this attempt; a checkpoint is never overwritten")
-            self._saving(part)
-            if not self._talks and not self._derived:  # the process that held the lease may have saved since `__init__`
-                self._check_unused(part.checkpoint.attempt)
-            record_saved(self._spool.control, self.run, part.checkpoint.attempt, self.rank)
-            self._begun = True
-            self._warn_of_twin(line, number)
-        except BaseException:
-            self._unclaim(line, part)
-            raise
+        self._check_not_refused()
+        part = PartId(CheckpointId(self.run, self.attempt, number), self.rank, self.world)
+        # No other process uses a name that this launch made. A given name may have been used before.
+        if number in self.steps or ((self._shared or self._given is not None) and self._spool.has(part)):
+            raise self._taken(part)
+        self._saving(part)
+        if not self._talks and not self._derived:  # the process that held the lease may have saved since `__init__`
+            self._check_unused(part.checkpoint.attempt)
+        record_saved(self._spool.control, self.run, part.checkpoint.attempt, self.rank)
+        self._begun = True
+        self._warn_of_twin(part.checkpoint)
         return part
+
+    def claim(self, part: PartId) -> None:
+        """Refuse the step of `part` to every other save, of any thread, until `release` gets this very object.
+
+        Raises:
+            StepRefused: another save has claimed the step since `part` returned this object.
+            ConfigError: a restore has begun since then.
+        """
+        current = self._current
+        if not current.claim(part):
+            raise self._taken(part)
+        try:  # after the claim, so that a restore that begins later counts this save as an earlier one
+            self._check_not_refused()
+            if self._current is not current or current.name != part.checkpoint.attempt:
+                raise ConfigError(f"{part} is not saved, because a restore began another attempt: save again")
+        except ConfigError:
+            current.release(part)
+            raise
 
     def release(self, part: PartId) -> None:
         """Let the step of `part` be saved again, because its save failed. Another save's claim is left alone."""
-        self._unclaim(self._line, part)
+        self._current.release(part)
 
     def keep(self, part: PartId) -> None:
         """Refuse the step of a committed `part` from now on, if its save had not claimed it."""
-        line = self._line
-        if part.checkpoint.attempt == self._attempt_of(line):
-            line.steps.setdefault(part.checkpoint.step, part)
+        current = self._current
+        if part.checkpoint.attempt == current.name:
+            current.claim(part)
 
-    def _unclaim(self, line: _Line, part: PartId) -> None:
-        if line.steps.get(part.checkpoint.step) is part:
-            del line.steps[part.checkpoint.step]
+    def _check_not_refused(self) -> None:
+        refused = "a checkpoint is being restored in this process" if self._restores else self._refused
+        if refused:
+            raise ConfigError(f"nothing is saved, because {refused}")
 
-    def _warn_of_twin(self, line: _Line, step: int) -> None:
-        """Warn once if the first save after a restore is of the step that was restored."""
-        resumed = next(iter(line.resumed), None)
-        line.resumed.clear()
-        if resumed is not None and resumed.step == step and self.rank == 0:
+    def _taken(self, part: PartId) -> StepRefused:
+        return StepRefused(
+            f"{part} is already committed by this attempt, or being saved; a checkpoint is never overwritten"
+        )
+
+    def _warn_of_twin(self, checkpoint: CheckpointId) -> None:
+        """Warn if the first save after a restore is of the step that was restored."""
+        resumed = self._origins.get(checkpoint.attempt)
+        if resumed is not None and resumed.step == checkpoint.step and not self.steps and self.rank == 0:
             log.warning(
                 "run %s: step %d is saved again, right after this launch resumed from step %d of attempt %s: keep_last "
                 "counts the two as two checkpoints, so an older step may be deleted. If nothing was trained since the "
                 "restore, do not save: `if step > restored.step`",
                 self.run,
-                step,
-                step,
+                checkpoint.step,
+                checkpoint.step,
                 resumed.attempt,
             )
 
@@ -348,7 +337,7 @@ class Launch:
 
     def clock(self) -> Clock:
         """Return this rank's contribution to the next attempt's name."""
-        return clock([name for name in (*self._line.name.values(), self._given) if name])
+        return clock([name for name in (self._current.name, self._given) if name])
 
     def go_on_from(self, origin: CheckpointId | None, attempts: Collection[str], clocks: Sequence[Clock]) -> None:
         """Begin another attempt after a restore, because an attempt has one origin.
@@ -365,14 +354,13 @@ class Launch:
             ConfigError: as `check_given`.
         """
         self.check_given(origin, attempts)
-        line, given = self._line, self._given_for(origin)
-        own = line.name.get(None)
-        if origin is None and (given or own is None or max(attempts, default="") <= own):
-            if self._derived and given:
-                self._line = replace(line, name={None: given})
+        current, given = self._current, self._given_for(origin)
+        if origin is None and (given or current.name is None or max(attempts, default="") <= current.name):
+            if self._derived:
+                self._current = current.renamed(given)
         else:  # an attempt that has no name yet is named at its first use, after another listing
             name = given or agreed(attempts, clocks)
             if origin is not None:
-                self._origins[name] = origin  # before the line, because a save may read both at once
-            self._line = _Line({None: name}, resumed=[origin] if origin is not None else [])
+                self._origins[name] = origin  # before the attempt, because a save may read both at once
+            self._current = CurrentAttempt(name)
         self._given = given

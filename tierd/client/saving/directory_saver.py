@@ -32,6 +32,7 @@ class DirectorySaver:
         """Give a directory, and commit it when the block ends, as `Checkpointer.stage` does."""
         part, numbers = self._records.begin(step, metrics)
         try:
+            self._launch.claim(part)
             with translated(f"spool {self._spool.root}"):
                 # Make room now, because the other library's write is not tried again.
                 if self._spool.free()[0] < self._staged_bytes:

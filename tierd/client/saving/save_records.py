@@ -23,44 +23,49 @@ class SaveRecords:
 
     Attributes:
         saved: the attempts under which this launch made a checkpoint durable. A restore begins another attempt.
-        failed: step -> why its save failed, if no save of that step in this attempt or a later one became durable.
-        nowhere: the parts whose save failed, with the reason, since a save of that step or of a later step became
-            durable. A save after a restore counts as later.
     """
 
     def __init__(
         self, launch: Launch, schedule: Schedule, daemon: Attachment, handoff: HandoffClient | None, stats: Stats
     ) -> None:
         self.saved: set[str] = set()
-        self.failed: dict[int, str] = {}
-        self.nowhere: dict[PartId, str] = {}
-        self._newest: CheckpointId | None = None  # durable, of the latest attempt that has a durable save
-        self._durable_in: dict[int, str] = {}  # the latest attempt in which a step became durable, by step
+        # Threads add to these in any order, so each question is answered from both when it is asked.
+        self._durable_checkpoints: set[CheckpointId] = set()
+        self._failures: dict[PartId, str] = {}
         self._launch, self._schedule, self._daemon, self._handoff = launch, schedule, daemon, handoff
         self._stats = stats
 
-    def begin(self, step: int, metrics: Mapping[str, float] | None) -> tuple[PartId, dict[str, float]]:
-        """Claim the step and return the part that its save writes, and its metrics.
+    @property
+    def failed(self) -> dict[int, str]:
+        """Why the save of a step failed, by step, if no save of that step in its attempt or a later one is durable."""
+        latest: dict[int, str] = {}
+        for saved in list(self._durable_checkpoints):
+            latest[saved.step] = max(saved.attempt, latest.get(saved.step, ""))
+        failures = [(part.checkpoint, why) for part, why in list(self._failures.items())]
+        return {failed.step: why for failed, why in failures if latest.get(failed.step, "") < failed.attempt}
 
-        A save that fails releases the claim.
+    @property
+    def nowhere(self) -> dict[PartId, str]:
+        """The parts whose save failed, with the reason, if no save of that step or of a later step is durable. A save
+        after a restore counts as later.
+        """
+        newest = max(map(_order, list(self._durable_checkpoints)), default=("", -1))
+        return {part: why for part, why in list(self._failures.items()) if _order(part.checkpoint) > newest}
+
+    def begin(self, step: int, metrics: Mapping[str, float] | None) -> tuple[PartId, dict[str, float]]:
+        """Return the part that a save at `step` writes, and its metrics. The save then claims the part.
 
         Raises:
             StepRefused, ConfigError: as `Checkpointer.save`.
         """
-        part = self._launch.part(step, claim=True)
-        try:
-            return part, self._schedule.taking(
-                part.checkpoint.step, checked_metrics({} if metrics is None else metrics)
-            )
-        except BaseException:
-            self._launch.release(part)
-            raise
+        part, numbers = self._launch.part(step), checked_metrics({} if metrics is None else metrics)
+        return part, self._schedule.taking(part.checkpoint.step, numbers)
 
     def ended(self, save: Save, error: Exception | None) -> None:
         """Record that a save has become durable or has failed. Runs in another thread than training."""
         if error is not None:
             self._report_failed(save.part, error)
-            self._launch.release(save.part)  # last, because another save of the step may then become durable at once
+            self._launch.release(save.part)
         else:
             self._durable(save.part.checkpoint)
         self._schedule.ended(save.step, durable=error is None)
@@ -96,24 +101,11 @@ class SaveRecords:
     def _durable(self, saved: CheckpointId) -> None:
         self._stats.durable += 1
         self.saved.add(saved.attempt)
-        # A save that began before a restore may end after a save of the attempt that the restore began.
-        if saved.attempt >= self._durable_in.get(saved.step, ""):
-            self._durable_in[saved.step] = saved.attempt
-            self.failed.pop(saved.step, None)
-        for part in list(self.nowhere):
-            if _order(part.checkpoint) <= _order(saved):
-                del self.nowhere[part]
-        if self._newest is None or _order(self._newest) < _order(saved):
-            self._newest = saved
+        self._durable_checkpoints.add(saved)
 
     def _report_failed(self, part: PartId, error: Exception) -> None:
         why = (str(error) or type(error).__name__)[:MAX_REASON]
-        step, newest = part.checkpoint.step, self._newest
-        # Saves may end in another order than they began.
-        if self._durable_in.get(step, "") < part.checkpoint.attempt:
-            self.failed[step] = why
-        if newest is None or _order(newest) < _order(part.checkpoint):
-            self.nowhere[part] = why
+        self._failures[part] = why
         self._daemon.report(Failed(part=part, why=why))
 
 

@@ -56,6 +56,7 @@ class StateSaver:
         skips = self._when_busy != "wait" and self._pipeline.busy and not self._schedule.is_urgent(save.step)
         snapshot: Snapshot | None = None
         try:
+            self._launch.claim(part)  # in the block, because an interrupted save must release it
             # Confirm earlier late copies first, because this save would be copied after them.
             self._gate.confirm(wait=not skips)
             if not skips:
