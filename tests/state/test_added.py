@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tierd.client.saving.slots import Slot
-from tierd.state.capturer import Capturer
+from tierd.state.capturer import Capturer, CapturerPool
 from tierd.state.flatten import flatten
 from tierd.state.kinds.optimizers import moving, optimizers_in
 from tierd.state.structure import MOST_ADDED
@@ -245,3 +245,36 @@ def test_memory_for_a_state_that_grows_is_not_made_anew_each_time():
     slot.lay_out(layouts[2])  # it has stopped growing
     assert slot.has(layouts[2].size) and not slot.has(layouts[3].size)
     slot.drop()
+
+
+class Interrupted:
+    """An object of a state during whose capture a signal handler, or another thread, saves."""
+
+    def __init__(self) -> None:
+        self.work = None
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+    @property
+    def __dict__(self):
+        work, self.work = self.work, None
+        if work is not None:
+            work()
+        return {}
+
+    __slots__ = ("work",)
+
+
+def test_save_that_interrupts_the_capture_of_a_grown_state_takes_no_tensor_of_it():
+    pool, entry, captures = CapturerPool(), Interrupted(), []
+    before = {"m": entry, "names": {"a": torch.ones(64)}}
+    grown = {"m": entry, "names": {"a": torch.ones(64), "b": torch.ones(64)}}
+    pool.capture(before)
+    entry.work = lambda: captures.append(pool.capture(before))
+    captures.append(pool.capture(grown))
+    check(captures[0], before)
+    check(captures[1], grown)

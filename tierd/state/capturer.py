@@ -26,7 +26,7 @@ _MANY = 200_000  # values; a larger structure costs too much memory between save
 
 
 class Capturer:
-    """Capture the states of one job, one after the other."""
+    """Capture the states of one job, one after the other: a capture that begins during another one would mix them."""
 
     def __init__(self) -> None:
         self._plan: CapturePlan | None = None
@@ -92,6 +92,27 @@ class Capturer:
             self._planner = Planner(tensors, moved)
             self._layout, self._moving = self._planner.layout(), moved
         return self._layout
+
+
+class CapturerPool:
+    """Capturers for saves of several threads, and of signal handlers that interrupt them: each has one for itself.
+
+    Invariant: a capturer is in the pool only between captures, and never after one that failed, because that one may
+    have left its plan half changed.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[Capturer] = []  # its methods are atomic; a lock could be held by an interrupted thread
+
+    def capture(self, state: Mapping[str, object]) -> Capture:
+        """Capture a state, as `Capturer.capture` does."""
+        try:
+            capturer = self._idle.pop()  # the one that was used last
+        except IndexError:
+            capturer = Capturer()
+        capture = capturer.capture(state)
+        self._idle.append(capturer)
+        return capture
 
 
 def _optimizers_of(state: Mapping[str, object]) -> tuple[list[Optimizer], list[bool]]:

@@ -99,6 +99,13 @@ MUTANTS = (
         f"{_TEST_ADDED} -k optimizer",
     ),
     Mutant(
+        "saves at once share one capturer",
+        "tierd/state/capturer.py",
+        "            capturer = self._idle.pop()  # the one that was used last\n",
+        "            capturer = self._idle[-1]\n",
+        f"{_TEST_ADDED} -k interrupts",
+    ),
+    Mutant(
         "a state that grew has no DTensors",
         "tierd/state/capturer.py",
         "capture.dtensors, capture._holes",

@@ -22,7 +22,7 @@ from tierd.core.errors import ConfigError, SaveFailed
 from tierd.core.manifest import Manifest
 from tierd.state import cuda
 from tierd.state.capture import Capture
-from tierd.state.capturer import Capturer
+from tierd.state.capturer import CapturerPool
 from tierd.state.kinds.dtensors import is_dtensor, local_of
 from tierd.state.stored_dtypes import STORED_AS
 from tierd.state.tensor_file import TensorFileLayout, view
@@ -121,7 +121,7 @@ class Staging:
 
     def __init__(self, pipeline: Pipeline, gate: Gate) -> None:
         self._pipeline, self._gate = pipeline, gate
-        self._capturer = Capturer()
+        self._capturers = CapturerPool()
         self._idle: list[_Room] = []
 
     def stage(self, save: Save, manifest: Manifest, tensors: Sequence[torch.Tensor]) -> Staged:
@@ -135,7 +135,7 @@ class Staging:
             MemoryError: there is no memory for the copies.
         """
         self._gate.confirm()  # earlier late copies first, because this one would be copied after them
-        capture = self._capturer.capture({_ROOT: list(map(local_of, tensors))})
+        capture = self._capturers.capture({_ROOT: list(map(local_of, tensors))})
         dtensors = [(f"{_ROOT}/{index}", tensor) for index, tensor in enumerate(tensors) if is_dtensor(tensor)]
         capture = dataclasses.replace(capture, dtensors=dtensors)
         self._gate.report_interrupted(save.part)

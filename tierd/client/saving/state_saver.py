@@ -23,7 +23,7 @@ from tierd.client.schedule import Schedule
 from tierd.core.errors import SaveSkipped
 from tierd.spool.spool import Spool
 from tierd.state.capture import Capture
-from tierd.state.capturer import Capturer
+from tierd.state.capturer import CapturerPool
 
 log = logging.getLogger("tierd")
 
@@ -46,7 +46,7 @@ class StateSaver:
         self._spool, self._launch, self._schedule, self._records = spool, launch, schedule, records
         self._gate, self._pipeline, self._space = gate, pipeline, space
         self._stats, self._when_busy = stats, when_busy
-        self._capturer = Capturer()
+        self._capturers = CapturerPool()
 
     def save(self, step: int, state: Mapping[str, object], metrics: Mapping[str, float] | None) -> Save:
         """Take a snapshot of `state` and return, as `Checkpointer.save` does."""
@@ -61,7 +61,7 @@ class StateSaver:
             self._gate.confirm(wait=not skips)
             if not skips:
                 with short_switches:
-                    snapshot = self._snapshot(save, self._capturer.capture(state), numbers)
+                    snapshot = self._snapshot(save, self._capturers.capture(state), numbers)
                     self._take(snapshot)
         except BaseException:
             if snapshot is None or snapshot.give_up():  # else the pipeline ends the save

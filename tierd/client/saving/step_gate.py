@@ -52,8 +52,8 @@ class Gate:
         self._stepping: dict[Optimizer, int] = {}  # optimizer -> the thread that makes its step
         self._pending: list[Snapshot] = []
         self._on_devices: list[DeviceCopies] = []  # copies that may still run; each optimizer may have its own streams
-        self._late = NONE
-        self._known: tuple[object, ...] = ()
+        # The late tensors, and what they depend on: one pair, because threads that save at once replace it.
+        self._late: tuple[tuple[object, ...], Late] = (), NONE
         self._others: frozenset[str] = frozenset()  # names of tensors that something else changes as well
         _gates.add(self)
 
@@ -64,14 +64,14 @@ class Gate:
             if optimizer not in self._optimizers:
                 before = optimizer.register_step_pre_hook(self._before_step)
                 self._optimizers[optimizer] = [before, optimizer.register_step_post_hook(self._after_step)]
-        self._known = ()
+        self._late = (), NONE
 
     def detach(self) -> None:
         """Detach every optimizer, after waiting for a running copy."""
         self.confirm()
         for handle in itertools.chain.from_iterable(self._optimizers.values()):
             handle.remove()
-        self._optimizers, self._late, self._known = {}, NONE, ()
+        self._optimizers, self._late = {}, ((), NONE)
 
     def late(self, capture: Capture) -> Late:
         """Return the tensors in `capture` that only attached optimizers change."""
@@ -79,13 +79,14 @@ class Gate:
             return NONE
         sizes = [(len(o.state), *(len(group["params"]) for group in o.param_groups)) for o in self._optimizers]
         known = (capture.steady, tuple(sizes), self._others)
-        if known != self._known:
+        before, found = self._late
+        if known != before:
             own = self._governed(capture)
             late = {name: tensor for name, tensor in capture.tensors.items() if name in own}
             names = capture.tensors.keys() - own - capture.copies
-            self._late = Late(late, {name: capture.tensors[name] for name in names})
-            self._known = known
-        return self._late
+            found = Late(late, {name: capture.tensors[name] for name in names})
+            self._late = known, found
+        return found
 
     def report_interrupted(self, part: PartId) -> None:
         """Warn, before `part` is saved, of steps of this thread that an exception has ended. Each is reported once."""
