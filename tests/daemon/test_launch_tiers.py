@@ -8,7 +8,8 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ import tierd
 from tierd.core.config import from_urls, with_urls
 from tierd.core.errors import DaemonUnavailable
 from tierd.daemon import service
-from tierd.ipc.client import Link
+from tierd.ipc.client import Link, holder
 from tierd.ipc.messages import Attach, Status
 from tierd.spool.spool import Spool
 
@@ -174,6 +175,64 @@ def _ended(spool: Spool) -> bool:
     except DaemonUnavailable:
         return True
     return False
+
+
+@contextlib.contextmanager
+def stopped(spool: Spool, a: Path) -> Iterator[int]:
+    """Stop the daemon that a launch with tier `a` started and that is kept alive by what `a`, now away, lacks."""
+    with tierd.Checkpointer(spool.root, "run", to=[directory(a)]) as first:
+        a.rename(a.with_name("away"))
+        first.save(1, tensors(1)).wait()
+    daemon = holder(spool)
+    os.kill(daemon, signal.SIGSTOP)
+    try:
+        yield daemon
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(daemon, signal.SIGKILL)
+        wait_until(lambda: _ended(spool), 60)
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_daemon_that_was_stopped_takes_tiers_of_launch_without_another_save(spool, tmp_path, caplog, close):
+    """docs/explanation/daemon.md, "The tiers of a new launch": the launch tells a woken daemon, at its close at the
+    latest."""
+    caplog.set_level(logging.WARNING, "tierd")
+    b = tmp_path / "b"
+    with stopped(spool, tmp_path / "a") as daemon:
+        with tierd.Checkpointer(spool.root, "run", to=[directory(b)]) as second:
+            assert f"kill -CONT {daemon}" in caplog.text
+            second.save(2, tensors(2)).wait()
+            time.sleep(2)  # the renewal that follows each save has found the daemon stopped
+            os.kill(daemon, signal.SIGCONT)
+            if not close:
+                wait_until(lambda: manifests(b) == 2, 60)
+        wait_until(lambda: manifests(b) == 2, 60)
+        assert {part.checkpoint.step for part in spool.parts()} == {1, 2}, "the tier that is away still wants them"
+
+
+def test_launch_that_ends_while_daemon_is_stopped_says_what_no_tier_has_and_way_out(spool, tmp_path, caplog):
+    b = tmp_path / "b"
+    with stopped(spool, tmp_path / "a") as daemon:
+        with tierd.Checkpointer(spool.root, "run", to=[directory(b)]) as second:
+            second.save(2, tensors(2)).wait()
+            caplog.clear()
+            caplog.set_level(logging.WARNING, "tierd")
+        assert "step 2" in caplog.text and f"kill -CONT {daemon}" in caplog.text and "kill -KILL" in caplog.text
+        os.kill(daemon, signal.SIGCONT)
+        with tierd.Checkpointer(spool.root, "run", to=[directory(b)]):
+            wait_until(lambda: manifests(b) == 2, 60)
+
+
+def test_stopped_daemon_that_is_killed_gives_way_to_one_with_tiers_of_launch(spool, tmp_path):
+    b = tmp_path / "b"
+    with (
+        stopped(spool, tmp_path / "a") as daemon,
+        tierd.Checkpointer(spool.root, "run", to=[directory(b)]) as second,
+    ):
+        second.save(2, tensors(2)).wait()
+        os.kill(daemon, signal.SIGKILL)
+        wait_until(lambda: manifests(b) == 2, 60)
 
 
 def test_added_tiers_keep_names_of_those_that_are_there():

@@ -77,37 +77,37 @@ async def history(spool: Spool, home: Path, seed: int) -> int:
     keep, step, changes = rng.randint(1, 3), 0, 0
     to = rng.choice(([a], [b], [a, b]))
     named = list(to)  # by any launch of this daemon
-    async with serving(spool, to, keep):
-        # Attached for the whole history, so that the daemon lives on; it names the first launch's tiers.
-        with contextlib.closing(Link(spool)) as first:
-            await asyncio.to_thread(first.ask, Attach(run=RUN, to=urls(to)), 20.0)
-            for launch in range(1, rng.randint(3, 6)):
-                if launch > 1:
-                    to = rng.choice(([a], [b], [a, b]))
-                changes += any(tier not in named for tier in to)
-                for tier in to:
-                    if not tier.answers and tier not in named:
-                        tier.turn()  # a launch begins with tiers that it can use
-                    if tier not in named:
-                        named.append(tier)
-                with contextlib.closing(Link(spool)) as link:
-                    await asyncio.to_thread(link.ask, Attach(run=RUN, to=urls(to)), 20.0)
-                    for _ in range(rng.randint(1, 3)):
-                        if rng.random() < 0.4:
-                            rng.choice(named).turn()
-                        step += 1
-                        commit(spool, part(step, launch))
-                        await asyncio.sleep(rng.choice((0.0, 0.02, 0.1)))
-                    newest = set(range(1, step + 1)[-keep:])
-                    present = [tier for tier in to if tier.answers]
-                    await until(lambda: all(newest <= tier.steps() for tier in present), 60)  # noqa: B023
-                    lacking = [tier for tier in named if not newest <= tier.steps()]
-                    assert not lacking or newest <= set(steps_in(spool)), "a tier that is away wants them"
-            for tier in named:
-                if not tier.answers:
-                    tier.turn()
-            newest = set(range(1, step + 1)[-keep:])
-            await until(lambda: all(newest <= tier.steps() for tier in named), 60)
+    async with serving(spool, to, keep), contextlib.AsyncExitStack() as beside:
+        if rng.random() < 0.3:  # another trainer of the spool, attached for the whole history
+            trainer = beside.enter_context(contextlib.closing(Link(spool)))
+            await asyncio.to_thread(trainer.ask, Attach(run=RUN, to=urls(to)), 20.0)
+        for launch in range(1, rng.randint(3, 6)):
+            if launch > 1:
+                to = rng.choice(([a], [b], [a, b]))
+            changes += any(tier not in named for tier in to)
+            for tier in to:
+                if not tier.answers and tier not in named:
+                    tier.turn()  # a launch begins with tiers that it can use
+                if tier not in named:
+                    named.append(tier)
+            with contextlib.closing(Link(spool)) as link:
+                await asyncio.to_thread(link.ask, Attach(run=RUN, to=urls(to)), 20.0)
+                for _ in range(rng.randint(1, 3)):
+                    if rng.random() < 0.4:
+                        rng.choice(named).turn()
+                    step += 1
+                    commit(spool, part(step, launch))
+                    await asyncio.sleep(rng.choice((0.0, 0.02, 0.1)))
+                newest = set(range(1, step + 1)[-keep:])
+                present = [tier for tier in to if tier.answers]
+                await until(lambda: all(newest <= tier.steps() for tier in present), 60)  # noqa: B023
+                lacking = [tier for tier in named if not newest <= tier.steps()]
+                assert not lacking or newest <= set(steps_in(spool)), "a tier that is away wants them"
+        for tier in named:
+            if not tier.answers:
+                tier.turn()
+        newest = set(range(1, step + 1)[-keep:])
+        await until(lambda: all(newest <= tier.steps() for tier in named), 60)
     return changes
 
 
@@ -118,13 +118,13 @@ def urls(tiers: list[Directory]) -> tuple[str, ...]:
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_tiers_of_each_launch_get_its_newest_checkpoints(spool, tmp_path, monkeypatch, seed):
     hurry(monkeypatch)
-    timed(monkeypatch, grace_s=0.4)
+    timed(monkeypatch, grace_s=60.0)  # the daemon lives on between two launches
     asyncio.run(history(spool, tmp_path, seed))
 
 
 def test_histories_have_launches_that_name_a_new_tier(tmp_path, monkeypatch):
     hurry(monkeypatch)
-    timed(monkeypatch, grace_s=0.4)
+    timed(monkeypatch, grace_s=60.0)  # the daemon lives on between two launches
 
     def changes(seed: int) -> int:
         home = tmp_path / str(seed)

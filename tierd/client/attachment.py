@@ -123,6 +123,9 @@ class Attachment:
         """
         if self._watch:
             self._watch.saved()
+        self._renew_behind()
+
+    def _renew_behind(self) -> None:
         if self._to == () or (self._keeping and self._keeping.is_alive()):
             return
         self._keeping = threading.Thread(target=self.renew, name="tierd-keep")
@@ -206,6 +209,9 @@ class Attachment:
             log.info("the daemon was not told: %s", error)
 
     def _backlog(self, run: str, hurry: bool) -> Unflushed:
+        if self._silence and not self._is_silent():
+            # The daemon that woke may not know this launch's tiers, and no save may follow.
+            self._renew_behind()
         with Link(self._spool) as link:
             return backlog_of(link.ask(AskBacklog(hurry=hurry, run=run), self._timings.names_s))
 

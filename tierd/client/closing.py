@@ -40,6 +40,7 @@ class Closing:
     Args:
         mine: returns whether this launch saved a part.
         renew: makes sure that a daemon runs, if one was asked for.
+        silent: returns why a daemon that runs cannot be asked, with the way out; empty if it can.
         node_ends: whether the node ends soon, and the daemon with it.
         poll_s: the time between two questions to the daemon.
     """
@@ -49,12 +50,14 @@ class Closing:
         spool: Spool,
         mine: Callable[[PartId], bool],
         renew: Callable[[], None],
+        silent: Callable[[], str] = str,
         *,
         node_ends: bool = False,
         poll_s: float = USUAL.close_poll_s,
     ) -> None:
         self._poll_s = poll_s
         self._spool, self._mine, self._renew, self._node_ends = spool, mine, renew, node_ends
+        self._silent = silent
         self._ends_with_us = node_ends
 
     def wait_for(self, tier: str, timeout_s: float | None) -> None:
@@ -202,7 +205,9 @@ class Closing:
 
     def _report_unknown(self, error: Exception) -> None:
         if left := self._in_spool():
-            log.warning("closed: %s in the spool, and on no tier that is known of: %s", _steps(left), error)
+            log.warning(
+                "closed: %s in the spool, and on no tier that is known of: %s", _steps(left), self._silent() or error
+            )
 
 
 def check_wait(wait: object, timeout: object, *, tiers: bool) -> None:

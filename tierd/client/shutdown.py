@@ -71,10 +71,12 @@ class Shutdown:
         """Wait for the tiers of the saves that are durable in the spool."""
         parts = self._parts
         if parts.records.saved and parts.daemon.tiers:
+            parts.daemon.renew()  # a daemon that woke after the last save may not know this launch's tiers
             closing = Closing(
                 parts.spool,
                 parts.records.has_saved,
                 parts.daemon.renew,
+                lambda: parts.daemon.silent,
                 node_ends=node_ends,
                 poll_s=timings.given().close_poll_s,
             )

@@ -12,6 +12,20 @@ _TEST_RANKS = "pytest tests/client/ranks/test_ranks.py"
 
 MUTANTS = (
     Mutant(
+        "a daemon that was stopped hears of the tiers of a launch only at its next save",
+        _ATTACHMENT,
+        "        if self._silence and not self._is_silent():\n",
+        "        if False:\n",
+        "pytest tests/daemon/test_launch_tiers.py -k 'stopped_takes and False'",
+    ),
+    Mutant(
+        "a launch closes without telling a daemon that woke of its tiers",
+        "tierd/client/shutdown.py",
+        "            parts.daemon.renew()  # a daemon that woke",
+        "            # a daemon that woke",
+        "pytest tests/daemon/test_launch_tiers.py -k 'stopped_takes and True'",
+    ),
+    Mutant(
         "a signal handler that closes waits for the registration that it interrupted",
         _ATTACHMENT,
         "        self._lock = threading.RLock() ",

@@ -12,6 +12,21 @@ _TEST_SPOOL_OBSERVER = "pytest tests/daemon/test_spool_observer.py"
 
 MUTANTS = (
     Mutant(
+        "the tiers of a new launch replace those of the daemon",
+        "tierd/core/config.py",
+        "        tiers = {place: tiers[place] for place in [*named, *tiers]}\n",
+        "        tiers = {place: tiers[place] for place in named}\n",
+        "pytest tests/daemon/test_launch_tiers_histories.py",
+    ),
+    Mutant(
+        "a daemon keeps to the tiers of the launch that started it",
+        "tierd/daemon/request_handler.py",
+        "            if to and self.add_tiers is not None:\n",
+        "            if self.add_tiers is not None:\n                return ''\n"
+        "            if to and self.add_tiers is not None:\n",
+        "pytest tests/daemon/test_launch_tiers_histories.py",
+    ),
+    Mutant(
         "the alert of a receiver outlives the receiver",
         "tierd/daemon/reload.py",
         '            journal.worked(("notify", name))\n',
