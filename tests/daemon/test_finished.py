@@ -7,14 +7,17 @@ import os
 import threading
 import time
 
+import msgspec
 from support.doubles import Double, contents, is_chunk
 from support.timed import timed
 from support.world import Daemon, commit, converge, part, reconciler, running, settle, steps_in, steps_on, until
 
+from tierd.core.config import from_urls
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import pin_key
 from tierd.core.planning.demand import Demand
 from tierd.core.planning.eviction import superseded
+from tierd.daemon import service
 from tierd.daemon.presence import Presence
 from tierd.daemon.transfer.flush import flush
 from tierd.daemon.transfer.route import Route
@@ -191,3 +194,23 @@ def test_the_only_copy_is_not_deleted_by_what_a_tier_showed_long_ago(spool, monk
 
     asyncio.run(work())
     assert steps_in(spool) == [1, 4]
+
+
+def test_daemon_whose_clock_is_year_ahead_deletes_no_run_from_spool(spool, tmp_path, monkeypatch):
+    """docs/explanation/deletion.md, "A finished run leaves the spool": the clock of one daemon finishes no run."""
+    (tmp_path / "tier").mkdir()
+    config = msgspec.structs.replace(from_urls(str(spool.root), [f"file://{tmp_path}/tier"]), min_free_percent=0.0)
+    commit(spool, part(1))
+
+    def serve_until_idle() -> list[int]:
+        asyncio.run(service.serve(config, until_idle=True))
+        return steps_in(spool)
+
+    now = time.time
+    assert serve_until_idle() == [1]
+    with monkeypatch.context() as ahead:
+        ahead.setattr(time, "time", lambda: now() + 365 * 86400)
+        assert serve_until_idle() == [1], "its checkpoint was made seconds ago"
+    assert serve_until_idle() == [1]
+    age(spool)
+    assert serve_until_idle() == [], "the daemon before has seen that it is old"

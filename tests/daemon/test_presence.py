@@ -56,7 +56,7 @@ def test_a_run_is_finished_when_both_its_trainer_and_its_newest_part_are_old(clo
     assert not known.quiet({"a": 0.0}, (), DAY), "somebody restores it"
 
 
-def test_a_clock_that_was_set_back_finishes_nothing(clock):
+def test_clock_that_was_set_back_finishes_nothing(clock):
     assert not Presence().quiet({"a": clock.today + 1000}, (), DAY)
 
 
@@ -65,3 +65,36 @@ def test_a_run_of_which_the_spool_has_nothing_counts_from_when_it_was_asked_for(
     assert not known.quiet({"a": None}, (), DAY)
     clock.now += DAY
     assert known.quiet({"a": None}, (), DAY) == {"a"}
+
+
+def test_clock_that_is_ahead_in_one_daemon_finishes_no_run(clock):
+    """A year passed, or the clock is wrong: the daemon before this one saw only an hour of it."""
+    saved = clock.today
+    clock.today += 365 * DAY
+    presence = Presence()
+    presence.watched_until = saved + 3600
+    assert not presence.finished({"a": saved}, (), DAY)
+    clock.now += DAY - 3600
+    assert presence.finished({"a": saved}, (), DAY) == {"a"}
+
+
+def test_time_that_earlier_daemon_saw_counts(clock):
+    presence = Presence()
+    presence.watched_until = clock.today - 10 * DAY
+    touched = {"a": clock.today - 12 * DAY, "b": clock.today - 10.5 * DAY}
+    assert presence.finished(touched, (), DAY) == {"a"}
+
+
+def test_earlier_daemon_with_clock_ahead_finishes_no_run(clock):
+    presence = Presence()
+    presence.watched_until = clock.today + 365 * DAY
+    touched = {"a": clock.today - 60.0, "b": clock.today - 2 * DAY}
+    assert presence.finished(touched, (), DAY) == {"b"}
+
+
+def test_run_saved_by_clock_that_was_ahead_is_finished_after_time_of_daemon(clock):
+    presence = Presence()
+    saved = clock.today + 365 * DAY
+    assert not presence.finished({"a": saved}, (), DAY)
+    clock.now += DAY
+    assert presence.finished({"a": saved}, (), DAY) == {"a"}

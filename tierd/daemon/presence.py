@@ -1,7 +1,11 @@
 """Which runs in the spool have a trainer on this node, and which have had none for long.
 
-Invariant: nothing is deleted because of this alone. The wall clock only gives the age of the newest part. So a run that
-counts as finished leaves the spool only after a tier was seen to hold it.
+Invariants:
+
+- Nothing is deleted because of this alone. A run that counts as finished leaves the spool only after a tier was seen to
+  hold it.
+- The wall clock of one daemon's life makes no run finished. It gives the age of the newest part, and of the time
+  before this daemon began only as much counts as an earlier daemon of the spool has seen.
 """
 
 from __future__ import annotations
@@ -13,9 +17,15 @@ from collections.abc import Collection, Iterable, Mapping
 
 
 class Presence:
-    """The attached trainers, by run. `None` stands for a trainer that does not name its run, which may be any."""
+    """The attached trainers, by run. `None` stands for a trainer that does not name its run, which may be any.
+
+    Attributes:
+        watched_until: when an earlier daemon of this spool last ran, by its clock, in seconds since 1970; `-inf` if
+            none has. Infinite: the wall clock is trusted.
+    """
 
     def __init__(self) -> None:
+        self.watched_until = math.inf
         self._attached: Counter[str | None] = Counter()
         self._seen: dict[str, float] = {}  # run -> when its last trainer left, or it was asked for; monotonic seconds
         self._begun = time.monotonic()
@@ -55,11 +65,24 @@ class Presence:
             writers: as for `trainerless`.
             for_s: how long, in seconds.
         """
-        now, today = time.monotonic(), time.time()
-        found = set()
-        for run in self.trainerless(touched, writers):
-            newest = touched[run]
-            quiet = now - self._seen.get(run, self._begun if newest is None else -math.inf)
-            if min(quiet, math.inf if newest is None else today - newest) >= for_s:
-                found.add(run)
-        return frozenset(found)
+        ages = {run: self._quiet_s(run, touched[run]) for run in self.trainerless(touched, writers)}
+        return frozenset(run for run, age_s in ages.items() if age_s >= for_s)
+
+    def finished(self, touched: Mapping[str, float | None], writers: Collection[str], for_s: float) -> frozenset[str]:
+        """Return those of the runs that are `quiet` also without the time in which no daemon ran.
+
+        That time is known by two readings of the clock alone, of which one may be wrong by a year.
+        """
+        here_s = time.monotonic() - self._begun
+        return frozenset(
+            run
+            for run in self.quiet(touched, writers, for_s)
+            if (newest := touched[run]) is None or here_s + max(0.0, self.watched_until - newest) >= for_s
+        )
+
+    def _quiet_s(self, run: str, newest: float | None) -> float:
+        now = time.monotonic()
+        part_s = math.inf if newest is None else time.time() - newest
+        if part_s < 0:  # the clock was ahead at that save, or is behind now
+            part_s = now - self._begun
+        return min(now - self._seen.get(run, self._begun if newest is None else -math.inf), part_s)

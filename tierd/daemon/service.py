@@ -129,6 +129,7 @@ async def serve(
 
         stack.push_async_callback(reload.close)  # closed after every source of events
         reconciler = Reconciler(config, spool, stores, heard)
+        reconciler.requests.presence.watched_until = last_status.recorded_at(spool.control)
         reload.notifier.start(reconciler.journal)
 
         def taken(part: PartId, outcome: CommittedPart | Exception) -> None:

@@ -12,6 +12,20 @@ _TEST_SPOOL_OBSERVER = "pytest tests/daemon/test_spool_observer.py"
 
 MUTANTS = (
     Mutant(
+        "a daemon finishes runs by its own wall clock",
+        _SERVICE,
+        "        reconciler.requests.presence.watched_until = last_status.recorded_at(spool.control)\n",
+        "",
+        "pytest tests/daemon/test_finished.py -k year_ahead",
+    ),
+    Mutant(
+        "a run that a clock saved in the future stays in the spool for ever",
+        "tierd/daemon/presence.py",
+        "        if part_s < 0: ",
+        "        if False: ",
+        "pytest tests/daemon/test_presence.py -k was_ahead_is_finished",
+    ),
+    Mutant(
         "the tiers of a new launch replace those of the daemon",
         "tierd/core/config.py",
         "        tiers = {place: tiers[place] for place in [*named, *tiers]}\n",

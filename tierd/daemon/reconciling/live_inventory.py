@@ -95,7 +95,7 @@ class LiveInventory:
             frozenset(requests.needed),
             frozenset(self.busy),
             requests.presence.quiet(touched, writers, min(_RECENT, finished_s)),
-            requests.presence.quiet(touched, writers, finished_s),
+            requests.presence.finished(touched, writers, finished_s),
             silent=frozenset(
                 name for name, place in self._tiers.observed.places.items() if place is None and self._is_silent(name)
             ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,6 +42,14 @@ def write(control: Path, status: Status) -> None:
         fresh.replace(control / LAST_STATUS)
     except OSError as error:  # for example a full disk
         log.info("local: the last status is not recorded: %s", error)
+
+
+def recorded_at(control: Path) -> float:
+    """Return when a daemon of the spool last recorded its status, in seconds since 1970; `-inf` if none has."""
+    try:
+        return (control / LAST_STATUS).lstat().st_mtime
+    except OSError:
+        return -math.inf
 
 
 def read(control: Path) -> dict[str, Any] | None:
