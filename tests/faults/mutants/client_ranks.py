@@ -12,6 +12,20 @@ _TEST_RANKS_ON_NODES = "pytest tests/client/ranks/test_ranks_on_nodes.py"
 
 MUTANTS = (
     Mutant(
+        "a launch follows a clock that is set forward",
+        "tierd/client/ranks/launch_clock.py",
+        "            wall = due\n",
+        "            pass\n",
+        "pytest tests/client/ranks/test_launch_clock.py",
+    ),
+    Mutant(
+        "a launch follows a clock that is set forward after it was set back",
+        "tierd/client/ranks/launch_clock.py",
+        "        self._base = wall, elapsed\n",
+        "",
+        "pytest tests/client/ranks/test_launch_clock.py -k set_makes",
+    ),
+    Mutant(
         "a signal handler that closes waits for the talk that it interrupted",
         _MEETING,
         "        self._lock = threading.RLock() ",

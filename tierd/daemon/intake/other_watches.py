@@ -160,9 +160,9 @@ class OtherWatches:
         """Whether another directory may be being watched; raises `RunNotWatched` if it certainly is."""
         before, self.awaited = self.awaited, ""
         for key, (info, record) in found.items():
-            if key == self._key or compare(record.directory, directory) != "different":
+            if compare(record.directory, directory) != "different" or self._is_own(key, record, directory):
                 continue
-            lives = await self._lives(info, record, now_s)
+            lives = await self._lives(info, record, directory, now_s)
             if lives:
                 raise RunNotWatched(
                     f"run {self._run!r} is the run of {record.directory}, which a daemon watches (spool {record.spool} "
@@ -176,11 +176,21 @@ class OtherWatches:
             log.warning("%s: %s", directory, self.awaited)
         return bool(self.awaited)
 
-    async def _lives(self, info: ObjectInfo, record: WatchRecord, now_s: float) -> bool | None:
+    def _is_own(self, key: str, record: WatchRecord, directory: DirectoryId) -> bool:
+        """Whether this daemon, or an earlier one of its spool, put a record. A copy of the whole volume, on another
+        machine of this name, has the same id and so the same key; there a daemon may live.
+        """
+        own = self._record(directory)
+        is_here = record.directory.boot == directory.boot
+        return key == self._key and is_here and (record.spool, record.lock) == (own.spool, own.lock)
+
+    async def _lives(self, info: ObjectInfo, record: WatchRecord, directory: DirectoryId, now_s: float) -> bool | None:
         """Whether the watch of a record lives; None if that is not known yet."""
         if record.ended:
             return False
-        if (held := await self._is_held(record)) is not None:
+        # On another machine, a spool of that path and number is not the one here.
+        is_here = record.directory.boot == directory.boot
+        if is_here and (held := await self._is_held(record)) is not None:
             return held
         seen = self._seen.get(info.key)
         if seen is None or seen.token != info.token:
