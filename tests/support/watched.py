@@ -197,12 +197,12 @@ class World:
 
     def watch(self, settling: Settling, taken: dict[str, Files], refused: set[str]) -> None:
         with Tree(self.root) as tree:
-            due_now = settling.observe(tree.listing(), self.now_s)
+            due_now = settling.observe(tree.names(), self.now_s)
         for due in due_now:
             with Tree(self.root) as tree:
                 copy, sound = self.take(tree, due)
             with Tree(self.root) as tree:
-                outcome = settling.finish(due, sound, tree.listing())
+                outcome = settling.finish(due, sound, tree.names(due.unit.path))
             if outcome == "taken":
                 taken[due.unit.path] = copy
                 refused.discard(due.unit.path)

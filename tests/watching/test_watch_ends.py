@@ -128,14 +128,14 @@ def test_a_directory_below_that_may_not_be_read_stops_nothing_else(
     if "/" in where:
         layouts.torchtitan(root)
     (root / where).mkdir()
-    names = files._names
+    scandir = os.scandir
 
-    def refused(descriptor: int) -> list[str]:
-        if os.readlink(f"/proc/self/fd/{descriptor}") == str(root / where):
+    def refused(place: int | str) -> object:
+        if isinstance(place, int) and os.readlink(f"/proc/self/fd/{place}") == str(root / where):
             raise PermissionError(errno.EACCES, "Permission denied")
-        return names(descriptor)
+        return scandir(place)
 
-    monkeypatch.setattr(files, "_names", refused)
+    monkeypatch.setattr(os, "scandir", refused)
     assert watched(root) == code
     assert len(list((root.parent / "tier" / "r" / "manifests").iterdir())) == 1
 

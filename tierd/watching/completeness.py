@@ -8,15 +8,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 from tierd.watching.listing import ListedEntry, Listing, below, gap, joined
 from tierd.watching.step_in_name import step_in
 
 WEIGHTS = r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)"
+# The endings of all names that a pattern of a layout can match. Other files count only by their exact names, so that
+# very many unrelated files beside a checkpoint cost next to nothing.
+_ENDINGS = (
+    *(".safetensors", ".bin", ".pt", ".tar", ".pth", ".pkl", ".npz", ".ckpt", ".keras", ".h5", ".hdf5"),
+    *(".index.json", ".index", ".distcp", ".metadata"),
+)
 SHARD = re.compile(r"(.+)-\d{5,}-of-\d{5,}\.(safetensors|bin)")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Directory:
     """A directory that may be a unit."""
 
@@ -35,9 +42,22 @@ class Directory:
 
     def files(self, pattern: str) -> list[re.Match[str]]:
         """Match the names of the regular files in this directory against the whole pattern."""
-        compiled = re.compile(pattern)
-        matches = (compiled.fullmatch(name) for name, entry in self.names.items() if entry.kind == "file")
-        return [match for match in matches if match]
+        fullmatch = re.compile(pattern).fullmatch
+        return [match for name in self.candidates if (match := fullmatch(name))]
+
+    @cached_property
+    def candidates(self) -> list[str]:
+        """The names, in order, of the regular files that a pattern of a layout can match."""
+        return sorted(
+            name
+            for name, entry in self.names.items()
+            if (name.endswith(_ENDINGS) or ".data-" in name) and entry.kind == "file"
+        )
+
+    @cached_property
+    def directories(self) -> list[str]:
+        """The names of the directories in this directory."""
+        return [name for name, entry in self.names.items() if entry.kind == "directory"]
 
     def has(self, *names: str) -> bool:
         """Return whether any of these names is a regular file in this directory."""

@@ -120,7 +120,7 @@ def _nemo(here: Directory) -> Claim | None:
 
 
 def _orbax(here: Directory) -> Claim | None:
-    items = [here, *(inner for name in here.names if (inner := here.child(name)) is not None)]
+    items = [here, *(inner for name in here.directories if (inner := here.child(name)) is not None)]
     if here.has("_CHECKPOINT_METADATA", "commit_success.txt"):
         return ORBAX, None
     return (ORBAX, None) if any(one.has("manifest.ocdbt", "_METADATA") for one in items) else None

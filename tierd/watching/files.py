@@ -1,4 +1,5 @@
-"""List a directory tree and read ranges of its files; the only module of this package that touches the file system.
+"""List a directory tree and read ranges of its files; the only module of this package, besides `entries`, that touches
+the file system.
 
 The module never writes. It opens the directory once, and every path below it one component at a time without following
 links. A link planted meanwhile thus cannot redirect it. It opens regular files only.
@@ -8,20 +9,22 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tierd.core.errors import ConfigError, StoreRefused
+from tierd.watching.entries import Describe, entry_of, kind, printable, status
 from tierd.watching.inspect import Changed
-from tierd.watching.listing import MARKERS, MAX_MARKER, Kind, ListedEntry, Listing, joined
+from tierd.watching.layouts import names_of_units
+from tierd.watching.listing import MARKERS, MAX_MARKER, ListedEntry, Listing, above, joined
 
 MAX_NAMES = 1_000_000  # names below one directory, at most
 OWN = ".tierd-"  # what `restore --into` and `prepare` make begins with this; it is listed only if it is named itself
 _LOST_FOUND = "lost+found"  # at the top of ext4, readable by root only, and no program's
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_REPLACED = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ESTALE)  # a name is gone, or another kind of file is there
 
 
 class Tree:
@@ -65,20 +68,43 @@ class Tree:
         entries: dict[str, ListedEntry] = {}
         self.unreadable, self.unnamed = [], []
         if name is None:
-            pending = self._list("", entries)
+            self._list_below("", entries, status)
         else:
-            entries[name] = self._entry(self._root, name)
-            pending = [name] if entries[name].kind == "directory" else []
+            entries[name] = status(name, self._root)
+            if entries[name].kind == "directory":
+                self._list_below(name, entries, status)
             self._list_beside(entries)
-        while pending:
-            pending += self._list(pending.pop(), entries)
-        marked = (path for path in entries if path.rpartition("/")[2] in MARKERS)
-        return Listing(entries, {path: text for path in marked if (text := self._text(path, entries)) is not None})
+        return self._with_texts(entries)
+
+    def names(self, around: str | None = None) -> Listing:
+        """List everything below the directory by name and kind, with the sizes and times of the units' files only.
+
+        Other files are not asked for their sizes, because there may be very many of them, on a network file system.
+
+        Args:
+            around: a unit's path. Only this unit is listed, with the directories above it but not those beside it.
+
+        Raises:
+            ConfigError, StoreRefused: as `listing` raises them.
+        """
+        entries: dict[str, ListedEntry] = {}
+        self.unreadable, self.unnamed = [], []
+        if around is None:
+            self._list_below("", entries, kind)
+        else:
+            for directory in above(around):
+                self._list(directory, entries, kind)
+            if around in entries and entries[around].kind == "directory":
+                self._list_below(around, entries, kind)
+        listing = self._with_texts(entries)
+        for directory, names in names_of_units(listing).items():
+            self._complete(directory, names, entries)
+        return listing
 
     def files(self) -> Listing:
         """List the directory's own files and links, without its subdirectories."""
         entries: dict[str, ListedEntry] = {}
-        self._list("", entries)
+        self._list("", entries, status)
         return Listing({name: entry for name, entry in entries.items() if entry.kind != "directory"})
 
     def owner(self, path: str) -> int:
@@ -101,63 +127,94 @@ class Tree:
                     found[path] = targets[0]
         return found
 
-    def _list(self, path: str, entries: dict[str, ListedEntry]) -> list[str]:
+    def _list_below(self, path: str, entries: dict[str, ListedEntry], describe: Describe) -> None:
+        pending = [path]
+        while pending:
+            pending += self._list(pending.pop(), entries, describe)
+
+    def _list(self, path: str, entries: dict[str, ListedEntry], describe: Describe) -> list[str]:
         """Add a directory's entries, and return its subdirectories."""
         try:
-            return self._add(path, entries)
+            return self._add(path, entries, describe)
         except FileNotFoundError:
             return []  # deleted since the parent was listed
         except OSError as error:
             if isinstance(error, PermissionError) and path and (self._skip or path == _LOST_FOUND):
-                entries[path] = ListedEntry("other")
-                self.unreadable += [path] if path != _LOST_FOUND else []
+                self._pass_over(path, entries)
                 return []
             raise StoreRefused(f"{self._shown / path}: it cannot be listed: {error.strerror}") from error
 
-    def _add(self, path: str, entries: dict[str, ListedEntry]) -> list[str]:
+    def _pass_over(self, path: str, entries: dict[str, ListedEntry]) -> None:
+        """List a directory that may not be read as one special file."""
+        entries[path] = ListedEntry("other")
+        self.unreadable += [path] if path != _LOST_FOUND else []
+
+    def _add(self, path: str, entries: dict[str, ListedEntry], describe: Describe) -> list[str]:
         directories = []
-        with self._opened(path, _DIRECTORY) as descriptor:
-            for name in _names(descriptor):
+        with self._opened(path, _DIRECTORY) as descriptor, os.scandir(descriptor) as found:
+            for listed in found:
                 self._going()
+                name = listed.name
                 if name.startswith(OWN):
                     continue
-                if self._skip and (shown := os.fsencode(name).decode(errors="backslashreplace")) != name:
+                if self._skip and not name.isascii() and (shown := printable(name)) != name:
                     self.unnamed.append(joined(path, shown))
                     continue
                 try:
-                    entry = self._entry(descriptor, name)
+                    entry = describe(listed, descriptor)
                 except FileNotFoundError:
                     continue  # deleted since the directory was read
                 if len(entries) == MAX_NAMES:
                     raise ConfigError(f"{self._shown}: more than {MAX_NAMES} names lie below it; name one checkpoint")
-                entries[joined(path, name)] = entry
+                entries[inner := f"{path}/{name}" if path else name] = entry
                 if entry.kind == "directory":
-                    directories.append(joined(path, name))
+                    directories.append(inner)
         return directories
+
+    def _complete(self, directory: str, names: Iterable[str], entries: dict[str, ListedEntry]) -> None:
+        """Add the sizes and times of files in a directory; those that were deleted meanwhile are taken out."""
+        paths = {path: name for name in names if (path := joined(directory, name)) not in self.unreadable}
+        try:
+            with self._opened(directory, _DIRECTORY) as descriptor:
+                for path, name in list(paths.items()):
+                    self._going()
+                    with suppress(FileNotFoundError):
+                        entries[path] = status(name, descriptor)
+                        del paths[path]
+        except PermissionError as error:  # its names may be read, and its files may not
+            if not directory or not self._skip:
+                raise StoreRefused(f"{self._shown / directory}: it cannot be listed: {error.strerror}") from error
+            paths = {path: path for path in entries if path.startswith(f"{directory}/")}
+            self._pass_over(directory, entries)
+        except OSError as error:
+            if error.errno not in _REPLACED:
+                raise StoreRefused(f"{self._shown / directory}: it cannot be listed: {error.strerror}") from error
+        for path in paths:
+            entries.pop(path, None)
 
     def _list_beside(self, entries: dict[str, ListedEntry]) -> None:
         """Add the markers of the top directory, if its names may be read."""
         try:
-            names = _names(self._root)
+            with os.scandir(self._root) as found:
+                names = [entry.name for entry in found]
         except PermissionError:
             return
         for name in names:
             if name in MARKERS or name.endswith("-unfinished"):
-                try:
-                    entries[name] = self._entry(self._root, name)
-                except FileNotFoundError:
-                    continue
+                with suppress(FileNotFoundError):
+                    entries[name] = status(name, self._root)
 
-    def _entry(self, directory: int, name: str) -> ListedEntry:
-        return _entry(os.stat(name, dir_fd=directory, follow_symlinks=False))
+    def _with_texts(self, entries: dict[str, ListedEntry]) -> Listing:
+        marked = (path for path in entries if path.endswith(MARKERS) and path.rpartition("/")[2] in MARKERS)
+        return Listing(entries, {path: text for path in marked if (text := self._text(path, entries)) is not None})
 
     def _text(self, path: str, entries: dict[str, ListedEntry]) -> str | None:
-        entry = entries[path]
-        if entry.kind != "file" or entry.size > MAX_MARKER:
+        if entries[path].kind != "file":
             return None
         try:
             with self._opened(path, _FILE) as descriptor:
-                return os.read(descriptor, MAX_MARKER).decode("utf-8", "replace")
+                text = os.read(descriptor, MAX_MARKER + 1)
+                return text.decode("utf-8", "replace") if len(text) <= MAX_MARKER else None
         except OSError:
             return None
 
@@ -196,29 +253,19 @@ class Tree:
                     _compare(listed, descriptor)
                     self._compare_name(path, listed)
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ESTALE):
+            if error.errno in _REPLACED:
                 raise Changed("it was deleted or replaced meanwhile") from None
             raise
 
     def _compare_name(self, path: str, listed: ListedEntry) -> None:
         directory, _, name = path.rpartition("/")
         with self._opened(directory, _DIRECTORY) as descriptor:
-            if self._entry(descriptor, name) != listed:
+            if status(name, descriptor) != listed:
                 raise Changed("another file is there by its name")
 
 
-def _names(descriptor: int) -> list[str]:
-    return sorted(os.listdir(descriptor))
-
-
-def _entry(found: os.stat_result) -> ListedEntry:
-    kinds: tuple[tuple[int, Kind], ...] = ((stat.S_IFREG, "file"), (stat.S_IFDIR, "directory"), (stat.S_IFLNK, "link"))
-    kind: Kind = next((kind for mode, kind in kinds if stat.S_IFMT(found.st_mode) == mode), "other")
-    return ListedEntry(kind, found.st_size, found.st_mtime_ns, (found.st_dev, found.st_ino))
-
-
 def _compare(listed: ListedEntry, descriptor: int) -> None:
-    found = _entry(os.fstat(descriptor))
+    found = entry_of(os.fstat(descriptor))
     if found.kind != "file" or found.inode != listed.inode:
         raise Changed("another file is there by its name")
     if found.size != listed.size:

@@ -81,8 +81,18 @@ def units(listing: Listing) -> list[Unit]:
             found.append(_unit_in(here, *claimed))
             continue
         found += _groups(here)
-        pending += [joined(path, name) for name, entry in here.names.items() if entry.kind == "directory"]
+        pending += [joined(path, name) for name in here.directories]
     return sorted(found, key=lambda unit: unit.path)
+
+
+def names_of_units(listing: Listing) -> dict[str, set[str]]:
+    """Return the names of the units' files, links and markers, by directory."""
+    names: dict[str, set[str]] = {}
+    for unit in units(listing):
+        for path in (*unit.files, *unit.strange, *unit.markers):
+            directory, _, name = path.rpartition("/")
+            names.setdefault(directory, set()).add(name)
+    return names
 
 
 def _unit_in(here: Directory, layout: UnitLayout, missing: str | None) -> Unit:
@@ -119,8 +129,8 @@ def _nested(here: Directory) -> str | None:
 
     DeepSpeed's and DCP's directories are nested in those of HF Trainer and Accelerate.
     """
-    for name, entry in sorted(here.names.items()):
-        inner = here.child(name) if entry.kind == "directory" else None
+    for name in sorted(here.directories):
+        inner = here.child(name)
         if inner is not None:
             claimed = claim(inner)
             missing = (claimed and claimed[1]) or _nested(inner)
@@ -145,9 +155,7 @@ def _groups(here: Directory) -> list[Unit]:
         return [_model(here)]
     bundles = {match[1] for match in here.files(r"(.+)\.data-\d{5,}-of-\d{5,}")}
     groups: dict[tuple[UnitLayout, str], list[str]] = {}
-    for name, entry in sorted(here.names.items()):
-        if entry.kind != "file":
-            continue
+    for name in here.candidates:
         if (match := _BUNDLE.fullmatch(name)) and match[1] in bundles:
             key = TENSORFLOW, match[1]
         elif match := _INDEXED.fullmatch(name) or SHARD.fullmatch(name):

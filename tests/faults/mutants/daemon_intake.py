@@ -84,8 +84,8 @@ MUTANTS = (
     Mutant(
         "a long listing counts as silence",
         "tierd/watching/files.py",
-        "                self._going()\n",
-        "",
+        "            for listed in found:\n                self._going()\n",
+        "            for listed in found:\n",
         f"{_TEST_WATCH_ENDS} -k signs_of_life",
     ),
     Mutant(

@@ -37,7 +37,7 @@ MUTANTS = (
     Mutant(
         "a unit with a directory that cannot be read is whole",
         _FILES,
-        '                entries[path] = ListedEntry("other")\n',
+        '        entries[path] = ListedEntry("other")\n',
         "",
         "pytest tests/watching/test_watch_ends.py -k 'below_that and step-100'",
     ),

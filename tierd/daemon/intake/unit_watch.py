@@ -137,7 +137,7 @@ class UnitWatch:
         self._known, self._now_s, self.wanted = self._known.merged(known), now_s, None
         with Tree(self._directory, skip=True, going=self._going) as tree:
             began_s = time.monotonic() - cpu_wait_s()
-            listing = tree.listing()
+            listing = tree.names()
             self.listing_s = time.monotonic() - cpu_wait_s() - began_s
             self.unreadable = tuple(tree.unreadable)
             due = self._settling.observe(listing, now_s)
@@ -168,7 +168,7 @@ class UnitWatch:
             self._settling.finish(due, True, listing)
             return
         if any(one.startswith(f"{path}/") for one in self._unnamed):
-            if self._settling.finish(due, False, tree.listing()) == "refused":
+            if self._settling.finish(due, False, tree.names(due.unit.path)) == "refused":
                 self._refused(path, "the name of a file in it is not UTF-8")
             return
         self._unread.discard(path)
@@ -234,7 +234,10 @@ class UnitWatch:
         other = self._ordering.beside.namesake(due.unit.path, step)
         if other is None or (self._settling.is_judged(other) and other in self.refused):
             return False
-        if self._settling.is_judged(other) and self._settling.finish(due, False, tree.listing()) == "refused":
+        if (
+            self._settling.is_judged(other)
+            and self._settling.finish(due, False, tree.names(due.unit.path)) == "refused"
+        ):
             log.info("%s: not taken: %s has its step", due.unit.path, other)
         return True
 
@@ -286,7 +289,7 @@ class UnitWatch:
             self._changed(due, found.findings[0].reason)
         elif found.status == "unreadable":
             self._try_again(path, f"it cannot be read, and is tried again: {found.findings[0].reason}")
-        elif self._settling.finish(due, False, tree.listing()) == "refused":
+        elif self._settling.finish(due, False, tree.names(due.unit.path)) == "refused":
             why = "; ".join(f"{one.file}: {one.reason}" for one in found.findings[:3])
             self._refused(path, f"it is {found.status}: {why or 'no format that can be checked'}")
 
@@ -305,7 +308,7 @@ class UnitWatch:
             self._reports.not_taken(due.unit.path, again)
 
     def _finish(self, tree: Tree, due: Due) -> None:
-        if self._settling.finish(due, True, tree.listing()) == "taken":
+        if self._settling.finish(due, True, tree.names(due.unit.path)) == "taken":
             self._record(due)
 
     def _record(self, due: Due, checkpoint: CheckpointId | None = None) -> None:
@@ -329,7 +332,7 @@ class UnitWatch:
         except StepRefused:  # it was committed since the spool was observed
             self._finish(tree, due)
         except ManifestError as error:
-            self._settling.finish(due, False, tree.listing())
+            self._settling.finish(due, False, tree.names(due.unit.path))
             self._refused(path, str(error))
         except OSError as error:
             self._off[path] = self._now_s + _AGAIN_S
@@ -355,7 +358,7 @@ class UnitWatch:
         self._writes(max(entry.size for entry in entries.values()))
         with self._spool.stage(part) as stage:
             staged = stage_unit(tree, due.unit, entries, described.ranks, stage, self._going)
-            after = tree.listing()
+            after = tree.names(due.unit.path)
             if not is_unchanged(due, after):
                 raise Changed("it was written to, renamed or deleted")
             if self._ordering.is_in_doubt(due.unit.path, named, made, self._known):

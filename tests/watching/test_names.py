@@ -1,0 +1,101 @@
+"""A watch lists names, and asks for the sizes of the units' files alone, so that unrelated files cost little."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import layouts
+from support.layouts import WRITERS
+from support.watched_run import RUN, Reported, observed
+
+from tierd.daemon.intake.unit_watch import UnitWatch
+from tierd.spool.spool import Spool
+from tierd.watching.files import Tree
+from tierd.watching.layouts import Unit, units
+from tierd.watching.listing import ListedEntry, Listing
+from tierd.watching.settle import Shape, shape_of
+
+_UNRELATED = 500
+
+
+def shapes(listing: Listing) -> dict[str, tuple[Unit, Shape]]:
+    return {unit.path: (unit, shape_of(unit, listing.entries)) for unit in units(listing)}
+
+
+def write_unrelated(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for number in range(_UNRELATED):
+        (directory / f"sample_{number:06d}.jpg").touch()
+
+
+@pytest.mark.parametrize("below", ["", "exp/one"])
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+def test_names_show_each_program_s_units_as_the_full_listing_does(
+    write: Callable[[Path], Path], below: str, root: Path
+) -> None:
+    home = root / below
+    home.mkdir(parents=True, exist_ok=True)
+    write(home)
+    (home / "link").symlink_to("nowhere")
+    write_unrelated(home)
+    with Tree(root) as tree:
+        whole = shapes(tree.listing())
+        assert whole and shapes(tree.names()) == whole
+        for path, expected in whole.items():
+            assert shapes(tree.names(path))[path] == expected
+
+
+def test_names_ask_for_no_size_of_unrelated_files(root: Path) -> None:
+    layouts.torch_save(root)
+    write_unrelated(root / "data")
+    with Tree(root) as tree:
+        entries = tree.names().entries
+    assert {entries[path] for path in entries if path.startswith("data/")} == {ListedEntry("file")}
+
+
+@pytest.mark.parametrize("below", ["data", "data/deep"])
+def test_unrelated_files_are_listed_once_when_a_unit_is_taken(below: str, root: Path, spool: Spool) -> None:
+    layouts.torchtitan(root)
+    write_unrelated(root / below)
+    signs: list[None] = []
+    reported = Reported()
+    watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0, going=lambda: signs.append(None))
+    watch.observe(observed(spool), 1.0)
+    signs.clear()
+    watch.observe(observed(spool), 2.0)
+    assert len(reported.parts) == 1
+    assert _UNRELATED <= len(signs) < 2 * _UNRELATED
+
+
+def test_change_of_a_file_of_the_unit_is_noticed_without_a_full_listing(root: Path) -> None:
+    layouts.torchtitan(root)
+    with Tree(root) as tree:
+        before = shapes(tree.names())["step-100"]
+        (root / "step-100" / "added.pt").write_bytes(b"more")
+        assert shapes(tree.names("step-100"))["step-100"] != before
+        (root / "step-100").rename(root / "away")
+        assert "step-100" not in shapes(tree.names("step-100"))
+
+
+def test_unit_whose_files_may_not_be_asked_for_is_not_taken_and_named(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its directory may be listed, and not be entered: mode 0644."""
+    layouts.torchtitan(root)
+    layouts.torch_save(root)
+    stat = os.stat
+
+    def refused(path: str, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> os.stat_result:
+        if dir_fd is not None and os.readlink(f"/proc/self/fd/{dir_fd}") == str(root / "step-100"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return stat(path, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(os, "stat", refused)
+    with Tree(root, skip=True) as tree:
+        found = units(tree.names())
+        assert "step-100" not in {unit.path for unit in found} and len(found) == 1
+        assert tree.unreadable == ["step-100"]
