@@ -185,6 +185,7 @@ MAY: dict[str, set[str]] = {
         "dcp",
         "client",
         "state",
+        "spool.conditions",
         "spool.direct_io",
         "spool.file_io",
         "watching",

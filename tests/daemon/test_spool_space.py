@@ -151,3 +151,17 @@ def test_a_copy_that_cannot_be_removed_holds_up_no_other(spool, monkeypatch):
             assert runs(spool) == [("a", 0)]
 
     asyncio.run(work())
+
+
+def test_disk_without_inodes_gives_up_a_copy_although_it_has_space(spool, monkeypatch):
+    fill(spool, part(1), part(2), part(3))
+    full = os.statvfs(spool.root)
+    members = [getattr(full, name) for name in ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail")]
+    members += [10**6, 3, 3, full.f_flag, full.f_namemax]
+    with Daemon(spool.root, {"tier": Double()}) as daemon, Link(spool) as link:
+        link.ask(Attach(run="run"))
+        daemon.settle()
+        assert link.ask(MakeRoom(run="run", size_bytes=MIB // 2))["freed_bytes"] == 0
+        monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(members))
+        assert link.ask(MakeRoom(run="run", size_bytes=MIB // 2))["freed_bytes"] >= MIB
+        assert runs(spool) == [("run", 2), ("run", 3)]

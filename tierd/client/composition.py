@@ -102,11 +102,11 @@ class Composition:
         self, to: Sequence[str] | None, run: str, retention: RetentionPolicy | None, undo: ExitStack
     ) -> Attachment:
         check_run(run)
-        with translated(f"spool {self.spool.root}"):
+        with translated(f"spool {self.spool.root}", self.spool.root):
             self.spool.check_way(run)  # because a restore observes what lies inside
         # Set before a daemon starts, because that daemon would otherwise prune without this policy.
         if retention is not None:
-            with translated(f"spool {self.spool.root}"):
+            with translated(f"spool {self.spool.root}", self.spool.root):
                 set_policy(self.spool.control, run, checked(retention))
         self.daemon = Attachment(self.spool, to, run, timings.given())
         undo.callback(self.daemon.close)

@@ -318,7 +318,11 @@ class HandoffServer:
             self._beat(line)
         # Not raised, because a traceback through this frame would be a cycle and keep the arena mapped for long.
         if isinstance(raised := work.exception(), Exception):  # the trainer, if alive, gets the error's own type
-            error = condition(raised, f"spool {self._spool.root}") if isinstance(raised, OSError) else raised
+            error = (
+                condition(raised, f"spool {self._spool.root}", self._spool.root)
+                if isinstance(raised, OSError)
+                else raised
+            )
             if not isinstance(error, StepRefused) and not self._spool.has(part):
                 self._on_persisted(part, error)
             return replies.error_reply(error)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 
+from tierd.core.disk_full import lacks_inodes
 from tierd.core.errors import TierdError
 from tierd.core.ids import CheckpointId
 from tierd.core.planning.inventory import Inventory
@@ -69,12 +71,15 @@ class SpoolSpace:
         Args:
             run: the run whose save found the disk full; it has a trainer, attached or not.
             size_bytes: the size of the save.
-            quota: the free space of the disk is meaningless because of a quota; count the deleted bytes instead.
+            quota: the free space of the disk is meaningless because of a quota; count the deleted bytes instead. It
+                is meaningless as well if the disk lacks inodes.
         """
         wanted, freed = size_bytes + size_bytes // 16 + _MARGIN, 0
+        # A copy of that size has about as many files as the save needs.
+        counts_deleted = quota or lacks_inodes(os.statvfs(self._spool.root))
 
         def is_enough() -> bool:
-            return (freed if quota else self._spool.free()[0]) >= wanted
+            return (freed if counts_deleted else self._spool.free()[0]) >= wanted
 
         try:
             async with asyncio.timeout(self._patience_s), self._one:

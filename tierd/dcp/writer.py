@@ -323,7 +323,7 @@ class StorageWriter(FileSystemWriter):
     def _careful(self) -> Iterator[None]:
         """Remove the staged part if the block raises."""
         try:
-            with translated(f"spool {self._spool.root}"):
+            with translated(f"spool {self._spool.root}", self._spool.root):
                 yield
         except BaseException as error:
             self._abandon()

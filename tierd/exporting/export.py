@@ -19,6 +19,7 @@ from tierd.exporting.chunk_reader import ChunkReader
 from tierd.exporting.contents import Contents, read_contents
 from tierd.exporting.units import is_unit, read_unit
 from tierd.exporting.writers import FORMATS, WITH_VALUES, Export
+from tierd.spool.conditions import is_full, way_out_of
 from tierd.spool.file_io import remove, sync_directory
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -115,8 +116,9 @@ def export(files: PartRanges, first: PartId, target: Path, options: ExportOption
         home.rename(target)  # fails if the target has become anything but an empty directory
         sync_directory(target.parent)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise SpoolFull(f"{target}: the disk is full; nothing was left there") from error
+        if way_out := way_out_of(error, "there", target.parent):
+            kind = SpoolFull if is_full(error) else ConfigError
+            raise kind(f"{target}: {error.strerror}{way_out}. Nothing was left there") from error
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise ConfigError(f"{target}: somebody made it meanwhile; nothing was touched") from error
         raise

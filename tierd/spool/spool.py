@@ -66,7 +66,7 @@ class Spool(Leftovers):
             raise SpoolUnusable("spool '': name a directory")
         super().__init__(Path(root).absolute(), made=write)
         check_name(self.root)
-        with translated(f"spool {self.root}"):
+        with translated(f"spool {self.root}", self.root):
             if self.root.exists() and not self.root.is_dir():
                 raise SpoolUnusable(f"spool {self.root}: it is not a directory; name another, or move that file away")
             if not write:

@@ -27,6 +27,7 @@ from typing import ParamSpec, TypeVar
 
 import aiofiles
 
+from tierd.core.disk_full import FULL, remedy
 from tierd.core.errors import ObjectNotFound, StoreFull, StoreRefused, StoreUnavailable, TierdError
 from tierd.priority import Pools
 from tierd.stores.base import FIRST_PAGE, Buffer, ObjectInfo, check_key, check_size, octets, room
@@ -38,7 +39,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _THREADS = 16
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EFBIG}
     | {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EXDEV, errno.EEXIST, errno.ENOTEMPTY}
@@ -143,14 +143,21 @@ class FileStore:
             kind: type[TierdError] = StoreUnavailable
             if error.errno == errno.ENOENT:
                 kind = ObjectNotFound
-            elif error.errno in _FULL:
+            elif error.errno in FULL:
                 kind = StoreFull
-                what += "; the file system is full, or the quota is used up"
             elif error.errno in _REFUSED:
                 if error.errno == errno.EROFS:
                     what += "; it is mounted read-only, or a service's ReadWritePaths= does not name it"
                 kind = StoreRefused
-            raise kind(what) from error
+            raise kind(what + self._way_out(error.errno)) from error
+
+    def _way_out(self, number: int | None) -> str:
+        room = None
+        if number in FULL:
+            with suppress(OSError):
+                room = os.statvfs(self._path)
+        text = remedy(number, "on this tier", room)
+        return f"; {text}" if text else ""
 
 
 @contextmanager

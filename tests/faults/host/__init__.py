@@ -79,7 +79,7 @@ MUTANTS = (
     Mutant(
         "an error of the spool's file system counts as a full one",
         "tierd/spool/conditions.py",
-        "    return SpoolUnusable(text)\n",
+        "    return SpoolFull(text) if is_full(error) else SpoolUnusable(text)\n",
         "    return SpoolFull(text)\n",
         "host --only 5",
         "not told by one clear error",

@@ -151,8 +151,8 @@ MUTANTS = (
     Mutant(
         "a disk that fills in a delivery ends a follower",
         _EXPORT,
-        "        if is_full(error):\n",
-        "        if False:\n",
+        "        kind = SpoolFull if is_full(error) else ConfigError\n",
+        "        kind = ConfigError\n",
         "pytest tests/reading/test_follow.py -k 'fills_in_a_delivery and write_at'",
     ),
     Mutant(

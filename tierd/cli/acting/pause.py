@@ -78,7 +78,7 @@ def _ask(spool: Spool, request: messages.Pause | messages.Resume) -> str | None:
             raise
         except DaemonUnavailable as error:
             try:
-                with translated(f"spool {spool.root}"), spool.lock():
+                with translated(f"spool {spool.root}", spool.root), spool.lock():
                     state = TierPause(spool)
                     change = state.begin(request.for_s) if isinstance(request, messages.Pause) else state.end()
                     asyncio.run(change)

@@ -120,7 +120,7 @@ def _confirm(run: str, found: tuple[Held, ...]) -> None:
 async def _held(where: Places, run: str) -> tuple[Held, ...]:
     found: list[Held] = []
     if where.spool:
-        with translated(f"spool {where.spool.root}"):
+        with translated(f"spool {where.spool.root}", where.spool.root):
             found.append(held_in_spool(where.spool, SPOOL, run))
     async with AsyncExitStack() as stack:
         for name, store in (await _stores(where, stack)).items():
@@ -144,7 +144,7 @@ def _remove_locally(spool: Spool, run: str) -> None:
                 return
         except DaemonUnavailable as error:
             try:
-                with translated(f"spool {spool.root}"), spool.lock():
+                with translated(f"spool {spool.root}", spool.root), spool.lock():
                     remove_from_spool(spool, run)
                     return
             except SpoolHeld:  # a daemon is starting or ending, or does not answer
@@ -193,7 +193,7 @@ async def _usages(where: Places, run: str | None) -> Usages:
     usage: list[Usage] = []
     unreached: list[str] = []
     if where.spool:
-        with translated(f"spool {where.spool.root}"):
+        with translated(f"spool {where.spool.root}", where.spool.root):
             runs = {part.checkpoint.run for part in where.spool.parts()}
             usage += [usage_in_spool(where.spool, one) for one in runs if run in (None, one)]
     async with AsyncExitStack() as stack:

@@ -83,7 +83,7 @@ async def _observe(where: Places) -> Overviews:
 
 def _local(spool: Spool | None) -> Iterator[list[CheckpointId]]:
     if spool is not None:
-        with translated(f"spool {spool.root}"):
+        with translated(f"spool {spool.root}", spool.root):
             yield from (spool.newest(run, 1) for run in spool.runs())
 
 

@@ -147,7 +147,7 @@ class Launch:
         """Raise `ConfigError` if another process has saved this rank under the given attempt, in this spool."""
         if self._saved_here(attempt):
             return
-        with translated(f"spool {self._spool.root}"):
+        with translated(f"spool {self._spool.root}", self._spool.root):
             parts = self._spool.parts(self.run)
         if any(part.rank == self.rank and part.checkpoint.attempt == attempt for part in parts):
             raise self._used(attempt)

@@ -107,7 +107,7 @@ class NodeSource:
         if not self._connected:
             self.link, self._connected = self._connect(), True
         if self.link:
-            with translated(f"spool {self._spool.root}"):
+            with translated(f"spool {self._spool.root}", self._spool.root):
                 self._spool.check_way(self._run)
                 odd = self._spool.odd_places(self._run)
             try:

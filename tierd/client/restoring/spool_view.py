@@ -29,7 +29,7 @@ def observe_spool(spool: Spool, run: str, *, deep: bool) -> tuple[Place, Checkpo
     """
     parts: dict[PartId, ManifestFacts | None] = {}
     defects: dict[PartId, TierdError] = {}
-    with translated(f"spool {spool.root}"):
+    with translated(f"spool {spool.root}", spool.root):
         before = committed(spool.control)
         newest = [] if deep else spool.newest(run, _NEWEST + 1)
         few = newest[:_NEWEST] if len(newest) > _NEWEST else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from tierd.client.attachment import Attachment
 from tierd.client.ranks.launch import Launch
 from tierd.client.saving.save_records import SaveRecords
 from tierd.client.schedule import Schedule
+from tierd.core.disk_full import lacks_inodes
 from tierd.spool.conditions import translated
 from tierd.spool.spool import Spool
 from tierd.spool.stage import describe_directory
@@ -33,14 +35,14 @@ class DirectorySaver:
         part, numbers = self._records.begin(step, metrics)
         try:
             self._launch.claim(part)
-            with translated(f"spool {self._spool.root}"):
+            with translated(f"spool {self._spool.root}", self._spool.root):
                 # Make room now, because the other library's write is not tried again.
-                if self._spool.free()[0] < self._staged_bytes:
+                if self._spool.free()[0] < self._staged_bytes or lacks_inodes(os.statvfs(self._spool.root)):
                     self._daemon.make_room(part, self._staged_bytes, quota=False)
                 stage = self._spool.stage(part)
             with stage:
                 yield stage.path
-                with translated(f"spool {self._spool.root}"):
+                with translated(f"spool {self._spool.root}", self._spool.root):
                     stage.check()  # before anything is read, because a link would lead out of the stage
                     files = describe_directory(stage.path)
                     self._staged_bytes = sum(file.size for file in files)

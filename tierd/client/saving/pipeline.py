@@ -329,7 +329,7 @@ class Pipeline:
     def _failed(self, save: Save, error: Exception) -> None:
         self._stats.failed += 1
         if isinstance(error, OSError):
-            error = condition(error, f"spool {self._spool.root}")
+            error = condition(error, f"spool {self._spool.root}", self._spool.root)
         log.error("save failed, training goes on: %s: %s", save.part, error)
         self._ended(save, error)
 

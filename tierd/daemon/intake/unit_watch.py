@@ -336,7 +336,7 @@ class UnitWatch:
             self._refused(path, str(error))
         except OSError as error:
             self._off[path] = self._now_s + _AGAIN_S
-            self._reports.taken(part, condition(error, f"spool {self._spool.root}"))
+            self._reports.taken(part, condition(error, f"spool {self._spool.root}", self._spool.root))
 
     def _has_room(self, part: PartId, due: Due, error: OSError) -> bool:
         """Free disk space if an error says that there is none; return whether a second try can succeed."""

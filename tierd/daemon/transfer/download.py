@@ -8,7 +8,6 @@ fails, the file is removed unless it belongs to a committed part, because the pa
 
 from __future__ import annotations
 
-import errno
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -33,12 +32,12 @@ from tierd.daemon.transfer.download_files import (
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.daemon.transfer.replicas import Replicas
 from tierd.spool.adopt import is_shared, unshare
+from tierd.spool.conditions import is_full
 from tierd.spool.direct_io import LARGE, PAGE, PIECE, reserve
 from tierd.spool.file_io import Buffer, drop_cached, flat, make_private, private
 from tierd.spool.verified_reads import read_chunk
 
 _HANDS = 8  # chunks in transfer at once, as far as the budget permits
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Wanted: TypeAlias = Mapping[str, Sequence[tuple[int, int]]]  # a file's path -> (first, end) of ranges of its chunks
 
@@ -298,7 +297,7 @@ class _Download:
         try:
             write_at(target.path, flat(raw), offset)
         except OSError as error:
-            if not self._committed and error.errno not in _FULL:
+            if not self._committed and not is_full(error):
                 target.path.unlink(missing_ok=True)
             raise
 

@@ -28,7 +28,7 @@ from tierd.daemon.transfer.download import Progress, download, missing
 from tierd.daemon.transfer.gathering import clear, held, partial_of, publish, usable
 from tierd.daemon.transfer.memory_budget import Budget
 from tierd.daemon.transfer.replicas import Replicas
-from tierd.spool.conditions import is_full
+from tierd.spool.conditions import is_full, way_out_of
 from tierd.spool.file_io import sync_directory, write_file
 from tierd.stores.base import Store
 
@@ -122,15 +122,15 @@ async def export_one(
 
 @contextmanager
 def _room(target: Path) -> Iterator[None]:
-    """Convert the error of a full disk into `SpoolFull`; other errors pass."""
+    """Convert an error of a full disk into `SpoolFull`, of a file's size into `ConfigError`; other errors pass."""
     try:
         yield
     except OSError as error:
-        if is_full(error):
-            raise SpoolFull(
-                f"{target}: {error.strerror}; free space on that file system, and run the same command again"
-            ) from error
-        raise
+        way_out = way_out_of(error, "there", target.parent)
+        if not way_out:
+            raise
+        kind = SpoolFull if is_full(error) else ConfigError
+        raise kind(f"{target}: {error.strerror}{way_out}; then run the same command again") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ async def fetch(
         copies.trust(reference)
         progress.begin(wanted_size(reference, wanted))
         try:
-            with translated(f"spool {home}"):
+            with translated(f"spool {home}", home):
                 if spool.holds(part):
                     needed = wanted if reference is local else None  # a new manifest requires all chunks
                     await download(home, reference, copies, budget, progress, committed=True, wanted=needed)
