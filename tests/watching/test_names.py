@@ -99,3 +99,18 @@ def test_unit_whose_files_may_not_be_asked_for_is_not_taken_and_named(
         found = units(tree.names())
         assert "step-100" not in {unit.path for unit in found} and len(found) == 1
         assert tree.unreadable == ["step-100"]
+
+
+def test_listing_has_ended_when_a_watch_begins_to_read(root: Path, spool: Spool) -> None:
+    """The thread lowers its priority there. A listing at nice 19 waited minutes for a CPU beside training."""
+    layouts.torchtitan(root)
+    write_unrelated(root)
+    events: list[str] = []
+    watch = UnitWatch(
+        *(spool, root, RUN, Reported()),
+        settle_s=0.0,
+        going=lambda: events.append("name"),
+        reads=lambda: events.append("reads"),
+    )
+    watch.observe(observed(spool), 1.0)
+    assert events.count("reads") == 1 and events.index("reads") > _UNRELATED

@@ -1,4 +1,7 @@
-"""The watches of a daemon: one call at a time for each `[[watch]]`, in a thread at idle priority.
+"""The watches of a daemon: one call at a time for each `[[watch]]`, in a thread that reads and copies at idle priority.
+
+A listing runs at normal priority, because it is short, and a thread at nice 19 waits minutes for a few tenths of a
+second of a CPU that training fills.
 
 Invariant: a watch that fails, or whose directory does not answer, delays nothing else. It is tried again. Its
 thread has ended when `run` has, unless its call hangs.
@@ -27,6 +30,7 @@ from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.daemon.intake.watch_at_work import SILENT_S, TRIES, RunNotWatched, WatchAtWork, run_in
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.timings import DaemonTimings
+from tierd.priority import lower
 from tierd.spool.commit import Room
 from tierd.stores.base import Store
 from tierd.watching.naming import history
@@ -266,6 +270,7 @@ class Intake:
             room=self._find_room,
             going=one.going,
             writes=one.writes,
+            reads=lower,
         )
 
     def _find_room(self, part: PartId, size_bytes: int, quota: bool) -> bool:

@@ -74,10 +74,11 @@ class UnitWatch:
         room: frees disk space when a commit finds the disk full.
         going: called before each name of a listing, each read and each chunk; if it raises `Stopped`, `observe` ends.
         writes: called before files are written to the spool, with the bytes of the largest.
+        reads: called after a listing, before units are read and copied.
 
     Attributes:
         listing_s: how long the last listing kept the file system and a CPU busy, in seconds. The time in which this
-            thread waited for a CPU is left out: at idle priority beside training it is most of the time.
+            thread waited for a CPU is left out: beside training it is most of the time.
         refused: the units of the last listing that are not taken as they are, by path, and why.
         unreadable: the directories that the last listing could not read.
         wanted: the checkpoint of the first unit that the last `observe` left because it might not take any.
@@ -94,9 +95,10 @@ class UnitWatch:
         room: Room | None = None,
         going: Callable[[], None] = lambda: None,
         writes: Callable[[int], None] = lambda size: None,
+        reads: Callable[[], None] = lambda: None,
     ) -> None:
         self._spool, self._directory, self._run, self._reports = spool, directory, run, reports
-        self._room, self._going, self._writes = room, going, writes
+        self._room, self._going, self._writes, self._reads = room, going, writes, reads
         self._settling, self._settle_s = Settling(settle_s), settle_s
         self._taken = TakenUnits(spool, run)
         self._ordering = Ordering(self._settling, self._taken)
@@ -146,6 +148,7 @@ class UnitWatch:
             self._refuse_restless()
             self._links.see(tree, listing)
             self._ordering.see(self._known)
+            self._reads()
             for one in self._ordering.sort(due):
                 if now_s >= self._off.get(one.unit.path, now_s):
                     self._consider_apart(tree, one, listing, may_take)

@@ -10,12 +10,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from tierd.core.config import WatchConfig
 from tierd.core.errors import ConfigError
 from tierd.own_thread import in_own_thread
-from tierd.priority import lower
 
 log = logging.getLogger("tierd.daemon")
 
@@ -84,14 +84,9 @@ class WatchAtWork:
 
 
 async def run_in(one: WatchAtWork, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run a call in a thread of its own, at idle priority. If cancelled, have it end, and wait `_END_S` for that."""
-
-    def at_idle_priority() -> T:
-        lower()
-        return call(*args, **kwargs)
-
+    """Run a call in a thread of its own. If cancelled, have it end, and wait `_END_S` for that."""
     one.silent_s = 0.0
-    work = in_own_thread(at_idle_priority, "tierd-watch")
+    work = in_own_thread(partial(call, *args, **kwargs), "tierd-watch")
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
