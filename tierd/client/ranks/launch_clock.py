@@ -31,7 +31,8 @@ class LaunchClock:
                 self._warned = True
                 log.warning(
                     "this node's clock was set %.0f s forward during this launch: its checkpoints are dated by the "
-                    "time that passes, because keep_within would delete earlier ones; the next launch follows the clock",
+                    "time that passes, because keep_within would delete earlier ones; the next launch follows the "
+                    "clock",
                     wall - due,
                 )
             wall = due
