@@ -120,6 +120,7 @@ MAY: dict[str, set[str]] = {
         "ipc.messages",
         "ipc.replies",
         "ipc.protocol",
+        "spool.adopt",
         "spool.conditions",
         "spool.commit",
         "spool.arena",

@@ -290,6 +290,27 @@ def test_stage_that_holds_no_plain_file_is_refused_by_its_path(home: Path, shape
         assert not list((home / RUN).glob(f"{4:012}.*"))
 
 
+def test_stage_keeps_its_bytes_when_a_file_outside_of_which_it_is_a_hard_link_changes(home: Path) -> None:
+    """The committed part changed with it, and was quarantined."""
+    outside = home.parent / "outside"
+    outside.write_bytes(b"as saved")
+    with tierd.Checkpointer(home, RUN, to=[]) as ckpt:
+        with ckpt.stage(4) as path:
+            (path / "below").mkdir()
+            os.link(outside, path / "below" / "weights")
+            os.link(outside, path / "weights")
+            (path / "own").write_bytes(b"own")
+            os.link(path / "own", path / "again")
+        with outside.open("r+b") as file:
+            file.write(b"changed!")
+        found = ckpt.restore()
+        assert found and found.step == 4
+        contents = {one.name: one.read_bytes() for one in found.directory.rglob("*") if one.is_file()}
+    contents.pop("manifest.json", None)
+    assert contents == {"weights": b"as saved", "own": b"own", "again": b"own"}
+    assert outside.read_bytes() == b"changed!" and outside.stat().st_nlink == 1
+
+
 # -- what is gone -----------------------------------------------------------------------------------------------------
 
 

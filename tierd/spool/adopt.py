@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -100,6 +101,28 @@ def unshare(path: Path) -> None:
         fresh.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def unshare_below(home: Path) -> None:
+    """Replace each file below a directory that has a name outside of it as well by a durable copy of its own.
+
+    Whoever writes by the other name would change a committed checkpoint. Names inside the directory may be links of
+    each other.
+    """
+    files: dict[tuple[int, int], list[Path]] = {}
+    links: dict[tuple[int, int], int] = {}
+    for directory, _, names in os.walk(home):
+        for name in names:
+            path = Path(directory, name)
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+                inode = status.st_dev, status.st_ino
+                files.setdefault(inode, []).append(path)
+                links[inode] = status.st_nlink
+    for inode, paths in files.items():
+        if links[inode] > len(paths):
+            for path in paths:
+                unshare(path)
 
 
 def _clone(fd: int, path: Path) -> bool:

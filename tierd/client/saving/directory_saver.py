@@ -14,6 +14,7 @@ from tierd.client.ranks.launch import Launch
 from tierd.client.saving.save_records import SaveRecords
 from tierd.client.schedule import Schedule
 from tierd.core.disk_full import lacks_inodes
+from tierd.spool.adopt import unshare_below
 from tierd.spool.conditions import translated
 from tierd.spool.spool import Spool
 from tierd.spool.stage import describe_directory
@@ -44,6 +45,7 @@ class DirectorySaver:
                 yield stage.path
                 with translated(f"spool {self._spool.root}", self._spool.root):
                     stage.check()  # before anything is read, because a link would lead out of the stage
+                    unshare_below(stage.path)
                     files = describe_directory(stage.path)
                     self._staged_bytes = sum(file.size for file in files)
                     stage.commit(msgspec.structs.replace(self._launch.manifest(part, numbers), files=files))
