@@ -9,9 +9,9 @@ import sys
 
 def main() -> int:
     """Run the command line and return the process's exit code."""
-    if sys.argv[1:2] == ["run"]:
-        # Held back until `serve` can handle it, because a reload during the start would end the daemon.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    if sys.argv[1:2] in (["run"], ["watch"]):
+        # Held back until `serve` can handle them, because until then they end the daemon without a line.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGTERM, signal.SIGINT})
     try:
         from tierd.cli import run
     except ModuleNotFoundError as error:

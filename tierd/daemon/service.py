@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,7 +87,7 @@ async def serve(
         config: the configuration.
         until_idle: end when no trainer is left and everything is flushed.
         await_trainer: with `until_idle`: also wait 120 s for a first trainer, because a trainer started this daemon.
-        reread: reads the configuration again, for SIGHUP; None: SIGHUP ends the process.
+        reread: reads the configuration again, for SIGHUP; None: SIGHUP ends the daemon as SIGTERM does.
         on_event: callback that gets every event as it happens.
 
     Returns:
@@ -100,19 +100,13 @@ async def serve(
             nothing else can be served.
         StoreRefused: with `until_idle`: a watched directory cannot be watched.
     """
-    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    hup = asyncio.Event()
-    if reread is not None:
-        loop.add_signal_handler(signal.SIGHUP, hup.set)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # `__main__` held it back during the imports
-    leave_no_core()
-    spare_address_space()
-    await check_apart(config)  # before a spool is created inside a tier's directory
-    spool = Spool(Path(config.spool))
     async with AsyncExitStack() as stack:
+        stop, hup = stack.enter_context(_signals(has_configuration=reread is not None))
+        leave_no_core()
+        spare_address_space()
+        await check_apart(config)  # before a spool is created inside a tier's directory
+        spool = Spool(Path(config.spool))
         stack.enter_context(spool.lock())
         stack.enter_context(bounded(spool.control))
         opened = await stack.enter_async_context(AsyncExitStack())
@@ -200,6 +194,33 @@ async def serve(
             log.error("%s: %s", problem.place, problem.why)
         log.info("ended")
     return (*left, *(problem.why for problem in undone))
+
+
+@contextmanager
+def _signals(*, has_configuration: bool) -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
+    """Handle signals, also those that `__main__` held back during the imports.
+
+    Yields:
+        An event that is set by each signal that ends the daemon, and one that SIGHUP sets if there is a configuration
+        to read again. A SIGHUP that `nohup` has ignored stays so without one.
+    """
+    stop, hup = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+
+    def hang_up(*_: object) -> None:
+        loop.call_soon_threadsafe(hup.set if has_configuration else stop.set)
+
+    former = signal.getsignal(signal.SIGHUP) or signal.SIG_DFL  # None: another language set it
+    if has_configuration or former is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, hang_up)
+    masked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP, signal.SIGTERM, signal.SIGINT})
+    try:
+        yield stop, hup
+    finally:
+        # A process whose signals `__main__` held back ends now; a SIGHUP would replace its exit code.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if signal.SIGHUP in masked else former)
 
 
 async def _stay_apart(config: Config, stores: Mapping[str, Store]) -> None:
