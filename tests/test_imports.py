@@ -100,6 +100,7 @@ MAY: dict[str, set[str]] = {
         "ipc.replies",
         "ipc.protocol",
         "ipc.starting",
+        "spool.file_io",
         "spool.spool",
         "spool.permissions",
         "core",

@@ -112,6 +112,7 @@ class TierPause:
     def _write(self, text: str) -> None:
         fresh = self._path.with_suffix(".new")
         with translated(self._doing):
+            fresh.unlink(missing_ok=True)  # of a write that was cut off, or an odd file in its place
             with open(fresh, "w", opener=private) as file:
                 file.write(text + "\n" * bool(text))
                 file.flush()

@@ -19,11 +19,12 @@ from typing import Any
 import msgspec
 
 from tierd import __version__
-from tierd.core.errors import DaemonAbsent, DaemonSilent, DaemonUnavailable, TierdError, VersionMismatch
+from tierd.core.errors import ConfigError, DaemonAbsent, DaemonSilent, DaemonUnavailable, TierdError, VersionMismatch
 from tierd.ipc.messages import HEARTBEAT, MAX_REPLY, Hello, Request, Status, encode_line
 from tierd.ipc.protocol import BEATS, PROTOCOL, Peer, explain
 from tierd.ipc.replies import greeted, raise_error
 from tierd.ipc.starting import ways_to_start
+from tierd.spool.file_io import open_own
 from tierd.spool.permissions import peer_pid, stranger
 from tierd.spool.spool import Spool
 
@@ -248,8 +249,9 @@ def hung(pid: int, does: str) -> str:
 def holder(spool: Spool) -> int:
     """Read the id of the process that holds the spool from its lock file; 0 if the file does not name one."""
     try:
-        text = spool.lock_path.read_text().strip()
-    except (OSError, UnicodeDecodeError):
+        with os.fdopen(open_own(spool.lock_path), "r") as file:
+            text = file.read().strip()
+    except (OSError, ConfigError, UnicodeDecodeError):
         return 0
     return int(text) if text.isascii() and text.isdecimal() else 0
 

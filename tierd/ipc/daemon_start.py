@@ -5,16 +5,18 @@ Invariant: the started daemon outlives this process, until everything is flushed
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
-from tierd.core.errors import DaemonSilent, DaemonUnavailable
+from tierd.core.errors import ConfigError, DaemonSilent, DaemonUnavailable
 from tierd.ipc.client import Link, holder, hung
 from tierd.ipc.messages import DAEMON_LOG, EXIT_HELD
-from tierd.spool.file_io import private
+from tierd.spool.file_io import open_own
 from tierd.spool.spool import Spool
 
 _START = 60.0  # seconds that a daemon may take to answer after its start, because imports from a network disk are slow
@@ -24,12 +26,24 @@ _started: list[subprocess.Popen[bytes]] = []
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    with open(log, "ab", opener=private) as output:
+    with _opened(log) as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/"
         )
     _started.append(process)
     return process
+
+
+def _opened(log: Path) -> BinaryIO:
+    """Open the daemon's log to append.
+
+    Raises:
+        DaemonUnavailable: something else is in its place. A FIFO would block, and a link lead out of the spool.
+    """
+    try:
+        return os.fdopen(open_own(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+    except (OSError, ConfigError) as error:
+        raise DaemonUnavailable(f"the daemon's log cannot be opened: {error}") from error
 
 
 def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
@@ -69,7 +83,8 @@ def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
             elif ended is not None:
                 break
         time.sleep(0.05)
-    tail = log.read_text(errors="replace")[-2000:].strip()
+    with os.fdopen(open_own(log), errors="replace") as file:
+        tail = file.read()[-2000:].strip()
     raise DaemonUnavailable(f"the daemon for spool {spool.root} did not start; {log} ends with:\n{tail}")
 
 

@@ -17,7 +17,7 @@ import msgspec
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import Attempt, Step
-from tierd.spool.file_io import sync_directory
+from tierd.spool.file_io import open_own, sync_directory
 
 if TYPE_CHECKING:
     from typing import Self
@@ -88,7 +88,8 @@ class Delivered:
 def write_durably(path: Path, data: bytes) -> None:
     """Replace a file by a rename, and make it durable."""
     fresh = path.with_name(f"{path.name}.new")
-    with fresh.open("wb") as file:
+    fresh.unlink(missing_ok=True)  # of a write that was cut off, or an odd file in its place
+    with fresh.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -114,7 +115,8 @@ def _locked(path: Path, waiting: Callable[[], None] | None) -> int:
 
 def _read(path: Path, run: str) -> dict[str, set[int]]:
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_Form)
+        with os.fdopen(open_own(path, follow=True), "rb") as file:  # a FIFO in its place would block
+            found = msgspec.json.decode(file.read(), type=_Form)
     except FileNotFoundError:
         return {}
     except (msgspec.DecodeError, RecursionError) as error:

@@ -204,8 +204,11 @@ def make_private(directory: Path) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """An `opener` for `open` that creates files for this user only, regardless of the umask."""
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+    """An `opener` for `open` that creates files for this user only, regardless of the umask.
+
+    A link in the file's place is not followed, and a FIFO does not block: both raise `OSError`.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
 
 
 def drop_cached(home: Path) -> None:

@@ -26,6 +26,7 @@ from tierd.spool.permissions import check_room
 
 ALIVE = "alive"  # a subdirectory of `.tierd/`
 _TRIES, _PAUSE_S = 20, 0.005  # a process that checks a lock holds it for an instant only
+_PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO in a lock's place does not block
 _PID_SIZE = 20  # bytes
 _KEPT = 64  # locks per run that a sweep keeps
 
@@ -175,13 +176,13 @@ def _lock(path: Path, part: PartId) -> int:
     writing, because a file system with such a file cannot be remounted read-only. NFS requires a descriptor open for
     writing (flock(2)), so EBADF leads to a second try with one.
     """
-    mode, more = os.O_RDONLY, os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    mode, more = os.O_RDONLY, os.O_CREAT | _PLAIN
     for _ in range(_TRIES):
         fd = os.open(path, mode | more, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_ino == path.stat().st_ino:
-                with os.fdopen(os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC), "wb") as file:
+                with os.fdopen(os.open(path, os.O_WRONLY | os.O_TRUNC | _PLAIN), "wb") as file:
                     file.write(f"{os.getpid()}\n".encode())
                 return fd
         except FileNotFoundError:
@@ -215,7 +216,7 @@ def _sweep(marks: Path, keep: int = _KEPT) -> None:
     """
     for path in _files(marks)[: -keep or None]:
         with suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | _PLAIN)
             try:
                 if _try_shared(fd):
                     path.unlink()

@@ -149,7 +149,7 @@ MUTANTS = (
     Mutant(
         "a daemon's threads take all of a limited address space",
         _SERVICE,
-        "    spare_address_space()\n",
+        "        spare_address_space()\n",
         "",
         "pytest tests/end_to_end/test_surroundings.py -k 700_mb",
     ),

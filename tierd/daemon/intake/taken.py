@@ -13,14 +13,16 @@ for that time, or partly unreadable. If it came back as new, it would sort after
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TypeAlias, TypeVar
 
 import msgspec
 
+from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
-from tierd.spool.file_io import private
+from tierd.spool.file_io import open_own, private
 from tierd.spool.spool import Spool
 from tierd.watching.settle import Shape
 
@@ -55,8 +57,11 @@ class TakenUnits:
     def __init__(self, spool: Spool, run: str) -> None:
         self._run, self._path = run, spool.control / _WATCHED / f"{run}.json"
         self._record: _Record | None = None  # None before the first listing of a directory
-        with suppress(OSError, msgspec.DecodeError, ValueError):
-            self._record = _decoder.decode(self._path.read_bytes())
+        with (
+            suppress(OSError, ConfigError, msgspec.DecodeError, ValueError),
+            os.fdopen(open_own(self._path), "rb") as file,  # a FIFO in its place does not block
+        ):
+            self._record = _decoder.decode(file.read())
 
     def has(self, path: str, shape: Shape) -> bool:
         """Whether a unit was taken as it is now."""

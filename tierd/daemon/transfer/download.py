@@ -180,6 +180,7 @@ class _Download:
         """Write the manifest for concurrent readers, by a rename, because a reader must never see an incomplete one."""
         make_way(self._home, DRAFT_NAME)
         fresh = self._home / f"{DRAFT_NAME}.new"
+        fresh.unlink(missing_ok=True)  # of a write that was cut off, or an odd file in its place
         with open(fresh, "wb", opener=private) as file:
             file.write(data)
         fresh.replace(self._home / DRAFT_NAME)
@@ -199,7 +200,9 @@ class _Download:
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(
-                path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600 if self._private else 0o644
+                path,
+                os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
+                0o600 if self._private else 0o644,
             )
             try:
                 if file.size >= LARGE and self._wanted is None:

@@ -41,7 +41,7 @@ class Target:
 
     def open(self, flags: int = os.O_WRONLY) -> None:
         if self.fd < 0:
-            self.fd = os.open(self.path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self.fd = os.open(self.path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def sync(self) -> None:
         self.open(os.O_RDONLY)  # read-only, because a file without writes may not be writable
@@ -65,7 +65,7 @@ def chunks_to_do(targets: list[Target]) -> Iterator[tuple[Target, int, int]]:
 
 def is_hole(path: Path, offset: int, size: int) -> bool:
     """Whether the file system reports that a range of a file was never written."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         return os.lseek(fd, offset, os.SEEK_DATA) >= offset + size
     except OSError as error:
@@ -76,7 +76,7 @@ def is_hole(path: Path, offset: int, size: int) -> bool:
 
 def write_at(path: Path, data: memoryview, offset: int) -> None:
     """Write at a file's offset. Each call opens its own descriptor, because O_DIRECT belongs to the descriptor."""
-    fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         write_pages(fd, data, offset)
     finally:
