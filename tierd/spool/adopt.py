@@ -106,8 +106,8 @@ def unshare(path: Path) -> None:
 def unshare_below(home: Path) -> None:
     """Replace each file below a directory that has a name outside of it as well by a durable copy of its own.
 
-    Whoever writes by the other name would change a committed checkpoint. Names inside the directory may be links of
-    each other.
+    A program that writes by the other name would change a committed checkpoint. Names inside the directory may be
+    links of each other.
     """
     files: dict[tuple[int, int], list[Path]] = {}
     links: dict[tuple[int, int], int] = {}
