@@ -317,7 +317,7 @@ def test_what_an_errno_means(
         with pytest.raises(expected) as caught:
             put(tmp_path, "k", b"new")
     assert str(tmp_path) in str(caught.value)
-    assert ("full" in str(caught.value)) == (number in (errno.ENOSPC, errno.EDQUOT))
+    assert ("keep less on this tier" in str(caught.value)) == (number in (errno.ENOSPC, errno.EDQUOT))
     assert temps(tmp_path) == []
     assert get(tmp_path, "k") == b"old"
     for name in ("open", "scandir"):
