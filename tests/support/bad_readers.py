@@ -19,16 +19,26 @@ class BadDisk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, home: Path, seed: int, one_in: int) -> None:
         self.flips, self._home, self._one_in = 0, home, one_in
         self._random, self._read = random.Random(seed), os.preadv
+        self._read_bytes = os.pread
         monkeypatch.setattr(os, "preadv", self._preadv)
+        monkeypatch.setattr(os, "pread", self._pread)
 
     def _preadv(self, fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
         count = self._read(fd, buffers, offset, flags)
+        self._flip(fd, buffers[0], count)
+        return count
+
+    def _pread(self, fd: int, count: int, offset: int) -> bytes:
+        data = bytearray(self._read_bytes(fd, count, offset))
+        self._flip(fd, data, len(data))
+        return bytes(data)
+
+    def _flip(self, fd: int, data: bytearray | memoryview, count: int) -> None:
         bad = Path(os.readlink(f"/proc/self/fd/{fd}")).is_relative_to(self._home)
         if count and bad and self.is_bad():
             self.flips += 1
             for _ in range(3):  # so that the chunk among the pages that were read is met
-                buffers[0][self._random.randrange(count)] ^= 1 << self._random.randrange(8)
-        return count
+                data[self._random.randrange(count)] ^= 1 << self._random.randrange(8)
 
     def is_bad(self) -> bool:
         """Decide whether a read is wrong."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+import xxhash
 
 PIECE = 1 << 20  # bytes read at a time while content is checked
 
@@ -19,6 +21,29 @@ class ByteSource(Protocol):
 
     def read(self, offset: int, length: int) -> bytes:
         """Return exactly these bytes, all of which are below `size`."""
+        ...
+
+
+class DigestedSource:
+    """A source that is read past its cache, if it has one. Everything that is read updates `digest`."""
+
+    def __init__(self, source: ByteSource, digest: xxhash.xxh3_128) -> None:
+        self._source, self._digest, self.size = source, digest, source.size
+        if isinstance(source, Cached):
+            source.drop_cached()
+
+    def read(self, offset: int, length: int) -> bytes:
+        data = self._source.read(offset, length)
+        self._digest.update(data)
+        return data
+
+
+@runtime_checkable
+class Cached(Protocol):
+    """A source with a cache between it and its device."""
+
+    def drop_cached(self) -> None:
+        """Have the next reads come from the device."""
         ...
 
 

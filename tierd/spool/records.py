@@ -15,12 +15,15 @@ import secrets
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from tierd.core.errors import CorruptChunk, TierdError
+from tierd.core.corruption import proven
+from tierd.core.errors import CorruptChunk, ManifestError, TierdError
 from tierd.core.ids import CheckpointId, PartId, is_attempt
 from tierd.core.planning.place import LocalLaunch
 from tierd.core.retention.policy import RetentionPolicy
@@ -29,7 +32,7 @@ from tierd.core.timeline.head import MAX_SIZE as HEAD_SIZE
 from tierd.core.timeline.head import Head
 from tierd.core.timeline.head import decode as decode_head
 from tierd.core.timeline.head import encode as encode_head
-from tierd.spool.file_io import exists, open_plain, sync_directory
+from tierd.spool.file_io import digest, exists, open_plain, sync_directory
 from tierd.spool.permissions import check_room
 
 SAVED, RETENTION, TIMELINE = "saved", "retention", "timeline"  # subdirectories of `.tierd/`
@@ -38,6 +41,8 @@ Known = dict[tuple[str, str], tuple[int, PartId | None]]  # by run and name: whe
 _Stamp = tuple[int, int, int]  # a file's inode, size and time of its last change
 KnownHeads = dict[str, tuple[_Stamp, Head]]  # by run
 _MARK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO in a record's place is refused without blocking
+
+T = TypeVar("T")
 
 
 def mark_saved(control: Path, part: PartId) -> None:
@@ -208,8 +213,23 @@ def heads(control: Path, known: KnownHeads | None = None) -> dict[str, tuple[Hea
 
 
 def _head(path: Path, run: str) -> Head:
-    with os.fdopen(open_plain(path), "rb") as file:
-        return decode_head(file.read(HEAD_SIZE + 1), run, "")
+    return _read_sealed(path, HEAD_SIZE, lambda data: decode_head(data, run, ""))
+
+
+def _read_sealed(path: Path, most: int, decoded: Callable[[bytes], T]) -> T:
+    """Read a record that ends in its own digest. Raises as `decoded`, once two reads gave the same wrong bytes."""
+
+    def read() -> T:
+        with os.fdopen(open_plain(path), "rb") as file:
+            data = file.read(most + 1)
+            try:
+                return decoded(data)
+            except ManifestError as error:
+                error.read_digest = digest(data)
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                raise
+
+    return proven(read, str(path))
 
 
 def policies(control: Path, runs: Iterable[str]) -> dict[str, tuple[StoredRetention, ...]]:
@@ -223,8 +243,7 @@ def policies(control: Path, runs: Iterable[str]) -> dict[str, tuple[StoredRetent
         if not exists(path):
             continue
         try:
-            with os.fdopen(open_plain(path), "rb") as file:
-                found[run] = (decode(file.read(MAX_SIZE + 1), run, "", "trainer"),)
+            found[run] = (_read_sealed(path, MAX_SIZE, partial(decode, run=run, by="", given="trainer")),)
         except (CorruptChunk, TierdError) as error:
             found[run] = (unreadable(run, "", "trainer", error),)
     return found

@@ -1,20 +1,23 @@
 """Check each file of a unit by its format, and against the unit's own index.
 
 This module reads through an `Opener`, so it touches no file system itself. A file that changes while it is read proves
-nothing, because a writer is still at work.
+nothing, because a writer is still at work. Neither does one wrong read: a result other than sound counts only if two
+reads of the unit gave the same bytes (`core.corruption`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from posixpath import basename, dirname
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+import xxhash
 
-from tierd.formats.byte_source import ByteSource, Damaged, NoFormat, Sound, Unchecked, Unfinished
+from tierd.core.corruption import Reading, Verdict, judge, unstable
+from tierd.formats.byte_source import ByteSource, Damaged, DigestedSource, NoFormat, Sound, Unchecked, Unfinished
 from tierd.formats.dcp import Extent, check_extents, read_extents
 from tierd.formats.files import check_file
 from tierd.formats.safetensors import check_safetensors
@@ -93,6 +96,33 @@ class Inspected(msgspec.Struct, frozen=True):
 
 def inspect_unit(unit: Unit, sizes: Mapping[str, int], opener: Opener) -> Inspected:
     """Check a unit. `sizes` maps each of its files' paths to its size in bytes."""
+    found = _inspected(unit, sizes, opener)
+    readings: list[Reading] = []
+    while found.status in ("damaged", "incomplete", "unknown") and not unit.missing:
+        verdict = judge(readings)
+        if verdict is Verdict.CORRUPT:
+            break
+        if verdict is Verdict.UNSTABLE:
+            finding = Finding(unit.path, None, "unreadable", str(unstable(unit.path)))
+            return msgspec.structs.replace(found, status="unreadable", findings=(finding,))
+        digest = xxhash.xxh3_128()
+        found = _inspected(unit, sizes, _digested(opener, digest))
+        readings.append(Reading(digest.hexdigest()))
+    return found
+
+
+def _digested(opener: Opener, digest: xxhash.xxh3_128) -> Opener:
+    """Return an opener whose reads come from the device, and are digested."""
+
+    @contextmanager
+    def opened(path: str) -> Iterator[ByteSource]:
+        with opener(path) as source:
+            yield DigestedSource(source, digest)
+
+    return opened
+
+
+def _inspected(unit: Unit, sizes: Mapping[str, int], opener: Opener) -> Inspected:
     inspection = _Inspection(unit, opener)
     inspection.run()
     if unit.missing:

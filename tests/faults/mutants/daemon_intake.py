@@ -26,6 +26,13 @@ _TEST_UNIT_WATCH = "pytest tests/watching/test_unit_watch.py"
 
 MUTANTS = (
     Mutant(
+        "prepare moves a unit that was misread once",
+        "tierd/daemon/intake/comparing.py",
+        "        proven(check, path)\n",
+        "        check()\n",
+        "pytest tests/watching/test_bad_disk.py -k prepare",
+    ),
+    Mutant(
         "a unit that stays open for writing is read again and again",
         _UNIT_WATCH,
         "        if self._is_open(tree, due):\n            return\n",

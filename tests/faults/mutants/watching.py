@@ -14,6 +14,13 @@ _TEST_SETTLE = "pytest tests/watching/test_settle.py"
 
 MUTANTS = (
     Mutant(
+        "one wrong read makes a unit damaged",
+        "tierd/watching/inspect.py",
+        '    while found.status in ("damaged", "incomplete", "unknown") and not unit.missing:\n',
+        "    while False:\n",
+        "pytest tests/watching/test_bad_disk.py -k sound_unit",
+    ),
+    Mutant(
         "an integer that no float holds is an error",
         "tierd/watching/describe.py",
         "    except OverflowError:",

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tierd.core.manifest import Manifest
+from tierd.core.corruption import proven
+from tierd.core.errors import CorruptChunk
+from tierd.core.manifest import Chunk, Manifest
 from tierd.spool.file_io import digest
-from tierd.watching.files import Tree
+from tierd.watching.files import OpenFile, Tree
 from tierd.watching.listing import ListedEntry, Listing
 from tierd.watching.naming import made_at
 from tierd.watching.unit_file import UNIT_NAME
 
 
 def differences(tree: Tree, listing: Listing, manifest: Manifest) -> Iterator[str]:
-    """Yield where a unit differs from its manifest; each byte is read once.
+    """Yield where a unit differs from its manifest; right bytes are read once.
 
     Raises:
         Changed, OSError: as `Tree.opened`.
@@ -32,9 +34,27 @@ def differences(tree: Tree, listing: Listing, manifest: Manifest) -> Iterator[st
         with tree.opened(file.path, entry) as source:
             offset = 0
             for chunk in file.chunks:
-                if digest(source.read(offset, chunk.size)) != chunk.xxh3_128:
+                if not _is_right(source, offset, chunk, file.path):
                     yield f"{file.path}: bytes {offset}..{offset + chunk.size} are not those that were taken{since}"
                 offset += chunk.size
+
+
+def _is_right(source: OpenFile, offset: int, chunk: Chunk, path: str) -> bool:
+    """Whether a file has a chunk's bytes. Raises UnstableRead, an OSError, if its reads differ from each other."""
+
+    def check() -> None:
+        found = digest(source.read(offset, chunk.size))
+        if found != chunk.xxh3_128:
+            source.drop_cached()
+            error = CorruptChunk(path)
+            error.read_digest = found
+            raise error
+
+    try:
+        proven(check, path)
+    except CorruptChunk:
+        return False
+    return True
 
 
 def _written_since(entry: ListedEntry, manifest: Manifest) -> str:
