@@ -55,8 +55,8 @@ MUTANTS = (
     Mutant(
         "a copy is not whole",
         "tierd/spool/adopt.py",
-        "            write_all(made, data, offset)\n",
-        "            write_all(made, data, 0)\n",
+        "            write_all(made, _read(fd, memory, length, offset, path, found), offset)\n",
+        "            write_all(made, _read(fd, memory, length, offset, path, found), 0)\n",
         "pytest tests/watching/test_unit_watch.py -k 'every_way and copy'",
     ),
     Mutant(
