@@ -53,9 +53,9 @@ def described(path: Path, **options) -> File | None:
 def test_digests_of_a_bad_disk_are_right_or_none(path, monkeypatch, one_in, is_written):
     written = (SIZE, digest(path.read_bytes())) if is_written else None
     files = []
-    with monkeypatch.context() as patched:
-        on_disk(patched)
-        for seed in range(10):
+    for seed in range(20):
+        with monkeypatch.context() as patched:
+            on_disk(patched)
             BadDisk(patched, path.parent, seed, one_in)
             files.append(described(path, written=written))
     found = [file for file in files if file]
