@@ -255,8 +255,8 @@ MUTANTS = (
     Mutant(
         "the wall clock alone says that a run is finished",
         "tierd/daemon/presence.py",
-        "if min(quiet, math.inf if newest is None else today - newest) >= for_s:",
-        "if (math.inf if newest is None else today - newest) >= for_s:",
+        "        return min(now - self._seen.get(run, self._begun if newest is None else -math.inf), part_s)\n",
+        "        return part_s\n",
         "pytest tests/daemon/test_presence.py -k both_its_trainer",
     ),
 )
