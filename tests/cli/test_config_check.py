@@ -11,7 +11,7 @@ import pytest
 import tierd
 from tierd.cli import run
 from tierd.core.config import Config, TierConfig
-from tierd.core.errors import ConfigError, DaemonUnavailable
+from tierd.core.errors import ConfigError
 from tierd.spool.spool import Spool
 from tierd.stores import directory_overlap
 
@@ -128,7 +128,7 @@ def test_a_directory_that_does_not_answer_is_judged_by_its_text(monkeypatch) -> 
 
 def test_a_trainers_own_daemon_is_refused_in_words_and_a_reader_of_nested_places_is_not(tmp_path: Path) -> None:
     spool = tmp_path / "spool"
-    with pytest.raises(DaemonUnavailable, match=r"tier\[0\]\.url: .*/spool/tier lies in the directory of the spool"):
+    with pytest.raises(ConfigError, match=r"tier\[0\]\.url: .*/spool/tier lies in the directory of the spool"):
         tierd.Checkpointer(spool, "run", to=[str(spool / "tier")])
     (tmp_path / "outer" / "inner").mkdir(parents=True)
     with tierd.open([str(tmp_path / "outer"), str(tmp_path / "outer" / "inner")], "run") as reader:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierd.ipc.messages import EXIT_HELD
+from tierd.ipc.messages import EXIT_BAD_INPUT, EXIT_HELD
 
 EXIT_NOT_EXACT = 8
 EXIT_UNFINISHED = 9
@@ -13,7 +13,8 @@ EXIT_CODES: dict[int, str] = {
     0: "done; nothing wrong was found",
     1: "an unexpected failure: a bug, or an error of the operating system",
     2: "the command line was not understood",
-    3: "bad input: configuration, URL, name, step, a spool that cannot be used, a loop that fails by itself",
+    EXIT_BAD_INPUT: "bad input: configuration, URL, name, step, a spool that cannot be used, "
+    "a loop that fails by itself",
     4: "not found: no such checkpoint, or none verified; `inspect`, `import`: a checkpoint is incomplete or unknown",
     5: "corruption was found",
     6: "a store or the daemon did not answer, or refused; this proves nothing wrong",

@@ -111,6 +111,8 @@ async def serve(
         stack.enter_context(bounded(spool.control))
         opened = await stack.enter_async_context(AsyncExitStack())
         stores, notifier = await open_all(config, opened)
+        if await_trainer:  # before it listens, so that the trainer's start raises, and not only its tiers stay empty
+            await check_identities(config.urls(), stores)
         http = server_of(config.http)
         reload = Reload(reread or (lambda: config), open_compared, opened, notifier)
 

@@ -12,7 +12,7 @@ from typing import assert_never
 from tierd.core.diagnosis import tier as judge
 from tierd.core.diagnosis.findings import NODE, SYSTEM, Finding, finding
 from tierd.core.errors import TierdError
-from tierd.daemon.tiers.identity import TiersOverlap, try_identities
+from tierd.daemon.tiers.identity import TiersOverlap, check_identities
 from tierd.doctor import disk, machine, service, tier
 from tierd.doctor.bounded import in_thread
 from tierd.doctor.disk import State
@@ -54,7 +54,7 @@ async def _shared(tiers: Sequence[Subject]) -> list[Finding]:
     """Find whether a tier is the place of another one under another name, or lies in it."""
     try:
         urls, stores = {of.place: of.url for of in tiers}, {of.place: of.store for of in tiers}
-        silent = await try_identities(urls, stores)
+        silent = await check_identities(urls, stores, keep=False)
     except TiersOverlap as error:
         return [finding(error.tier, "another tier's place", str(error))]
     if len(tiers) < 2:

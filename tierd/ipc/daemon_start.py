@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from tierd.core.errors import ConfigError, DaemonSilent, DaemonUnavailable
 from tierd.ipc.client import Link, holder, hung
-from tierd.ipc.messages import DAEMON_LOG, EXIT_HELD
+from tierd.ipc.messages import DAEMON_LOG, EXIT_BAD_INPUT, EXIT_HELD
 from tierd.spool.file_io import open_own
 from tierd.spool.spool import Spool
 
@@ -59,6 +59,7 @@ def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
 
     Raises:
         DaemonSilent: a daemon exists, and accepts no callers or was stopped before it listened.
+        ConfigError: the daemon refused the tiers or the spool; the message is its own.
         DaemonUnavailable: the daemon ended or did not answer; the message holds the end of its log.
     """
     log = spool.control / DAEMON_LOG
@@ -83,9 +84,22 @@ def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
             elif ended is not None:
                 break
         time.sleep(0.05)
-    with os.fdopen(open_own(log), errors="replace") as file:
-        tail = file.read()[-2000:].strip()
+    text = _log_text(log)
+    if ended == EXIT_BAD_INPUT:
+        raise ConfigError(_last_error(text) or f"spool {spool.root}: the daemon refused its configuration; see {log}")
+    tail = text[-2000:].strip()
     raise DaemonUnavailable(f"the daemon for spool {spool.root} did not start; {log} ends with:\n{tail}")
+
+
+def _log_text(log: Path) -> str:
+    with os.fdopen(open_own(log), errors="replace") as file:
+        return file.read()
+
+
+def _last_error(text: str) -> str:
+    """Return the message with which the command line ended, the last in its log; empty if there is none."""
+    lines = text.rpartition("\ntierd: ")
+    return lines[2].strip() if lines[1] else ""
 
 
 def _is_stopped(pid: int) -> bool:

@@ -33,6 +33,7 @@ HEARTBEAT = 5.0  # seconds
 BEAT = 0.25  # seconds
 # Exit status of a daemon whose spool another daemon holds; the process that started it can use that daemon.
 EXIT_HELD = 7
+EXIT_BAD_INPUT = 3  # of one that cannot use its configuration, which the process that started it chose
 DAEMON_LOG = "daemon.log"  # in the spool's `.tierd/`: the standard error of a daemon that a trainer started
 MAX_REQUEST = 64 << 10  # bytes
 MAX_NOTE = 40_000  # bytes; 53,336 in base64, which fits into a request

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+from collections import deque
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 
 import pytest
 from stores.s3.test_s3_store import credentials
-from support.doubles import contents
+from support.doubles import Double, contents
 from support.s3stub import Bucket, serving
 from support.world import commit, converge, part, running, steps_on, until
 
+import tierd
 from tierd.cli import run as command
 from tierd.core.config import Config, TierConfig, from_urls
 from tierd.core.errors import ConfigError, StoreUnavailable
@@ -142,6 +146,63 @@ def test_a_tier_that_does_not_answer_is_left_out_and_compared_later(spool):
     asyncio.run(work())
 
 
+class Turns:
+    """Lets the requests of two processes happen in a random order."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.waiting: tuple[deque[asyncio.Future[None]], ...] = (deque(), deque())
+
+    def store(self, inner: MemoryStore, process: int) -> Double:
+        async def wait() -> None:
+            turn = asyncio.get_running_loop().create_future()
+            self.waiting[process].append(turn)
+            await turn
+
+        class Waiting(Double):
+            async def _enter(self, operation: str, key: str) -> None:
+                await wait()
+
+        return Waiting(inner)
+
+    async def play(self, *processes: Coroutine[None, None, frozenset[str]]) -> list[frozenset[str] | BaseException]:
+        tasks = [asyncio.ensure_future(process) for process in processes]
+        while not all(task.done() for task in tasks):
+            for _ in range(10):
+                await asyncio.sleep(0)
+            if ready := [waiting for waiting in self.waiting if waiting]:
+                self.chance.choice(ready).popleft().set_result(None)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("places", ["one", "two", "copied"])
+def test_processes_that_compare_at_the_same_time_are_not_misled(spool, places):
+    """Each may put the tier's first record between two reads of the other one, which then saw two records."""
+    urls = named(spool, {"a": 1, "b": 8}).urls()
+
+    async def work(seed: int) -> None:
+        a = MemoryStore()
+        b = a if places == "one" else MemoryStore()
+        if places == "copied":
+            await put_identity(a)
+            await b.put("README.md.id", bytes(await a.get("README.md.id")))
+        turns = Turns(seed)
+        results = await turns.play(
+            *(check_identities(urls, {"a": turns.store(a, one), "b": turns.store(b, one)}, "a") for one in (0, 1))
+        )
+        for result in results:
+            if places == "one":  # refused, or not known; never apart
+                assert isinstance(result, ConfigError) or result, seed
+            else:
+                assert not isinstance(result, BaseException), seed
+        last = await asyncio.gather(check_identities(urls, {"a": a, "b": b}), return_exceptions=True)
+        assert isinstance(last[0], ConfigError) == (places == "one")
+        assert places == "one" or await read_identity(a) != await read_identity(b)
+
+    for seed in range(300):
+        asyncio.run(work(seed))
+
+
 def test_commands_refuse_two_names_of_one_server(tmp_path, capsys, credentials):
     with serving(Bucket()) as bucket:
         file, url = tmp_path / "tierd.toml", bucket.url()
@@ -168,6 +229,19 @@ def test_commands_refuse_two_names_of_one_server(tmp_path, capsys, credentials):
             assert command(words) == 3
             assert "'b' is the place of tier 'a' under another name" in capsys.readouterr().err
         assert command(["config", "check", str(file)]) == 0  # it asks no tier
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_trainer_that_names_one_server_twice_gets_the_reason(tmp_path, credentials, recorded):
+    """It got DaemonUnavailable, or nothing at all: its daemon ended, and its tiers stayed empty."""
+    with serving(Bucket()) as bucket:
+        if recorded:
+            bucket.objects["p/README.md.id"] = b'{"format": 1, "id": "511243747ba9f741d7e54a8e7e324d8f"}'
+        with pytest.raises(
+            ConfigError, match=r"tier 's3-2' is the place of tier 's3' under another name \(s3://.*s3://"
+        ):
+            tierd.Checkpointer(tmp_path, run="r", to=[bucket.url(), bucket.url().replace("127.0.0.1", "localhost")])
+        assert [*bucket.objects] == ["p/README.md.id"] * recorded
 
 
 @pytest.mark.parametrize("recorded", [True, False])

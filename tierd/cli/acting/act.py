@@ -41,7 +41,7 @@ from tierd.core.urls import parse_url
 from tierd.daemon.opening import open_tiers
 from tierd.daemon.service import open_all, serve
 from tierd.daemon.tiers import pins
-from tierd.daemon.tiers.identity import try_identities
+from tierd.daemon.tiers.identity import check_identities
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.tiers.reach import Reach
 from tierd.daemon.tiers.reach import reach as try_out
@@ -227,5 +227,5 @@ async def _opened(config: Config, *, reach: bool) -> dict[str, Reach]:
     async with AsyncExitStack() as stack:
         stores, _ = await open_all(config, stack, trial=True)
         if reach:
-            await try_identities(config.urls(), stores)
+            await check_identities(config.urls(), stores, keep=False)
         return {name: await try_out(store) for name, store in stores.items()} if reach else {}

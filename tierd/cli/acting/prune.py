@@ -114,7 +114,7 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
     judged: list[Judged] = []
     async with AsyncExitStack() as stack:
         stores = await open_tiers(where.config, stack)
-        if silent := await check_identities(where.config.urls(), stores):
+        if silent := await check_identities(where.config.urls(), stores, keep=not dry_run):
             raise StoreUnavailable(f"{', '.join(sorted(silent))} did not answer; nothing was pruned")
         inventory = await observe_places(where.spool, stores, run)
         if where.policy:  # a person's policy replaces the runs' own

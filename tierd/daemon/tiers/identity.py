@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import permutations
@@ -27,6 +27,7 @@ from tierd.daemon.tiers.objects import agreed
 from tierd.stores.base import Store, clear, is_key
 
 _ANSWER_S = 5.0  # seconds for a tier to answer
+_TRIES = 3  # comparisons, because other processes may put records at the same time
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,10 +53,11 @@ class TiersOverlap(ConfigError):
         tier: the name of the tier that is to be changed.
     """
 
-    def __init__(self, tier: str, how: str, other: str) -> None:
+    def __init__(self, tier: str, how: str, other: str, urls: Mapping[str, StoreUrl]) -> None:
         super().__init__(
-            f"tier {tier!r} {how} the place of tier {other!r} under another name, and each would delete what is the "
-            "other's: nothing is pruned there; leave one of them out, or give it a prefix or directory of its own"
+            f"tier {tier!r} {how} the place of tier {other!r} under another name ({urls[tier]}, {urls[other]}), and "
+            "each would delete what is the other's: nothing is pruned there; leave one of them out, or give it a "
+            "prefix or directory of its own"
         )
         self.tier = tier
 
@@ -85,69 +87,108 @@ async def ensure_identity(store: Store) -> bool:
     return False
 
 
-async def check_identities(urls: Mapping[str, StoreUrl], stores: Mapping[str, Store], tier: str = "") -> frozenset[str]:
-    """Refuse tiers of which two are one place, or one lies in another one.
+async def check_identities(
+    urls: Mapping[str, StoreUrl], stores: Mapping[str, Store], tier: str = "", *, keep: bool = True
+) -> frozenset[str]:
+    """Refuse tiers of which two are one place, or one lies in another one. A tier without a record gets one.
 
     Args:
         urls: tier name -> its URL.
         stores: tier name -> open store.
         tier: compare this tier with each other one; empty: compare all tiers.
+        keep: leave the records that this call put. They are deleted if tiers are refused. A tier that deletes nothing
+            keeps them, and one that takes nothing is compared without.
 
     Returns:
-        The tiers that did not answer within 5 s. They are left out, because an outage must not end a daemon.
+        The tiers about which nothing is known: they did not answer within 5 s, or other processes compare them at the
+        same time. An outage must not end a daemon.
 
     Raises:
         TiersOverlap: two tiers are one place, or one lies in another one.
     """
     if len(stores) < 2:
         return frozenset()
-    answers = await asyncio.gather(*(_answer(store, IDENTITY_KEY) for store in stores.values()))
-    ids = dict(zip(stores, answers, strict=True))
-    pairs = [(inner, outer) for inner, outer in permutations(stores, 2) if not tier or tier in (inner, outer)]
-    for inner, outer in pairs:
-        below = _key_below(urls[inner], urls[outer])
-        if ids[inner] and below and await _answer(stores[outer], below) == ids[inner]:
-            raise TiersOverlap(inner, "lies in", outer)
-    for mine, theirs in pairs:
-        shared = ids[mine] if mine < theirs and ids[mine] == ids[theirs] else None
-        if shared and await _is_one_place(stores[mine], stores[theirs], shared):
-            raise TiersOverlap(theirs, "is", mine)
-    return frozenset(name for name, identity in ids.items() if identity is None)
-
-
-async def try_identities(urls: Mapping[str, StoreUrl], stores: Mapping[str, Store]) -> frozenset[str]:
-    """As `check_identities`, also for tiers that have no record yet: each gets one for the time of the comparison.
-
-    A tier that deletes nothing keeps it, and one that takes nothing is compared without. Raises as `check_identities`.
-    """
     made: list[Store] = []
+    recorded: set[str] = set()
+    silent: set[str] = set()
+
+    async def ensure(name: str) -> None:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                if not await ensure_identity(stores[name]):
+                    made.append(stores[name])
+                recorded.add(name)
+        except StoreRefused:
+            pass
+        except (StoreUnavailable, TimeoutError):
+            silent.add(name)
+
     try:
-        for store in stores.values() if len(stores) > 1 else ():
-            try:
-                async with asyncio.timeout(_ANSWER_S):
-                    if not await ensure_identity(store):
-                        made.append(store)
-            except (StoreUnavailable, StoreRefused, TimeoutError):
-                continue
-        return await check_identities(urls, stores)
+        await asyncio.gather(*map(ensure, stores))
+        answering = {name: store for name, store in stores.items() if name not in silent}
+        pairs = [(inner, outer) for inner, outer in permutations(answering, 2) if not tier or tier in (inner, outer)]
+        for _ in range(_TRIES):
+            unknown = await _compare(urls, answering, pairs, recorded)
+            if not unknown:
+                break
+        return frozenset(silent | unknown)
+    except TiersOverlap:
+        keep = False
+        raise
     finally:
-        for store in made:
+        for store in () if keep else made:
             with suppress(StoreUnavailable, StoreRefused):
                 await clear(store, [IDENTITY_KEY])
 
 
-async def _is_one_place(mine: Store, theirs: Store, shared: str) -> bool:
+async def _compare(
+    urls: Mapping[str, StoreUrl], stores: Mapping[str, Store], pairs: Sequence[tuple[str, str]], recorded: Set[str]
+) -> set[str]:
+    """Compare the tiers of each pair once, and return those about which that shows nothing. Raises `TiersOverlap`.
+
+    Each record is read twice. Ids are random and never put again, so a record that reads the same was there all the
+    time in between. If two records differ, and neither changed, they are two objects. A single read would not show
+    this, because another process may put a record between the reads of the two tiers.
+
+    Args:
+        recorded: the tiers that had a record before; one that has none now was deleted meanwhile.
+    """
+    ids = await _answers(stores)
+    below = {pair: key for pair in pairs if (key := _key_below(urls[pair[0]], urls[pair[1]]))}
+    shown = {pair: await _answer(stores[pair[1]], key) for pair, key in below.items()}
+    again = await _answers(stores)
+    unknown = {name for name in stores if ids[name] is None or ids[name] != again[name]}
+    unknown |= {name for name in recorded & ids.keys() if not ids[name]}
+    unknown |= {outer for (_, outer), identity in shown.items() if identity is None}
+    for (inner, outer), identity in shown.items():
+        if identity and identity == ids[inner]:
+            raise TiersOverlap(inner, "lies in", outer, urls)
+    for mine, theirs in pairs:
+        shared = ids[mine] if mine < theirs and ids[mine] == ids[theirs] else None
+        is_one = await _is_one_place(stores[mine], stores[theirs], shared) if shared else False
+        if is_one:
+            raise TiersOverlap(theirs, "is", mine, urls)
+        unknown |= {mine, theirs} if is_one is None else set()
+    return unknown
+
+
+async def _is_one_place(mine: Store, theirs: Store, shared: str) -> bool | None:
     """Whether a new record that is put through one name replaces the shared one under the other name.
 
-    Any other record than the shared one counts, because another process may do the same at the same time. So does a
-    record that cannot be put or read, because a refusal deletes nothing.
+    None if that cannot be told: a tier failed, or another process has put a record at the same time.
     """
     try:
         async with asyncio.timeout(_ANSWER_S):
-            await put_identity(theirs)
-            return await read_identity(mine) != shared
+            own = await put_identity(theirs)
+            identity = await read_identity(mine)
     except (StoreUnavailable, StoreRefused, TimeoutError):
-        return True
+        return None
+    return True if identity == own else False if identity == shared else None
+
+
+async def _answers(stores: Mapping[str, Store]) -> dict[str, str | None]:
+    answers = await asyncio.gather(*(_answer(store, IDENTITY_KEY) for store in stores.values()))
+    return dict(zip(stores, answers, strict=True))
 
 
 async def _answer(store: Store, key: str) -> str | None:

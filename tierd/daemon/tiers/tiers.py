@@ -31,7 +31,7 @@ from tierd.daemon.tiers.deletions import Confirm
 from tierd.daemon.tiers.flushes import TierFlushes
 from tierd.daemon.tiers.heads import rolled_back, unwritten, write
 from tierd.daemon.tiers.holders import holds, lacking
-from tierd.daemon.tiers.identity import check_identities, ensure_identity
+from tierd.daemon.tiers.identity import check_identities
 from tierd.daemon.tiers.intents import sweep
 from tierd.daemon.tiers.manifests import READERS
 from tierd.daemon.tiers.observations import Observations
@@ -223,12 +223,11 @@ class Tiers:
         What a tier wants that has not answered yet is held anyhow. One that was observed may be this very place, so its
         copies may be those that are about to be deleted.
         """
-        async with self._comparing:  # a record that two workers put at once would be two
+        async with self._comparing:
             if time.monotonic() - self._compared_s[tier] < self._timings.compared_s:
                 return True
-            had_record = await ensure_identity(self._stores[tier])
             silent = await check_identities(self._config.urls(), self._stores, tier)
-            if had_record and not silent:  # another node may put a first record at the same time
+            if not silent:
                 self._compared_s[tier] = time.monotonic()
             return all(self.observed.places[name] is None for name in silent)
 
