@@ -98,8 +98,8 @@ def _log_text(log: Path) -> str:
 
 def _last_error(text: str) -> str:
     """Return the message with which the command line ended, the last in its log; empty if there is none."""
-    lines = text.rpartition("\ntierd: ")
-    return lines[2].strip() if lines[1] else ""
+    _, mark, message = f"\n{text}".rpartition("\ntierd: ")
+    return message.strip() if mark else ""
 
 
 def _is_stopped(pid: int) -> bool:
