@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,6 +64,21 @@ def test_it_says_what_it_did_and_what_the_policy_there_would_prune(tiers, capsys
     answer = json.loads(capsys.readouterr().out.partition("\n")[2])
     assert answer["unkept"] == [2] and [one["sent"] for one in answer["copy"]["checkpoints"]] == [0] * 5
     assert steps(target, capsys) == [5, 4, 3, 2, 1] and steps(target, capsys, "fork") == [2]
+
+
+def test_a_copied_tier_has_an_identity_of_its_own_and_is_not_copied_to_itself(tiers, tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
+    source, target = tiers
+    assert run(["copy", source, target, "--run", RUN]) == 0
+    identity, copied = ((Path(tier) / "README.md.id").read_text() for tier in tiers)
+    assert identity != copied
+    shutil.copytree(source, tmp_path / "whole")  # as `cp -a` of the whole tier, which has the identity of its original
+    assert run(["copy", source, str(tmp_path / "whole"), "--run", RUN]) == 0
+    assert (Path(source) / "README.md.id").read_text() == identity
+    (tmp_path / "alias").mkdir()
+    (tmp_path / "alias" / "tier").symlink_to(source)
+    capsys.readouterr()
+    assert run(["copy", source, str(tmp_path / "alias" / "tier"), "--run", RUN]) == 3
+    assert "FROM and TO are one place under two names" in capsys.readouterr().err
 
 
 def test_what_is_corrupt_is_named_and_the_rest_is_copied(tiers, capsys) -> None:  # type: ignore[no-untyped-def]

@@ -18,7 +18,7 @@ from support.world import commit, converge, part, running, steps_on, until
 import tierd
 from tierd.cli import run as command
 from tierd.core.config import Config, TierConfig, from_urls
-from tierd.core.errors import ConfigError, StoreUnavailable
+from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.urls import parse_url
 from tierd.daemon.opening import open_tiers
@@ -113,6 +113,35 @@ def test_copies_of_a_tier_are_two_places_and_get_two_records(spool):
         assert await read_identity(store) != await read_identity(copy)
         before = await read_identity(copy)
         assert not await check_identities(keeps, {"a": store, "b": copy}) and await read_identity(copy) == before
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("read_only", ["", "a", "b"])
+def test_a_copied_tier_is_said_to_be_one_and_both_keep_what_they_want(spool, caplog, read_only):
+    """`cp -a` of a tier, both named by one daemon; also if one is a backup that takes nothing."""
+    store, copy = MemoryStore(), MemoryStore()
+    for step in (1, 2, 3):
+        commit(spool, part(step))
+    asyncio.run(converge(spool, {"tier": store}, keep=8))
+
+    class ReadOnly(Double):
+        async def _enter(self, operation, key):
+            if operation in ("put", "delete"):
+                raise StoreRefused(f"{operation} {key}: read-only")
+
+    async def work() -> None:
+        for key, data in (await contents(store, policies=True)).items():
+            await copy.put(key, data)
+        both = {"a": store, "b": copy}
+        stores = {name: ReadOnly(one) if name == read_only else one for name, one in both.items()}
+        poor, rich = ("a", "b") if read_only == "b" else ("b", "a")
+        daemon = Reconciler(named(spool, {poor: 1, rich: 8}), spool, stores)
+        async with running(daemon):
+            await until(lambda: steps_on(dict(both[poor].objects)) == [3])
+        assert "copy of the other, as from a backup" in caplog.text
+        assert steps_on(await contents(both[rich])) == [1, 2, 3]
+        assert await read_identity(store) != await read_identity(copy)
 
     asyncio.run(work())
 

@@ -25,6 +25,7 @@ from tierd.daemon.intake.bucket import BucketOrigin, split_url
 from tierd.daemon.intake.importing import ImportedRun, import_units
 from tierd.daemon.intake.origin import Origin, directory_origin
 from tierd.daemon.opening import open_tiers
+from tierd.daemon.tiers.identity import is_one_place
 from tierd.daemon.transfer.copy import CopiedRun, copy_run
 from tierd.daemon.transfer.download import Progress
 from tierd.priority import hasten
@@ -105,6 +106,8 @@ async def _copy(here: Config, there: Config, run: str, to_run: str, step: int | 
     async with AsyncExitStack() as stack:
         (source,) = (await open_tiers(here, stack)).values()
         (target,) = (await open_tiers(there, stack)).values()
+        if run == to_run and await is_one_place(source, target):
+            raise ConfigError("FROM and TO are one place under two names; --as gives the copy another name there")
         hasten()  # a person waits
         moved = Progress()
         with progress("copying") as bar:

@@ -11,6 +11,7 @@ copy of the other, and has a record of its own now.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import socket
 from collections.abc import Mapping, Sequence, Set
@@ -25,6 +26,8 @@ from tierd.core.ids import IDENTITY_KEY
 from tierd.core.urls import StoreUrl
 from tierd.daemon.tiers.objects import agreed
 from tierd.stores.base import Store, clear, is_key
+
+log = logging.getLogger("tierd.daemon")
 
 _ANSWER_S = 5.0  # seconds for a tier to answer
 _TRIES = 3  # comparisons, because other processes may put records at the same time
@@ -141,6 +144,19 @@ async def check_identities(
                 await clear(store, [IDENTITY_KEY])
 
 
+async def is_one_place(source: Store, target: Store) -> bool:
+    """Whether two tiers, of which nothing is put to `source`, are known to be one place.
+
+    Raises:
+        StoreUnavailable, StoreRefused: a tier failed to answer.
+    """
+    shared = await read_identity(target)
+    if not shared or await read_identity(source) != shared:
+        return False
+    own = await put_identity(target)
+    return await read_identity(source) == own
+
+
 async def _compare(
     urls: Mapping[str, StoreUrl], stores: Mapping[str, Store], pairs: Sequence[tuple[str, str]], recorded: Set[str]
 ) -> set[str]:
@@ -165,25 +181,39 @@ async def _compare(
             raise TiersOverlap(inner, "lies in", outer, urls)
     for mine, theirs in pairs:
         shared = ids[mine] if mine < theirs and ids[mine] == ids[theirs] else None
-        is_one = await _is_one_place(stores[mine], stores[theirs], shared) if shared else False
+        if not shared:
+            continue
+        is_one = await _is_one_place(stores[mine], stores[theirs], shared)
         if is_one:
             raise TiersOverlap(theirs, "is", mine, urls)
-        unknown |= {mine, theirs} if is_one is None else set()
+        if is_one is None:
+            unknown |= {mine, theirs}
+        else:
+            log.warning(
+                "tiers %r (%s) and %r (%s) have one identity and are two places, so one is a copy of the other, as "
+                "from a backup; each has an identity of its own now",
+                *(mine, urls[mine], theirs, urls[theirs]),
+            )
     return unknown
 
 
 async def _is_one_place(mine: Store, theirs: Store, shared: str) -> bool | None:
     """Whether a new record that is put through one name replaces the shared one under the other name.
 
-    None if that cannot be told: a tier failed, or another process has put a record at the same time.
+    None if that cannot be told: a tier failed, or another process has put a record at the same time. A read-only tier,
+    such as a mounted backup, is compared by a record that is put through the other name.
     """
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            own = await put_identity(theirs)
-            identity = await read_identity(mine)
-    except (StoreUnavailable, StoreRefused, TimeoutError):
-        return None
-    return True if identity == own else False if identity == shared else None
+    for writable, readable in ((theirs, mine), (mine, theirs)):
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                own = await put_identity(writable)
+                identity = await read_identity(readable)
+        except StoreRefused:
+            continue
+        except (StoreUnavailable, TimeoutError):
+            return None
+        return True if identity == own else False if identity == shared else None
+    return None
 
 
 async def _answers(stores: Mapping[str, Store]) -> dict[str, str | None]:
