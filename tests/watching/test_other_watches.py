@@ -9,6 +9,7 @@ from dataclasses import replace as replace_timings
 from pathlib import Path
 from threading import Event
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from support import layouts
@@ -369,3 +370,52 @@ def test_a_second_command_on_another_directory_ends_with_3(
     reported = capsys.readouterr().err
     assert all(text in reported for text in (f":{root},", f":{home}/second ", "--run")), reported
     assert not list((home / "tier" / RUN).glob("manifests/*/*"))
+
+
+def test_node_with_the_same_id_on_another_machine_is_refused_while_the_first_watches(tmp_path: Path) -> None:
+    """One spool is a copy of the other's volume. The second one took the record for its own, and pruned the first's."""
+    elsewhere = replace(B, boot="boot-2")
+
+    async def play() -> None:
+        store = MemoryStore()
+        one, two = Node(store, tmp_path / "one", "a"), Node(store, tmp_path / "two", "a")
+        with one.spool.lock():
+            assert await one.asks(A)
+            before = await store.get("r/watching/aaaaaaaa.json")
+            assert not await two.asks(elsewhere) and two.watches.awaited
+            assert await store.get("r/watching/aaaaaaaa.json") == before, "the second one replaced the first's record"
+            await one.watches.renew(90.0)
+            with pytest.raises(RunNotWatched, match="one:/data/a"):
+                await two.asks(elsewhere, 60.0)
+            assert await one.asks(A, 61.0)
+
+    asyncio.run(play())
+
+
+def test_dead_watch_of_a_spool_with_the_path_and_lock_of_this_one_on_another_machine_refuses_nothing(
+    tmp_path: Path,
+) -> None:
+    """Machines of one kind give a spool one path and its lock one number; this daemon itself holds the lock here."""
+
+    async def play() -> None:
+        store = MemoryStore()
+        node = Node(store, tmp_path, "b")
+        with node.spool.lock():
+            record = node.watches._record(replace(A, node="two", boot="boot-2"))
+            await store.put("r/watching/cccccccc.json", msgspec.json.encode(record))
+            assert not await node.asks(B)
+            assert await node.asks(B, 2 * record.every_s)
+
+    asyncio.run(play())
+
+
+def test_restart_on_one_machine_watches_another_directory_at_once(tmp_path: Path) -> None:
+    async def play() -> None:
+        store = MemoryStore()
+        node = Node(store, tmp_path, "a")
+        with node.spool.lock():
+            assert await node.asks(A)
+            node.watches = OtherWatches(RUN, "aaaaaaaa", node.spool, lambda: store, TIMINGS)  # it was killed
+            assert await node.asks(B)
+
+    asyncio.run(play())

@@ -42,6 +42,7 @@ from tierd.daemon.scrub.repairer import Repairer
 from tierd.daemon.scrub.scrubber import Scrubber
 from tierd.daemon.spool_space import SpoolSpace
 from tierd.daemon.tier_worker import TierWorker
+from tierd.daemon.tiers.node_identity import NodeIdentity
 from tierd.daemon.tiers.silence import Silence
 from tierd.daemon.tiers.tiers import Tiers
 from tierd.daemon.transfer.memory_budget import Budget
@@ -115,13 +116,17 @@ class Reconciler:
         self._planner = Planner()
         self._random = jitter or random.Random()  # noqa: S311
         self._next_config: tuple[Config, Mapping[str, Store], asyncio.Event] | None = None
+        self._identity = NodeIdentity(spool.root, self.timings, self._shares_id)
         self._configure(config, stores)
+
+    def _shares_id(self, why: str) -> None:
+        self.journal.warnings["node", "id"] = why
 
     def _configure(self, config: Config, stores: Mapping[str, Store]) -> None:
         """Switch to a configuration; no worker runs meanwhile. Restores under way continue with the old stores."""
         self.config, self.stores = config, stores
         self._repairer.use(stores)
-        self.tiers = Tiers(config, self.spool, stores, self.pause, self.timings)
+        self.tiers = Tiers(config, self.spool, stores, self.pause, self.timings, self._identity)
         self.silence = Silence(stores, self.journal, self.timings)
         self._backfill = Backfill(config, stores, self.tiers.observed, self.timings)
         self._live.use(config, self.tiers, self._backfill)

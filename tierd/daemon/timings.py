@@ -43,6 +43,7 @@ class DaemonTimings:
         left_undone_s: how old a checkpoint is when another node should have sent it to a tier with `backfill`.
         list_again_s: until a tier whose runs could not be listed is tried again.
         own_stale_ms: until this node's own intents and marks expire; short, because it trusts its own clock.
+        shared_id_s: how long a daemon whose spool may be a copied volume waits for another one with its id.
         mark_reads: how often a flush lists the marks that it waits for.
         mark_pause_s: between two of these listings.
         scrub_rest_s: between two checks for a copy that is due to be verified.
@@ -80,6 +81,7 @@ class DaemonTimings:
     left_undone_s: float = 3600.0
     list_again_s: float = 60.0
     own_stale_ms: int = 900_000
+    shared_id_s: float = 300.0
     mark_reads: int = 30
     mark_pause_s: float = 0.5
     scrub_rest_s: float = 60.0

@@ -1,9 +1,11 @@
 """The id of a node: 8 hex digits by which a tier tells the records of one node from those of another.
 
     <spool>/.tierd/node    `<id> <place>`: the id, made at random, and a digest of the place for which it was made
+    <spool>/.tierd/boot    a digest of the boot and the device on which a daemon of this spool lived last
 
 Invariant: two spools never share an id by their names alone, because hosts in two clusters may have the same host name,
-path and inode. A spool that was copied or moved to another host or path gets a new id.
+path and inode. A spool that was copied or moved to another host or path gets a new id. A copy of a whole volume on a
+host of that name has the same id, but another boot of a kernel or another device.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from pathlib import Path
 from tierd.core.errors import CorruptChunk
 from tierd.spool.file_io import digest, open_directory, open_plain
 
-_NAME = "node"
+_NAME, _BOOT = "node", "boot"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _RECORD = re.compile(r"([0-9a-f]{8}) ([0-9a-f]{32})")
 
 
@@ -31,17 +34,56 @@ def node_id(root: Path) -> str:
     Raises:
         OSError: the spool cannot be read.
     """
-    found = root.stat()
-    place = digest(f"{socket.gethostname()} {root} {found.st_ino}".encode())
-    control = root / ".tierd"
+    place, control = _place(root), root / ".tierd"
     if recorded := _recorded(control, place):
         return recorded
-    if found.st_uid != os.geteuid() or not control.is_dir():
+    if root.stat().st_uid != os.geteuid() or not control.is_dir():
         return place[:8]
     try:
         return _made(control, place)
     except OSError:
         return place[:8]
+
+
+def new_node_id(root: Path) -> str:
+    """Give the spool at `root` another id, because another node has this one; return it.
+
+    Raises:
+        OSError: it cannot be recorded.
+    """
+    return _made(root / ".tierd", _place(root), anew=True)
+
+
+def is_elsewhere(root: Path) -> bool:
+    """Whether no daemon of this spool has settled on this boot and device, so that the spool may be a copied volume."""
+    try:
+        with os.fdopen(open_plain(root / ".tierd" / _BOOT), "rb") as file:
+            return file.read(64).decode("ascii", "replace") != _boot(root)
+    except (OSError, CorruptChunk):
+        return True
+
+
+def record_place(root: Path) -> None:
+    """Record that a daemon of this spool has settled on this boot and device. Raises OSError."""
+    if is_elsewhere(root):
+        lock = open_directory(root / ".tierd")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _write(root / ".tierd", _BOOT, _boot(root))
+        finally:
+            os.close(lock)
+
+
+def _place(root: Path) -> str:
+    return digest(f"{socket.gethostname()} {root} {root.stat().st_ino}".encode())
+
+
+def _boot(root: Path) -> str:
+    try:
+        boot = _BOOT_ID.read_text().strip()
+    except OSError:
+        boot = ""
+    return digest(f"{boot} {root.stat().st_dev}".encode())
 
 
 def _recorded(control: Path, place: str) -> str:
@@ -62,24 +104,39 @@ def _is_in_use(control: Path) -> bool:
     )
 
 
-def _made(control: Path, place: str) -> str:
-    """Make the record durably, and return its id. Of several threads and processes, the first one makes it."""
+def _made(control: Path, place: str, *, anew: bool = False) -> str:
+    """Make the record durably, and return its id. Of several threads and processes, the first one makes it.
+
+    Args:
+        control: the spool's `.tierd/`.
+        place: the digest of the place.
+        anew: make another id although one is recorded.
+    """
     lock = open_directory(control)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if recorded := _recorded(control, place):
+        if not anew and (recorded := _recorded(control, place)):
             return recorded
-        identity = place[:8] if _is_in_use(control) else secrets.token_hex(4)
-        fresh = control / f"{_NAME}.new"
-        fresh.unlink(missing_ok=True)
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, f"{identity} {place}".encode())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        fresh.replace(control / _NAME)
+        is_old = not anew and _is_in_use(control)
+        identity = place[:8] if is_old else secrets.token_hex(4)
+        if not is_old:  # no other node can have this id yet
+            _write(control, _BOOT, _boot(control.parent))
+        _write(control, _NAME, f"{identity} {place}", durable=True)
         os.fsync(lock)
         return identity
     finally:
         os.close(lock)
+
+
+def _write(control: Path, name: str, text: str, *, durable: bool = False) -> None:
+    """Replace a file of `.tierd/` whole. The caller holds the lock, and syncs the directory if it is to be durable."""
+    fresh = control / f"{name}.new"
+    fresh.unlink(missing_ok=True)
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, text.encode())
+        if durable:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+    fresh.replace(control / name)

@@ -33,6 +33,20 @@ MUTANTS = (
         "pytest tests/watching/test_bad_disk.py -k prepare",
     ),
     Mutant(
+        "a watch takes the record of another machine with its id for its own",
+        _OTHER_WATCHES,
+        "return key == self._key and is_here and",
+        "return key == self._key or is_here and",
+        f"{_TEST_OTHER_WATCHES} -k same_id",
+    ),
+    Mutant(
+        "a lock of this machine shows that another machine's watch lives",
+        _OTHER_WATCHES,
+        "if is_here and (held := ",
+        "if (held := ",
+        f"{_TEST_OTHER_WATCHES} -k path_and_lock",
+    ),
+    Mutant(
         "a unit that stays open for writing is read again and again",
         _UNIT_WATCH,
         "        if self._is_open(tree, due):\n            return\n",

@@ -16,6 +16,20 @@ _TEST_RUN_POLICIES = "pytest tests/daemon/tiers/test_run_policies.py"
 
 MUTANTS = (
     Mutant(
+        "a node shares its id with another one, and says nothing",
+        "tierd/daemon/tiers/node_identity.py",
+        "            if strange:\n",
+        "            if False:\n",
+        "pytest tests/daemon/tiers/test_node_identity.py -k clone_that_prunes",
+    ),
+    Mutant(
+        "a copied spool's daemon replaces the other's record at once",
+        "tierd/daemon/tiers/node_identity.py",
+        "if self._elsewhere and key not in self._own:",
+        "if False:",
+        "pytest tests/daemon/tiers/test_node_identity.py -k clone_that_prunes",
+    ),
+    Mutant(
         "a prune reports nothing of a checkpoint that no listing shows yet",
         "tierd/daemon/tiers/prune.py",
         "        await _add_unlisted(store, own, parts)\n",

@@ -73,7 +73,9 @@ def unnamed(inventory: Inventory, tier: Place, run: str) -> tuple[str, ...]:
     What such a tier wants is not known here. None are unnamed if the inventory is no node's, because a command that was
     given URLs makes up their names.
     """
-    others = {name for one in tier.policies.get(run, ()) if one.by != inventory.who for name in one.tiers}
+    others = {
+        name for one in tier.policies.get(run, ()) if one.by != inventory.who or one.contested for name in one.tiers
+    }
     return tuple(sorted(others.difference(inventory.tiers))) if inventory.who else ()
 
 
@@ -82,5 +84,5 @@ def _standing(inventory: Inventory, config: Config, run: str, tier: str, place: 
     changed since."""
     own = own_policies(inventory, config, run, tier)
     for one in place.policies.get(run, ()):
-        if one.by != inventory.who or one.given not in own:
+        if one.by != inventory.who or one.contested or one.given not in own:
             yield one

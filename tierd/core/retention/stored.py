@@ -42,6 +42,7 @@ class StoredRetention:
         why: why the object cannot be read; empty if it can.
         alien: whether the object is encrypted with another key than the tier is read with, or only one of the two has
             a key. No other object may be put next to it.
+        contested: whether the object, of this node's id, may be another node's that has the same id.
     """
 
     run: str
@@ -53,6 +54,7 @@ class StoredRetention:
     why: str = ""
     alien: bool = False
     tiers: tuple[str, ...] = ()
+    contested: bool = False
 
 
 class _Object(msgspec.Struct, frozen=True, kw_only=True):

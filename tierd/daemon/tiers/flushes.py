@@ -17,6 +17,7 @@ from tierd.core.manifest import Manifest
 from tierd.core.timeline.launches import disowning
 from tierd.daemon.pause import TierPause
 from tierd.daemon.tiers.announcements import announced, announcing
+from tierd.daemon.tiers.node_identity import NodeIdentity
 from tierd.daemon.tiers.objects import read_manifest
 from tierd.daemon.tiers.observations import Observations
 from tierd.daemon.tiers.observe import base_of
@@ -43,7 +44,7 @@ class TierFlushes:
         stores: by tier, its store.
         observed: the last observation of each tier.
         pause: whether the tiers are paused.
-        who: the identity of this node among the nodes that share a tier, 8 hex digits.
+        identity: this node's id among the nodes that share a tier.
         timings: the daemon's.
 
     Attributes:
@@ -57,10 +58,11 @@ class TierFlushes:
         stores: Mapping[str, Store],
         observed: Observations,
         pause: TierPause,
-        who: str,
+        identity: NodeIdentity,
         timings: DaemonTimings,
     ) -> None:
-        self._spool, self._stores, self._observed, self._who, self._timings = spool, stores, observed, who, timings
+        self._spool, self._stores, self._observed, self._timings = spool, stores, observed, timings
+        self._identity = identity
         self._begun: set[tuple[str, str]] = set()  # tiers and runs that are plain text there, or new on a plain tier
         self.throughput = Throughput()
         encoding = Encoding(self.throughput)
@@ -68,7 +70,7 @@ class TierFlushes:
             name: Route(
                 store,
                 name,
-                who,
+                identity.id,
                 config.named(name).verify == "read",
                 # One budget for each tier, because chunks that wait for a slow tier must not take another's memory.
                 Budget(FLUSHES // len(stores)),
@@ -89,8 +91,11 @@ class TierFlushes:
         await self._check_readable(part, tier)
         twin, (whose, worn_out) = await self._twin(part, tier), await self._base(part, tier)
         return await flush(
-            self._spool, part, self._routes[tier], twin=twin, base=whose, worn_out=worn_out, spread=spread
+            self._spool, part, self._route(tier), twin=twin, base=whose, worn_out=worn_out, spread=spread
         )
+
+    def _route(self, tier: str) -> Route:
+        return replace(self._routes[tier], who=self._identity.id)
 
     def moving(self) -> Iterator[tuple[str, PartId, Moved]]:
         """Yield each flush under way: its tier, its part, and how far it is."""
@@ -100,12 +105,12 @@ class TierFlushes:
 
     async def hear(self, tier: str, run: str) -> None:
         """Ask a tier which checkpoints of a run other nodes announce that they send."""
-        found = await announced(self._stores[tier], run, self._who, self._timings)
+        found = await announced(self._stores[tier], run, self._identity.id, self._timings)
         self._observed.update(tier, lambda place: replace(place, announced=found).like(place))
 
     async def flush_aloud(self, part: PartId, tier: str, spread: Spread | None = None) -> Flushed:
         """Flush a part, and announce its checkpoint to other nodes meanwhile."""
-        async with announcing(self._stores[tier], part.checkpoint, self._who, self._timings):
+        async with announcing(self._stores[tier], part.checkpoint, self._identity.id, self._timings):
             return await self.flush(part, tier, spread)
 
     async def relay(self, part: PartId, tier: str, _: Spread | None = None) -> Flushed:
@@ -119,7 +124,7 @@ class TierFlushes:
             name: store for name, store in self._stores.items() if name != tier and self._observed.has(part, name)
         }
         whose, worn_out = await self._base(part, tier)
-        return await relay(others, part, self._routes[tier], base=whose, worn_out=worn_out)
+        return await relay(others, part, self._route(tier), base=whose, worn_out=worn_out)
 
     async def _check_readable(self, part: PartId, tier: str) -> None:
         place = self._observed.places[tier]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TypeAlias
 
 from tierd.core.errors import (
     FormatTooNew,
@@ -48,6 +49,8 @@ log = logging.getLogger("tierd.daemon")
 _RELIST = 600.0  # seconds between listings of a run's chunks
 _FEW = 1000  # manifests in all runs, up to which `observe_places` reads them all
 _AT_ONCE = 8  # runs observed at a time by `observe_places`
+
+Own: TypeAlias = Callable[[str, tuple[StoredRetention, ...]], tuple[StoredRetention, ...]]
 
 
 async def observe_places(
@@ -132,10 +135,11 @@ class TierObserver:
     Args:
         store: the tier's store.
         prunes: whether the caller deletes copies by retention: a daemon does, a reader does not.
+        own: called with a run and its policies, returns them as this node is to understand them.
     """
 
-    def __init__(self, store: Store, *, prunes: bool = False) -> None:
-        self.store = store
+    def __init__(self, store: Store, *, prunes: bool = False, own: Own = lambda run, found: found) -> None:
+        self.store, self._own = store, own
         self.manifests = Manifests(store, strict=not prunes)
         self._policies = RunPolicies(store, prunes=prunes)
         self._heads = Heads(store)
@@ -213,7 +217,7 @@ class TierObserver:
 
     async def _stored_policies(self, run: str, beside: Iterable[ObjectInfo]) -> tuple[StoredRetention, ...]:
         found = [await self._policies.read(run, info) for info in beside]
-        return tuple(one for one in found if one)
+        return self._own(run, tuple(one for one in found if one))
 
     async def _stored_heads(self, run: str, beside: Iterable[ObjectInfo]) -> tuple[Head, ...]:
         found = [await self._heads.read(run, info) for info in beside]

@@ -20,6 +20,7 @@ from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.janitor import fills, is_janitor
 from tierd.core.planning.place import Place
 from tierd.core.retention.policies import DEFAULT, known_policy, own_policies
+from tierd.core.retention.policy import merged
 from tierd.core.retention.stored import MAX_SIZE, StoredRetention, decode, encode, unreadable
 from tierd.daemon.tiers.objects import read_sealed
 from tierd.stores.base import ObjectInfo, Store
@@ -81,18 +82,25 @@ def unrecorded(inventory: Inventory, config: Config, tier: str, place: Place, ru
         isinstance(why, WrongKey) for other, why in place.defects() if other.checkpoint.run == run
     ):
         return []
-    own = {one.given: (one.retention, one.tiers) for one in there if one.by == inventory.who}
-    damaged = {given for given, (policy, _) in own.items() if policy is None}
+    own = {one.given: one for one in there if one.by == inventory.who}
+    damaged = {given for given, one in own.items() if one.retention is None}
     janitor = is_janitor(inventory, place, run) or fills(inventory, config, run, tier)
     wanted = own_policies(inventory, config, run, tier)
     if "default" in damaged or (not wanted and known_policy(inventory, config, run, tier) is None):
         wanted["default"] = DEFAULT
     tiers, host, now = tuple(inventory.tiers), socket.gethostname(), datetime.now(UTC).isoformat()
-    return [
-        StoredRetention(run, inventory.who, given, host, now, policy, tiers=tiers)
-        for given, policy in wanted.items()
-        if own.get(given) != (policy, tiers) and (janitor or given in damaged)
-    ]
+    fresh = []
+    for given, policy in wanted.items():
+        before, fits = own.get(given), (policy, tiers)
+        if before and before.contested:  # another node's, perhaps, which has not recorded it under an id of its own yet
+            fits = merged([before.retention or policy, policy]) or policy, (*before.tiers, *_less(tiers, before.tiers))
+        if (janitor or given in damaged) and (before is None or (before.retention, before.tiers) != fits):
+            fresh.append(StoredRetention(run, inventory.who, given, host, now, fits[0], tiers=fits[1]))
+    return fresh
+
+
+def _less(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(one for one in some if one not in others)
 
 
 async def record(store: Store, tier: str, one: StoredRetention) -> None:

@@ -23,6 +23,7 @@ from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.janitor import fills
 from tierd.core.planning.place import Place
 from tierd.core.retention.policies import policy_for
+from tierd.core.retention.stored import StoredRetention
 from tierd.core.timeline.head import Head
 from tierd.daemon.pause import TierPause
 from tierd.daemon.rank_notes import sweep_rank_notes
@@ -34,13 +35,13 @@ from tierd.daemon.tiers.holders import holds, lacking
 from tierd.daemon.tiers.identity import check_identities
 from tierd.daemon.tiers.intents import sweep
 from tierd.daemon.tiers.manifests import READERS
+from tierd.daemon.tiers.node_identity import NodeIdentity
 from tierd.daemon.tiers.observations import Observations
 from tierd.daemon.tiers.observe import TierObserver
 from tierd.daemon.tiers.prune import prune
 from tierd.daemon.tiers.run_policies import record, unrecorded
 from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.daemon.transfer.concurrency import together
-from tierd.spool.node_id import node_id
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store, asked_s, clear
 from tierd.stores.deletions import DeletionGuard
@@ -55,7 +56,6 @@ class Tiers:
     Attributes:
         observed: the last observation of each tier.
         flushes: the flushes to the tiers.
-        who: the identity of this node among the nodes that share a tier, 8 hex digits.
     """
 
     def __init__(
@@ -65,18 +65,27 @@ class Tiers:
         stores: Mapping[str, Store],
         pause: TierPause,
         timings: DaemonTimings = USUAL,
+        identity: NodeIdentity | None = None,
     ) -> None:
         self._timings = timings
+        self._identity = identity or NodeIdentity(spool.root, timings)
         self._guards = {name: DeletionGuard(store, timings.refused_s) for name, store in stores.items()}
         self._spool, self._stores = spool, {name: CountedStore(guard) for name, guard in self._guards.items()}
-        self.who = node_id(spool.root)
-        self._observers = {name: TierObserver(store, prunes=True) for name, store in self._stores.items()}
+        self._observers = {
+            name: TierObserver(store, prunes=True, own=partial(self._identity.observed, name))
+            for name, store in self._stores.items()
+        }
         self.observed = Observations(self._observers)
-        self.flushes = TierFlushes(config, spool, self._stores, self.observed, pause, self.who, timings)
+        self.flushes = TierFlushes(config, spool, self._stores, self.observed, pause, self._identity, timings)
         self._config = config
         self._comparing = asyncio.Lock()
         self._compared_s = dict.fromkeys(stores, -math.inf)  # tier -> when its identity was compared, monotonic
         self._untidy = set(stores)  # tiers where an operation of this node or of its earlier daemon may be cut off
+
+    @property
+    def who(self) -> str:
+        """The id of this node among the nodes that share a tier, 8 hex digits."""
+        return self._identity.id
 
     def requests(self, tier: str) -> int:
         """How many requests observations, flushes and prunes have made to a tier; scrubs and restores do not count."""
@@ -103,7 +112,9 @@ class Tiers:
         """Write this node's records of the policies of `runs` to a tier."""
         place = self.observed.places[tier]
         fresh = [one for run in runs if place for one in unrecorded(inventory, config, tier, place, run)]
+        fresh += [one for one in self._identity.due(tier) if place and not any(_is_for(one, other) for other in fresh)]
         try:
+            fresh = [self._identity.recorded(tier, one) for one in fresh]
             for one in fresh:
                 await record(self._stores[tier], tier, one)
         except StoreRefused:
@@ -301,3 +312,7 @@ def _with_head(head: Head, place: Place) -> Place:
 
 def _without(checkpoint: CheckpointId, place: Place) -> Place:
     return place.without(checkpoint)
+
+
+def _is_for(one: StoredRetention, other: StoredRetention) -> bool:
+    return (one.run, one.by, one.given) == (other.run, other.by, other.given)
