@@ -270,6 +270,11 @@ class Reconciler:
         """Return the latest observation of all places, with holds, writers and busy parts."""
         return self._live.inventory()
 
+    @property
+    def filled(self) -> bool:
+        """Whether tiers with `backfill` were sent all that this node sends there of other nodes' runs."""
+        return self._backfill.settled
+
     def undone(self) -> tuple[Problem, ...]:
         """Return, as problems, what a tier with `backfill` lacks and another node was to send there."""
         return tuple(Problem("warning", one.tier, str(one)) for one in self._backfill.undone())

@@ -279,6 +279,7 @@ async def _idle(
     quiet = 0.0
     while quiet < (reconciler.timings.grace_s if control.seen else 0.2):
         await asyncio.sleep(0.2)
-        busy = control.trainers or handoff.busy or intake.busy or reconciler.backlog.parts()
+        sending = reconciler.backlog.parts() or not reconciler.filled
+        busy = control.trainers or handoff.busy or intake.busy or sending
         quiet = 0.0 if busy else quiet + 0.2
     log.info("no trainer is left and everything is flushed")

@@ -25,10 +25,12 @@ from tierd.core.planning.place import LocalLaunch, Place
 from tierd.core.planning.plan import flushes
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.head import together
+from tierd.daemon import service
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.status import status
 from tierd.daemon.tiers.observations import Observations
 from tierd.daemon.tiers.observe import TierObserver
+from tierd.events.notifier import Notifier
 from tierd.spool.node_id import node_id
 from tierd.spool.spool import Spool
 
@@ -165,6 +167,33 @@ def test_what_a_node_that_is_gone_left_undone_is_a_problem_with_the_way_out(tmp_
         assert 10 in await on(new, "first")
 
     asyncio.run(work())
+
+
+def serve_until_idle(monkeypatch, spool: Spool, stores: dict[str, Double]) -> tuple[object, ...]:
+    """Run a daemon with these stores as `tierd run --until-idle` does; return what it says is left."""
+
+    async def opened(*_: object, **__: object) -> tuple[dict[str, Double], Notifier]:
+        return stores, Notifier((), str(spool.root))
+
+    monkeypatch.setattr(service, "open_all", opened)
+    made = config(spool, *stores)
+    tiers = tuple(
+        TierConfig(name=name, url=f"file:///{name}", retention=TENS, backfill=name == "new") for name in stores
+    )
+    return asyncio.run(service.serve(msgspec.structs.replace(made, tier=tiers), until_idle=True))
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.7])
+def test_until_idle_says_what_dead_node_left_undone_however_slow_the_tiers(tmp_path, monkeypatch, delay):
+    """docs/howto/operate.md, "Add a tier": `tierd run --until-idle` waits for the parts of other runs, and names those
+    that another node was to send."""
+    old, new, gone = asyncio.run(old_tier(tmp_path, range(1, 11))), Double(), Spool(tmp_path / "third")
+    commit(gone, part(11, launch=3, run="first"), origin=CheckpointId("first", attempt(2), 10))
+    asyncio.run(converge(gone, {"new": new}, keep=1))
+    old.delay = new.delay = delay
+    left = serve_until_idle(monkeypatch, Spool(tmp_path / "spool"), {"old": old, "new": new})
+    assert len(left) == 1 and "first/retention/" in str(left[0])
+    assert asyncio.run(on(new, "second")) == [9, 10]
 
 
 def test_what_another_node_may_still_send_is_no_problem(tmp_path, monkeypatch):

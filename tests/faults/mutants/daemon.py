@@ -12,6 +12,13 @@ _TEST_SPOOL_OBSERVER = "pytest tests/daemon/test_spool_observer.py"
 
 MUTANTS = (
     Mutant(
+        "a daemon ends as idle before it has seen what tiers lack of other nodes' runs",
+        _SERVICE,
+        "reconciler.backlog.parts() or not reconciler.filled",
+        "reconciler.backlog.parts()",
+        "pytest tests/daemon/transfer/test_backfill.py -k until_idle",
+    ),
+    Mutant(
         "a daemon finishes runs by its own wall clock",
         _SERVICE,
         "        reconciler.requests.presence.watched_until = last_status.recorded_at(spool.control)\n",

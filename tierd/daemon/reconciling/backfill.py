@@ -43,6 +43,7 @@ class Backfill:
         self._config, self._stores, self._observed, self._timings = config, stores, observed, timings
         self._wanted = any(tier.backfill for tier in config.tier)
         self._due = 0.0  # monotonic seconds
+        self._listed = False  # whether every tier's runs were listed at least once
         self.runs: set[str] = set()
         self.left: dict[str, tuple[LeftToNode, ...]] = {}
 
@@ -65,7 +66,7 @@ class Backfill:
                 failed = True
                 log.warning("%s: its runs cannot be listed, so none is copied from there yet: %s", name, error)
         if not failed:
-            self._due = time.monotonic() + _AGAIN_S
+            self._due, self._listed = time.monotonic() + _AGAIN_S, True
         before, self.runs = self.runs, self.runs | (found - set(own))
         return self.runs != before
 
@@ -85,6 +86,11 @@ class Backfill:
                 latest_s = self._timings.now_s() - self._timings.left_undone_s
                 self.left[run] = tuple(one for one in found if one and one.made_s <= latest_s)
             self.runs -= done
+
+    @property
+    def settled(self) -> bool:
+        """Whether every tier's runs were listed, and nothing is left to send of any."""
+        return not self._wanted or (self._listed and not self.runs)
 
     def undone(self) -> list[LeftToNode]:
         """Return what other nodes were to send and have not sent."""
