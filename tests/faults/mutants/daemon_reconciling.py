@@ -11,6 +11,20 @@ _TEST_SLOW_TIER = "pytest tests/daemon/transfer/test_slow_tier.py"
 
 MUTANTS = (
     Mutant(
+        "nobody says what a dead node left undone",
+        "tierd/daemon/reconciling/backfill.py",
+        "                self.left[run] = tuple(",
+        "                self.left[run] = () and tuple(",
+        "pytest tests/daemon/test_dead_nodes_histories.py",
+    ),
+    Mutant(
+        "a run whose record was deleted stays left to the dead node",
+        "tierd/core/planning/janitor.py",
+        "    return not by or inventory.who in by\n",
+        "    return inventory.who in by\n",
+        "pytest tests/daemon/test_dead_nodes_histories.py",
+    ),
+    Mutant(
         "the only copy is deleted by what a tier showed long ago",
         "tierd/daemon/reconciling/pruner.py",
         "if setup.timings.aged_s < observed.age_s(name) < math.inf]",
