@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from itertools import pairwise
@@ -56,6 +57,7 @@ def test_clock_that_is_right_is_followed(monkeypatch):
 
 
 def test_clock_set_year_forward_empties_no_rule_of_its_launch(spool, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, "tierd")
     (tmp_path / "tier").mkdir()
     now, ahead_s = time.time, 0.0
     monkeypatch.setattr(time, "time", lambda: now() + ahead_s)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Protocol
 
@@ -26,6 +25,7 @@ from tierd.client.ranks.attempts import (
     report_failure,
 )
 from tierd.client.ranks.current_attempt import CurrentAttempt
+from tierd.client.ranks.launch_clock import LaunchClock
 from tierd.client.ranks.launchers import slurm_attempt
 from tierd.client.ranks.ranks import Ranks
 from tierd.core.errors import ConfigError, StepRefused, StoreUnavailable
@@ -91,6 +91,7 @@ class Launch:
         self._later = ""  # why the state is still to be loaded after them
         self._origins: dict[str, CheckpointId] = {}  # by attempt, because a save may end after the next restore
         self._current = CurrentAttempt()
+        self._clock = LaunchClock()
         self._talks = ranks.talk
         if self.world == 1:
             return
@@ -253,7 +254,7 @@ class Launch:
 
     def manifest(self, part: PartId, metrics: Mapping[str, float]) -> Manifest:
         """Make the manifest of `part`, without files."""
-        created, origin = datetime.now(UTC), self._origins.get(part.checkpoint.attempt)
+        created, origin = self._clock.now(), self._origins.get(part.checkpoint.attempt)
         return Manifest.of(part, origin, metrics, created, __version__, started_from=self.started_from)
 
     def start_from(self, source: Source) -> None:
