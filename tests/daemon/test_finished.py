@@ -213,4 +213,5 @@ def test_daemon_whose_clock_is_year_ahead_deletes_no_run_from_spool(spool, tmp_p
         assert serve_until_idle() == [1], "its checkpoint was made seconds ago"
     assert serve_until_idle() == [1]
     age(spool)
-    assert serve_until_idle() == [], "the daemon before has seen that it is old"
+    # A daemon that is idle does not wait for its prunes, so on a busy machine a later one makes them.
+    assert any(serve_until_idle() == [] for _ in range(10)), "the daemon before has seen that it is old"
