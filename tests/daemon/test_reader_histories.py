@@ -213,8 +213,8 @@ class History:
     async def plant(self) -> None:
         """Quarantine right copies, as an older version did because of a bad reader."""
         for tier in self.tiers.values():
-            for which in sorted(self.data)[:-2]:
-                if self.rng.random() < 0.3 and await quarantine(tier, which):
+            for number, which in enumerate(sorted(self.data)[:-2]):
+                if (number == 0 or self.rng.random() < 0.3) and await quarantine(tier, which):
                     self.counts["planted"] += 1
 
     # -- what must hold ---------------------------------------------------------------------------------------------

@@ -117,6 +117,7 @@ def test_a_whole_part_comes_into_an_empty_spool(spool, tmp_path):
     assert read(fresh, PART) == FILES and fetched.tiers == ("tier",)
     assert [path for path in listing(fresh) if path.startswith(".tierd/")] == [
         ".tierd/alive",
+        ".tierd/boot",
         ".tierd/fetch",
         ".tierd/node",
         ".tierd/quarantine",
