@@ -10,7 +10,7 @@ from support.doubles import Counting, Double, contents, is_chunk, is_manifest
 from support.world import RUN, commit, config, content, converge, part, reconciler, running, settle, steps_on, until
 
 from tierd.core.errors import ManifestError
-from tierd.core.ids import chunks_prefix
+from tierd.core.ids import IDENTITY_KEY, chunks_prefix
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.daemon.pause import TierPause
 from tierd.daemon.reconcile import Reconciler
@@ -346,3 +346,21 @@ def test_another_tier_that_wants_a_checkpoint_is_asked_for_each_part_once(spool)
     manifests = [("get", part(1, rank=rank, world=2).manifest_key) for rank in (0, 1)]
     chunks = [("scan", f"{chunks_prefix(RUN)}{part(1).checkpoint.name}/{rank:05}/") for rank in (0, 1)]
     assert sorted(asked) == sorted([*manifests, *chunks])
+
+
+def test_a_pass_of_prunes_compares_the_tiers_once(spool):
+    """GET: 6 on each tier, however many checkpoints go."""
+
+    async def work():
+        near, far = Double(), Double()
+        for step in range(6):
+            commit(spool, part(step), changing(step))
+        await converge(spool, {"near": near, "far": far})
+        near.calls.clear(), far.calls.clear()
+        policies = RetentionPolicy(keep_last=1), RetentionPolicy(keep_last=100)
+        async with running(of_tiers(spool, {"near": near, "far": far}, policies, keep_local=100)) as node:
+            await settle(node)
+            assert node.journal.counters["pruned"] == 5
+        return [store.calls.count(("get", IDENTITY_KEY)) for store in (near, far)]
+
+    assert asyncio.run(work()) == [6, 6]

@@ -33,7 +33,6 @@ class DaemonTimings:
         twin_s: how long a flush waits for another tier's manifest, which only saves work.
         holds_s: how long a tier may be silent when it is asked whether it holds a part, before another tier deletes its
             copy; the prune is put off after that, because flushes wait for it.
-        compared_s: how long a comparison of the tiers' identities counts for the prunes of a tier.
         restore_s: how long a restore waits for a tier's answer if the spool suffices.
         listen_s: between two checks whether a tier has given a sign of life.
         unanswered_shown_s: how long a tier may give none, with requests under way, until `status` says that it waits.
@@ -71,7 +70,6 @@ class DaemonTimings:
     room_s: float = 5.0
     twin_s: float = 5.0
     holds_s: float = 5.0
-    compared_s: float = 3600.0
     restore_s: float = 60.0
     listen_s: float = 1.0
     unanswered_shown_s: float = 5.0

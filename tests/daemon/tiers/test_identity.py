@@ -8,17 +8,20 @@ import random
 from collections import deque
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 from stores.s3.test_s3_store import credentials
 from support.doubles import Double, contents
 from support.s3stub import Bucket, serving
-from support.world import commit, converge, part, running, steps_on, until
+from support.world import commit, converge, part, running, settle, steps_on, until
 
 import tierd
 from tierd.cli import run as command
+from tierd.cli.acting import prune
 from tierd.core.config import Config, TierConfig, from_urls
 from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable
+from tierd.core.ids import IDENTITY_KEY
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.urls import parse_url
 from tierd.daemon.opening import open_tiers
@@ -97,6 +100,119 @@ def test_a_daemon_with_two_names_for_one_place_deletes_nothing_there(spool):
 
     asyncio.run(work())
     assert steps_on(asyncio.run(contents(store))) == [1, 2, 3, 4, 5, 6]
+
+
+def linked(tmp_path: Path, spool: Spool) -> tuple[Reconciler, Path]:
+    """A daemon with the tiers `poor`, `keep_last` 2, and `rich`, `keep_last` 5, whose path is a link."""
+    for name in ("poor", "disk"):
+        (tmp_path / name).mkdir()
+    point(link := tmp_path / "rich", tmp_path / "disk")
+    urls = {name: str(tmp_path / name) for name in ("poor", "rich")}
+    stores = {name: FileStore(tmp_path / name) for name in urls}
+    return Reconciler(named(spool, {"poor": 2, "rich": 5}, urls), spool, stores), link
+
+
+def point(link: Path, directory: Path) -> None:
+    link.unlink(missing_ok=True)
+    link.symlink_to(directory)
+
+
+def steps_below(directory: Path) -> list[int]:
+    return steps_on(str(path.relative_to(directory)) for path in directory.rglob("*.json"))
+
+
+def test_a_tier_that_becomes_another_ones_place_while_the_daemon_runs_is_not_pruned(tmp_path, spool):
+    """A link that is set to another directory, as `mount --bind` does: [7, 8] was left of what `rich` wanted."""
+    daemon, link = linked(tmp_path, spool)
+
+    async def work() -> None:
+        async with running(daemon):
+            for step in range(1, 5):
+                commit(spool, part(step))
+                await settle(daemon)
+            assert daemon.journal.counters["pruned"]  # so the tiers were found to be two places
+            point(link, tmp_path / "poor")
+            for step in range(5, 9):
+                commit(spool, part(step))
+            daemon.wake()
+            await until(lambda: "under another name" in str(daemon.workers["poor"].last_error))
+            await until(lambda: {5, 6, 7, 8} <= set(steps_below(tmp_path / "poor")))
+            await until(lambda: "under another name" in str(daemon.workers["poor"].last_error))
+
+    asyncio.run(work())
+    assert steps_below(tmp_path / "poor") == [3, 4, 5, 6, 7, 8]
+    assert steps_below(tmp_path / "disk") == [1, 2, 3, 4]
+
+
+def test_a_prune_goes_on_once_the_tiers_are_two_places_again(tmp_path, spool):
+    daemon, link = linked(tmp_path, spool)
+
+    async def work() -> None:
+        async with running(daemon):
+            for step in range(1, 4):
+                commit(spool, part(step))
+                await settle(daemon)
+            point(link, tmp_path / "poor")
+            commit(spool, part(4))
+            daemon.wake()
+            await until(lambda: "under another name" in str(daemon.workers["poor"].last_error))
+            point(link, tmp_path / "disk")
+            await until(lambda: steps_below(tmp_path / "poor") == [3, 4])
+
+    asyncio.run(work())
+
+
+def test_a_tier_is_not_pruned_while_one_that_may_be_its_place_does_not_show_its_record(spool, caplog):
+    caplog.set_level("INFO", "tierd.daemon")
+    place, rich = MemoryStore(), Double()
+
+    def mute(operation: str, key: str) -> None:
+        if key == IDENTITY_KEY:
+            raise StoreUnavailable("silent")
+
+    async def work() -> None:
+        daemon = Reconciler(named(spool, {"poor": 1, "rich": 3}), spool, {"poor": place, "rich": rich})
+        async with running(daemon):
+            for step in range(1, 4):
+                commit(spool, part(step))
+                await settle(daemon)
+            caplog.clear()
+            rich.inner, rich.before = place, mute
+            for step in range(4, 7):
+                commit(spool, part(step))
+            daemon.wake()
+            await until(lambda: {4, 5, 6} <= set(steps_on(place.objects)))
+            await until(lambda: "poor: not pruned yet" in caplog.text)
+
+    asyncio.run(work())
+    assert {4, 5, 6} <= set(steps_on(place.objects))
+
+
+def test_the_command_prune_compares_again_before_each_deletion(tmp_path, spool, monkeypatch):
+    """`rich` becomes the place of `poor` after the command has decided what goes."""
+    for name in ("poor", "disk"):
+        (tmp_path / name).mkdir()
+    point(link := tmp_path / "rich", tmp_path / "disk")
+    file = tmp_path / "tierd.toml"
+    tiers = [
+        f'[[tier]]\nname = "{name}"\nurl = "{tmp_path / name}"\nretention = {{keep_last = {keep}}}\n'
+        for name, keep in (("poor", 1), ("rich", 5))
+    ]
+    file.write_text(f'spool = "{spool.root}"\n' + "".join(tiers))
+    for step in range(1, 4):
+        commit(spool, part(step))
+    asyncio.run(converge(spool, {name: FileStore(tmp_path / name) for name in ("poor", "rich")}))
+    observe = prune.observe_places
+
+    async def observed(*places: object) -> object:
+        try:
+            return await observe(*places)
+        finally:
+            point(link, tmp_path / "poor")
+
+    monkeypatch.setattr(prune, "observe_places", observed)
+    assert command(["prune", "--config", str(file)]) == 3
+    assert steps_below(tmp_path / "poor") == [1, 2, 3]
 
 
 def test_copies_of_a_tier_are_two_places_and_get_two_records(spool):

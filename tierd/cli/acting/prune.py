@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -114,8 +114,7 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
     judged: list[Judged] = []
     async with AsyncExitStack() as stack:
         stores = await open_tiers(where.config, stack)
-        if silent := await check_identities(where.config.urls(), stores, keep=not dry_run):
-            raise StoreUnavailable(f"{', '.join(sorted(silent))} did not answer; nothing was pruned")
+        await _compare(where, stores, keep=not dry_run)
         inventory = await observe_places(where.spool, stores, run)
         if where.policy:  # a person's policy replaces the runs' own
             answered = {name: place and replace(place, policies={}) for name, place in inventory.tiers.items()}
@@ -140,6 +139,7 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
                     # Without the other batches: a prune counts on the rest, and a daemon may have deleted them first.
                     others = all_going.difference(some)
                     counted = {one: seen for one, seen in place.checkpoints.items() if one not in others}
+                    await _compare(where, stores, name)
                     done = await prune_tier(stores[name], some, known=known, seen=replace(place, checkpoints=counted))
                     gone |= done.gone
                     held |= dict.fromkeys(set(some) - done.gone, "nothing of it is left but what others name")
@@ -160,6 +160,18 @@ async def _prune(where: Places, run: str | None, *, dry_run: bool) -> list[Judge
                         )
                     )
     return judged
+
+
+async def _compare(where: Places, stores: Mapping[str, Store], tier: str = "", *, keep: bool = True) -> None:
+    """Compare the tiers' identities as `check_identities` does.
+
+    Raises:
+        ConfigError: two tiers are one place.
+        StoreUnavailable: a tier did not answer, so it is not known.
+    """
+    assert where.config is not None
+    if silent := await check_identities(where.config.urls(), stores, tier, keep=keep):
+        raise StoreUnavailable(f"{', '.join(sorted(silent))} did not answer; nothing more was pruned")
 
 
 async def _release(store: Store, place: Place, going: Collection[CheckpointId]) -> dict[CheckpointId, str]:

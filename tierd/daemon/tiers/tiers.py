@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -79,7 +77,6 @@ class Tiers:
         self.flushes = TierFlushes(config, spool, self._stores, self.observed, pause, self._identity, timings)
         self._config = config
         self._comparing = asyncio.Lock()
-        self._compared_s = dict.fromkeys(stores, -math.inf)  # tier -> when its identity was compared, monotonic
         self._untidy = set(stores)  # tiers where an operation of this node or of its earlier daemon may be cut off
 
     @property
@@ -231,15 +228,12 @@ class Tiers:
     async def _is_apart(self, tier: str) -> bool:
         """Whether a tier is known to be a place of its own, or the tiers that do not answer are not relied upon.
 
-        What a tier wants that has not answered yet is held anyhow. One that was observed may be this very place, so its
-        copies may be those that are about to be deleted.
+        Asked before each prune, because a mount or a link may make two tiers one place at any time. What a tier wants
+        that has not answered yet is held anyhow. One that was observed may be this very place, so its copies may be
+        those that are about to be deleted.
         """
         async with self._comparing:
-            if time.monotonic() - self._compared_s[tier] < self._timings.compared_s:
-                return True
             silent = await check_identities(self._config.urls(), self._stores, tier)
-            if not silent:
-                self._compared_s[tier] = time.monotonic()
             return all(self.observed.places[name] is None for name in silent)
 
     async def are_past(self, checkpoint: CheckpointId, inventory: Inventory) -> bool:
