@@ -55,7 +55,7 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
     """A spool and a tier with two checkpoints; the manifests of the newer have planted names, on both places."""
     spool, tier = tmp_path / "spool", tmp_path / "tier"
     tier.mkdir()
-    with tierd.Checkpointer(spool, run="r", to=[]) as ckpt:
+    with tierd.Checkpointer(spool, run="r") as ckpt:
         for step in (10, 20):
             ckpt.save(step, {"weights": torch.arange(1000.0) * step}, metrics={"loss": 1 / step}).wait()
     asyncio.run(_flush(spool, tier))

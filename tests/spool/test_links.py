@@ -24,7 +24,7 @@ RUN = "run"
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A spool with the steps 1, 2 and 3."""
-    with tierd.Checkpointer(tmp_path / "spool", RUN, to=[]) as ckpt:
+    with tierd.Checkpointer(tmp_path / "spool", RUN) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step, {"w": torch.full((10,), float(step))}).wait(timeout=60)
     return tmp_path / "spool"

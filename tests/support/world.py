@@ -93,7 +93,7 @@ def listing(spool: Spool) -> list[str]:
     """Everything below the spool but what a daemon keeps for itself, and the marks of who saves here."""
     own, marks = (
         ("lock", "control.sock", "daemon.log", "status.json"),
-        {spool.control / "saved", spool.control / "alive"},
+        {spool.control / name for name in ("saved", "alive", "local-only")},
     )
     found = (path for path in spool.root.rglob("*") if path.name not in own and marks.isdisjoint(path.parents))
     return sorted(str(path.relative_to(spool.root)) for path in found)

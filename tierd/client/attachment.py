@@ -29,6 +29,8 @@ from tierd.ipc.daemon_start import start_daemon
 from tierd.ipc.messages import Attach, Candidates, MakeRoom, Request
 from tierd.ipc.messages import Backlog as AskBacklog
 from tierd.ipc.replies import read_member
+from tierd.spool.conditions import translated
+from tierd.spool.records import unset_local_only
 from tierd.spool.spool import Spool
 
 log = logging.getLogger("tierd")
@@ -71,6 +73,11 @@ class Attachment:
         self._watch: AcceptanceWatch | None = None
         self._not_before = 0.0  # monotonic seconds; no save asks the daemon before this time
         self._tiers: dict[str, str] | None = None  # name -> URL, as the daemon reported
+        if self._to != ():
+            if self._to:
+                from_urls(str(spool.root), self._to)  # first, because a URL may be wrong
+            with translated(f"spool {spool.root}", spool.root):
+                unset_local_only(spool.control, run)  # before the daemon counts what earlier launches have saved
         if self._to:
             try:
                 self._attach(self._to)

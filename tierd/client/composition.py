@@ -29,11 +29,11 @@ from tierd.client.saving.state_saver import StateSaver
 from tierd.client.saving.step_gate import Gate
 from tierd.client.schedule import Schedule
 from tierd.core.errors import ConfigError
-from tierd.core.ids import check_attempt, check_run
+from tierd.core.ids import PartId, check_attempt, check_run
 from tierd.core.retention.policy import RetentionPolicy, checked
 from tierd.core.save_policy import When
 from tierd.spool.conditions import translated
-from tierd.spool.records import set_policy
+from tierd.spool.records import set_local_only, set_policy
 from tierd.spool.spool import Spool
 
 _BUSY = ("wait", "skip", "fail")
@@ -140,10 +140,17 @@ class Composition:
         self.beside = Beside(self.spool, asks=self.daemon.tiers)
         seen = functools.partial(self.daemon.attempts, run)
         options = {"when": repr(when), "to": self.daemon.to, "retention": repr(retention)}
-        self.launch = Launch(self.spool, run, self.ranks, given, seen, options, self.beside.saving)
+        self.launch = Launch(self.spool, run, self.ranks, given, seen, options, self._saving)
         self._make_savers(slots)
         if self.schedule.preemption is not None:
             self.schedule.preemption.begin()
+
+    def _saving(self, part: PartId) -> None:
+        """Prepare for a part that is about to be written."""
+        if not self.daemon.tiers:  # before it is there, because a daemon of an earlier launch may live
+            with translated(f"spool {self.spool.root}", self.spool.root):
+                set_local_only(self.spool.control, part.checkpoint.run, part.checkpoint.attempt)
+        self.beside.saving(part)
 
     def _make_savers(self, slots: int) -> None:
         """Make the parts that save and restore."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierd.core.config import Config
 from tierd.core.errors import FormatTooNew
@@ -17,6 +17,8 @@ from tierd.core.planning.verdicts import judge
 from tierd.core.retention.policies import known_policy
 from tierd.core.retention.ranking import HOPED_FOR, Verdict
 from tierd.core.timeline.candidates import restore_candidates
+
+_LOCAL_ONLY = "the last launch names no tier"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +108,14 @@ def report(inventory: Inventory, config: Config | None, run: str | None = None, 
 
 def _run(inventory: Inventory, config: Config | None, run: str, defaults: bool) -> list[Checkpoint]:
     places = inventory.places
-    demand = Demand(inventory, config, run) if config else None
+    demand = Demand(replace(inventory, spool=inventory.spool.managed), config, run) if config else None
     verdicts = {
         name: {one.id: one for one in judge(demand, name)}
         for name in places
         if demand and config and (defaults or known_policy(inventory, config, run, name))
     }
+    if SPOOL in verdicts and run in inventory.spool.local_only:  # nothing of the run is deleted there
+        verdicts[SPOOL] = {one.id: Verdict(one.id, True, (_LOCAL_ONLY,)) for one in inventory.spool.copies(run)}
     resume = restore_candidates(inventory, run)
     first = resume.candidates[0].checkpoint if resume.candidates else None
     copies = inventory.copies(run)

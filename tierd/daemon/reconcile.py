@@ -275,6 +275,10 @@ class Reconciler:
         """Whether tiers with `backfill` were sent all that this node sends there of other nodes' runs."""
         return self._backfill.settled
 
+    def reported(self) -> Inventory:
+        """Return the inventory with the checkpoints of launches that name no tier, for a report."""
+        return self._live.reported()
+
     def undone(self) -> tuple[Problem, ...]:
         """Return, as problems, what a tier with `backfill` lacks and another node was to send there."""
         return tuple(Problem("warning", one.tier, str(one)) for one in self._backfill.undone())

@@ -82,7 +82,7 @@ class RequestHandler:
                 return {"status": self._status()}
             case messages.Report(run=run):
                 await self._observe(run)
-                return {"report": report(self._reconciler.inventory(), self._reconciler.config, run)}
+                return {"report": report(self._reconciler.reported(), self._reconciler.config, run)}
             case messages.Runs():
                 return {"runs": await runs(self._reconciler)}
             case messages.Candidates(run=run, metrics=metrics):

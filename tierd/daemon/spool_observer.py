@@ -21,7 +21,7 @@ from tierd.core.planning.place import Place
 from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.spool.conditions import condition
 from tierd.spool.leases import ended, trainers
-from tierd.spool.records import NEAR_NS, Known, KnownHeads, committed, heads, launches, policies, saved
+from tierd.spool.records import NEAR_NS, Known, KnownHeads, committed, heads, launches, local_only, policies, saved
 from tierd.spool.spool import Spool
 
 
@@ -250,4 +250,5 @@ class SpoolObserver:
             ended=ended(control, alive, alive),
             committed=before,
             heads=heads(control, self._heads),
+            local_only=local_only(control),
         ).like(bare)

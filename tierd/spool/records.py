@@ -4,12 +4,14 @@
     saved/<run>/<attempt>.<part>    this rank's was; holds the newest step that it committed here, twelve digits, if any
     retention/<run>.json            the trainer's policy, in the format of core/retention/stored.py
     timeline/<run>.json             the run's head as observed in any place, in the format of core/timeline/head.py
+    local-only/<run>.json           the first of the run's launches that name no tier, as long as no launch names tiers
 
 Invariant: a record is durable before any code relies on it, and is written only if it adds information.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
@@ -35,10 +37,12 @@ from tierd.core.timeline.head import encode as encode_head
 from tierd.spool.file_io import digest, exists, open_plain, sync_directory
 from tierd.spool.permissions import check_room
 
-SAVED, RETENTION, TIMELINE = "saved", "retention", "timeline"  # subdirectories of `.tierd/`
+# subdirectories of `.tierd/`
+SAVED, RETENTION, TIMELINE, LOCAL_ONLY = "saved", "retention", "timeline", "local-only"
 NEAR_NS = 2_000_000_000  # changes this close may have the same time, because file times are coarse
 Known = dict[tuple[str, str], tuple[int, PartId | None]]  # by run and name: when a record changed, 0 if read again
 _Stamp = tuple[int, int, int]  # a file's inode, size and time of its last change
+_MAX_LOCAL_ONLY = 4096  # bytes of a record of LOCAL_ONLY that are read
 KnownHeads = dict[str, tuple[_Stamp, Head]]  # by run
 _MARK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO in a record's place is refused without blocking
 
@@ -249,9 +253,46 @@ def policies(control: Path, runs: Iterable[str]) -> dict[str, tuple[StoredRetent
     return found
 
 
+def set_local_only(control: Path, run: str, attempt: str) -> None:
+    """Record that this launch of `run`, and those after it, are neither sent nor pruned, because they name no tier.
+
+    An earlier launch that named none has recorded itself, and that record is kept.
+
+    Raises:
+        SpoolUnusable, OSError: the record could not be made durable.
+    """
+    if not exists(control / LOCAL_ONLY / f"{run}.json"):
+        _write(control, LOCAL_ONLY, run, json.dumps({"attempt": attempt}).encode())
+
+
+def unset_local_only(control: Path, run: str) -> None:
+    """Delete the record of `set_local_only`, because a launch names tiers. Raises OSError."""
+    with suppress(FileNotFoundError):
+        (control / LOCAL_ONLY / f"{run}.json").unlink()
+        sync_directory(control / LOCAL_ONLY)
+
+
+def local_only(control: Path) -> dict[str, str]:
+    """Return, by run, the first launch that names no tier. Raises OSError.
+
+    A record that cannot be read gives the empty string, which sorts before every launch.
+    """
+    found = {}
+    for run in (name.removesuffix(".json") for name in _names(control / LOCAL_ONLY) if not name.startswith(".")):
+        path = control / LOCAL_ONLY / f"{run}.json"
+        try:
+            with os.fdopen(open_plain(path), "rb") as file:
+                attempt = json.loads(file.read(_MAX_LOCAL_ONLY))["attempt"]
+            found[run] = attempt if isinstance(attempt, str) and is_attempt(attempt) else ""
+        except (CorruptChunk, ValueError, KeyError, TypeError):
+            if exists(path):  # else it was deleted since it was listed
+                found[run] = ""
+    return found
+
+
 def recorded(control: Path, run: str) -> list[Path]:
     """List the files that hold records of a run. The run may have nothing else in the spool."""
-    marks, files = control / SAVED / run, [control / room / f"{run}.json" for room in (RETENTION, TIMELINE)]
+    marks, files = control / SAVED / run, [control / room / f"{run}.json" for room in (RETENTION, TIMELINE, LOCAL_ONLY)]
     return [marks / name for name in _names(marks)] + [path for path in files if exists(path)]
 
 

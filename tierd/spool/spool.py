@@ -40,7 +40,7 @@ from tierd.spool.leases import ALIVE
 from tierd.spool.leftovers import Leftovers
 from tierd.spool.node_id import node_id
 from tierd.spool.permissions import check_owner, check_room, keep_private
-from tierd.spool.records import RETENTION, SAVED, TIMELINE, forget_committed, mark_saved, note_committed
+from tierd.spool.records import LOCAL_ONLY, RETENTION, SAVED, TIMELINE, forget_committed, mark_saved, note_committed
 from tierd.spool.root import check_name, make_durably, sync_entry
 from tierd.spool.stage import Stage
 from tierd.spool.trash import delete, sync_left
@@ -315,4 +315,4 @@ def _lock_exclusively(fd: int) -> None:
 
 _LOCK = "lock"  # in the spool's own directory
 _TRIES, _PAUSE_S = 20, 0.005  # as in `leases`
-_ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine", SAVED, RETENTION, TIMELINE, ALIVE)
+_ROOMS = ("stage", "fetch", "trash", "recycle", "quarantine", SAVED, RETENTION, TIMELINE, LOCAL_ONLY, ALIVE)

@@ -88,7 +88,7 @@ def test_a_fetch_has_one_line_a_minute_and_one_at_the_end(clock, caplog):
 
 @pytest.mark.parametrize("there", [False, True])
 def test_only_a_damaged_part_is_called_not_whole(spool, caplog, there):
-    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+    with tierd.Checkpointer(spool.root, "run") as checkpointer:
         saved = checkpointer.save(3, tensors(3))
         saved.wait()
     with Daemon(spool.root, {"tier": Double()}, keep=100) as daemon:
@@ -117,7 +117,7 @@ def test_one_that_brings_nothing_is_given_up(clock, line):
 
 def test_a_restore_from_a_tier_that_hangs_ends_and_the_next_goes_on(spool, monkeypatch):
     store = Double()
-    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
+    with tierd.Checkpointer(spool.root, "run") as checkpointer:
         first = checkpointer.save(3, tensors(3)).part
         first_done = checkpointer.save(4, tensors(4))
         first_done.wait()

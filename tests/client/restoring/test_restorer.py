@@ -154,7 +154,8 @@ def test_a_run_that_lost_every_checkpoint_never_starts_anew_in_silence(spool):
 
 
 def test_nor_when_the_daemon_set_them_aside_before_anybody_asked(spool):
-    save(spool, 1)
+    with tierd.Checkpointer(spool.root, "run") as checkpointer:
+        checkpointer.save(1, tensors(1))
     manifest = files(spool, 1)[0].with_name("manifest.json")
     manifest.write_bytes(flipped(manifest.read_bytes()))
     with Daemon(spool.root, {"tier": Double()}) as daemon:

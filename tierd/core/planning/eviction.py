@@ -23,7 +23,7 @@ def evictable(inventory: Inventory, config: Config) -> tuple[CheckpointId, ...]:
     """The spool's copies that the daemon may evict when the disk is full, in the order of eviction."""
     demands = [Demand(inventory, config, run) for run in sorted({one.run for one in inventory.spool.checkpoints})]
     gone = frozenset[CheckpointId]().union(*(retired(one) | superseded(one) for one in demands))
-    return evictions(inventory, gone)
+    return tuple(one for one in evictions(inventory, gone) if one.run not in inventory.spool.local_only)
 
 
 def evictions(inventory: Inventory, retired: Collection[CheckpointId]) -> tuple[CheckpointId, ...]:

@@ -70,6 +70,8 @@ class Place:
             is still there or not.
         heads: the readable heads that are stored there, by run; in the spool, what this node remembers of all places.
         announced: a tier only: by checkpoint, the other nodes that announce that they send its parts.
+        local_only: the spool only: by run, the first launch of those that name no tier (`to=[]`). Nothing of the run is
+            deleted from the spool, and what this launch and later ones saved is not sent.
     """
 
     checkpoints: Mapping[CheckpointId, CheckpointCopy] = field(default_factory=dict)
@@ -86,6 +88,7 @@ class Place:
     committed: frozenset[PartId] = frozenset()
     heads: Mapping[str, tuple[Head, ...]] = field(default_factory=dict)
     announced: Mapping[CheckpointId, frozenset[str]] = field(default_factory=dict)
+    local_only: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -154,9 +157,24 @@ class Place:
             _only(self.ended, run),
             heads=_only(self.heads, run),
             announced={one: nodes for one, nodes in self.announced.items() if one.run == run},
+            local_only=_only(self.local_only, run),
         )
         found.__dict__["runs"] = {run: self.run(run)} if run in self.runs else {}  # keeps the cached derived values
         return found
+
+    def is_local_only(self, checkpoint: CheckpointId) -> bool:
+        """Whether a launch that names no tier saved a checkpoint here, and no launch has named tiers since."""
+        first = self.local_only.get(checkpoint.run)
+        return first is not None and checkpoint.attempt >= first
+
+    @cached_property
+    def managed(self) -> Place:
+        """This place without the checkpoints that are local only, for every decision about sending and deleting."""
+        left = {one: seen for one, seen in self.checkpoints.items() if not self.is_local_only(one)}
+        if len(left) == len(self.checkpoints):
+            return self
+        committed = frozenset(part for part in self.committed if not self.is_local_only(part.checkpoint))
+        return replace(self, checkpoints=left, committed=committed)
 
     @cached_property
     def _named(self) -> list[dict[str, frozenset[CheckpointId]]]:

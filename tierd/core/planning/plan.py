@@ -59,6 +59,8 @@ class RunPlan:
     def here(self) -> list[Prune | Discard]:
         """The deletions to make in the spool."""
         demand, inventory = self.demand, self.demand.inventory
+        if demand.run in inventory.spool.local_only:
+            return []
         leaving = demand.run in inventory.finished and may_leave(inventory, demand.run, retired(demand))
         leaving = leaving and not self._is_owed()
         gone = departure(inventory, demand.run) if leaving else spool_prunes(demand, self._config)

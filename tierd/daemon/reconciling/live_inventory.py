@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from tierd.core.config import Config
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.planning.copies import differing
+from tierd.core.planning.copies import CheckpointCopy, differing
 from tierd.core.planning.inventory import Inventory, Sent
 from tierd.core.planning.place import Place
 from tierd.core.retention.policy import seconds
@@ -24,6 +26,8 @@ from tierd.daemon.timings import DaemonTimings
 from tierd.daemon.transfer.flush_pacing import Cadence
 from tierd.spool.spool import Spool
 
+log = logging.getLogger("tierd.daemon")
+
 _RECENT = 600.0  # seconds for which a run counts as attended after its trainer left, because a crashed one restarts
 
 
@@ -31,7 +35,8 @@ class LiveInventory:
     """Observe the spool, and make one inventory of it and of the tiers' latest observations.
 
     Attributes:
-        place: the spool, as last observed.
+        place: the spool, as last observed, without the checkpoints of launches that name no tier.
+        local_only: the copies of these, which nothing but a report counts.
         free: the free share of the spool's disk, 0..1.
         busy: the parts that are being flushed.
         full: the tiers that were full, and from which nothing was deleted since.
@@ -58,6 +63,7 @@ class LiveInventory:
     ) -> None:
         self._spool, self._requests, self._repairer, self._phase, self._seen = spool, requests, repairer, phase, seen
         self.place = Place()
+        self.local_only: dict[CheckpointId, CheckpointCopy] = {}
         self.free = 1.0
         self.busy: Counter[PartId] = Counter()
         self.full: set[str] = set()
@@ -107,6 +113,14 @@ class LiveInventory:
             who=self._tiers.who,
         )
 
+    def reported(self) -> Inventory:
+        """Return the inventory with the checkpoints of launches that name no tier, for a report."""
+        inventory = self.inventory()
+        if not self.local_only:
+            return inventory
+        place = inventory.spool
+        return replace(inventory, spool=replace(place, checkpoints={**place.checkpoints, **self.local_only}))
+
     def _is_silent(self, tier: str) -> bool:
         return self._tiers.observed.unanswered_s.get(tier, -math.inf) >= seconds(self._config.hold_for)
 
@@ -146,9 +160,20 @@ class LiveInventory:
             except BaseException:
                 self._thorough |= thorough  # for callers that share the next observation in place of this one
                 raise
-            self.place = place  # assigned last, because every call before it may fail
+            self._set_local_only(place)
+            self.place = place.managed  # assigned last, because every call before it may fail
             self._ended = begun
             self._seen(self._note_saves(before))
+
+    def _set_local_only(self, place: Place) -> None:
+        for run in sorted(place.local_only.keys() - self.place.local_only.keys()):
+            log.info(
+                "local: run %s: a launch that names no tier (to=[]) saves it: its checkpoints are neither sent nor "
+                "deleted until a launch names tiers",
+                run,
+            )
+        left = place.managed.checkpoints
+        self.local_only = {one: seen for one, seen in place.checkpoints.items() if one not in left}
 
     def _note_saves(self, before: Place) -> bool:
         """Note when parts were committed; return whether the spool has other parts than before."""

@@ -64,7 +64,7 @@ class Runs:
 
 async def runs(reconciler: Reconciler) -> Runs:
     """Describe all runs of a running reconciler."""
-    inventory, config, at = reconciler.inventory(), reconciler.config, now()
+    inventory, config, at = reconciler.reported(), reconciler.config, now()
     in_flight = tuple(_in_flight(reconciler))
     sent = sent_bytes(list(reconciler.journal.events), [tier.name for tier in config.tier], at)
 
