@@ -25,7 +25,7 @@ from tierd.core.planning.unflushed import Unflushed, backlog_of
 from tierd.core.timeline.run_view import RunView
 from tierd.core.urls import parse_url
 from tierd.ipc.client import Link
-from tierd.ipc.daemon_start import start_daemon
+from tierd.ipc.daemon_start import end_of_daemon, start_daemon
 from tierd.ipc.messages import Attach, Candidates, MakeRoom, Request
 from tierd.ipc.messages import Backlog as AskBacklog
 from tierd.ipc.replies import read_member
@@ -313,6 +313,8 @@ class Attachment:
         except DaemonUnavailable:
             if to is None:
                 raise
+            if end := end_of_daemon(self._spool):  # the next one may end like it, and the saves be on no tier
+                log.warning("spool %s: another daemon is started, because the last one %s", self._spool.root, end)
             start_daemon(self._spool, to)
             return Link(self._spool)
 

@@ -152,7 +152,7 @@ async def serve(
         rest = _idle(reconciler, control, handoff, intake, await_trainer) if until_idle else asyncio.Event().wait()
         idle = asyncio.ensure_future(rest)
         refusing = asyncio.ensure_future(_refused(intake) if reread is None else asyncio.Event().wait())
-        comparing = asyncio.ensure_future(_stay_apart(config, stores))
+        comparing = asyncio.ensure_future(asyncio.Event().wait() if await_trainer else _stay_apart(config, stores))
         reloading = asyncio.ensure_future(reload.run(hup, reconciler, control))
         notify("READY=1")
         tiers = ", ".join(f"{tier.name} {parse_url(tier.url)}" for tier in config.tier)

@@ -23,6 +23,8 @@ _START = 60.0  # seconds that a daemon may take to answer after its start, becau
 _AGAIN = 1.0  # seconds between attempts to take a spool that another daemon holds
 # Kept, because Popen's destructor warns of a running child, and a daemon is meant to outlive this process.
 _started: list[subprocess.Popen[bytes]] = []
+_serving: dict[Path, subprocess.Popen[bytes]] = {}  # spool -> the last daemon started for it that answered
+_EXITING = 0.2  # seconds that a daemon may take to exit after it closed its socket
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -72,6 +74,7 @@ def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
         ended = process.poll()
         try:
             Link(spool).close()
+            _serving[spool.root] = process
             return
         except DaemonSilent:  # it holds the spool, so another daemon cannot start
             raise
@@ -89,6 +92,30 @@ def start_daemon(spool: Spool, urls: Sequence[str]) -> None:
         raise ConfigError(_last_error(text) or f"spool {spool.root}: the daemon refused its configuration; see {log}")
     tail = text[-2000:].strip()
     raise DaemonUnavailable(f"the daemon for spool {spool.root} did not start; {log} ends with:\n{tail}")
+
+
+def end_of_daemon(spool: Spool) -> str:
+    """Describe how the daemon ended that this process started for `spool`, with the end of its log; once.
+
+    Returns:
+        Empty if there was none, or it runs, was killed, or ended without an error.
+    """
+    process = _serving.get(spool.root)
+    if process is None:
+        return ""
+    try:
+        code = process.wait(_EXITING)
+    except subprocess.TimeoutExpired:
+        return ""
+    _serving.pop(spool.root, None)
+    if code <= 0 or code == EXIT_HELD:
+        return ""
+    log = spool.control / DAEMON_LOG
+    try:
+        text = _log_text(log)
+    except (OSError, ConfigError) as error:
+        return f"ended with exit status {code}, and {log} cannot be read: {error}"
+    return f"ended with exit status {code}; {log} ends with:\n{text[-2000:].strip()}"
 
 
 def _log_text(log: Path) -> str:

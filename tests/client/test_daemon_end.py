@@ -1,0 +1,55 @@
+"""A daemon that a trainer started ends by an error: the launch hears why, and its saves still get to the tier."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from support.training import tensors
+from support.world import wait_until
+
+import tierd
+from tierd.core.errors import DaemonUnavailable
+from tierd.ipc.client import Link
+from tierd.spool.spool import Spool
+
+ENDING = """
+import os, sys, threading, time
+def end():
+    while not os.path.exists({path!r}):
+        time.sleep(0.05)
+    os.unlink({path!r})
+    sys.stderr.write("tierd: the reason why\\n")
+    sys.stderr.flush()
+    os._exit(1)
+if "--await-trainer" in sys.orig_argv:
+    threading.Thread(target=end, daemon=True).start()
+"""
+
+
+def answers(spool: Spool) -> bool:
+    try:
+        Link(spool).close()
+    except DaemonUnavailable:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("at_close", [False, True])
+def test_a_daemon_that_ends_by_an_error_is_replaced_and_the_log_says_why(tmp_path, monkeypatch, caplog, at_close):
+    sign, modules, tier = tmp_path / "end", tmp_path / "modules", tmp_path / "tier"
+    modules.mkdir(), tier.mkdir()
+    (modules / "sitecustomize.py").write_text(ENDING.format(path=str(sign)))
+    monkeypatch.setenv("PYTHONPATH", f"{modules}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    ckpt = tierd.Checkpointer(tmp_path / "spool", run="r", to=[str(tier)])
+    ckpt.save(1, tensors(1)).wait()
+    sign.touch()
+    spool = Spool(tmp_path / "spool")
+    wait_until(lambda: not answers(spool))
+    assert "the reason why" not in caplog.text
+    if not at_close:
+        ckpt.save(2, tensors(2)).wait()
+        wait_until(lambda: "the reason why" in caplog.text)
+    ckpt.close(wait="file", timeout=60)
+    assert caplog.text.count("the reason why") == 1 and "exit status 1" in caplog.text
+    assert len(list(tier.glob("r/manifests/*/*"))) == (1 if at_close else 2)
