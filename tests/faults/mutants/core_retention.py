@@ -10,6 +10,13 @@ _TEST_RUN_POLICIES = "pytest tests/daemon/tiers/test_run_policies.py"
 
 MUTANTS = (
     Mutant(
+        "two launches with wrong clocks make a checkpoint a year old",
+        "tierd/core/retention/ages.py",
+        "_WRONG = 2  #",
+        "_WRONG = 1  #",
+        "pytest tests/core/retention/test_ages.py -k two_wrong_clocks",
+    ),
+    Mutant(
         "a recorded default wins over what was given",
         _POLICIES,
         'if one.given != "default" and one.retention)]',

@@ -118,10 +118,10 @@ MUTANTS = (
         "wants and lacks",
     ),
     Mutant(
-        "ages trust the newest launch's clock",
+        "ages trust every launch's clock",
         "tierd/core/retention/ages.py",
-        "        return min((age for age in ages if age >= 0), default=self._forward_s(order, at))\n",
-        "        return now - at\n",
+        "        pauses_s = min(largest[ahead] - smallest[_WRONG - ahead] for ahead in range(_WRONG + 1))\n",
+        "        pauses_s = largest[0] - smallest[0]\n",
         _LIVES,
         "its own rules want | should hold",
     ),

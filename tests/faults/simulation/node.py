@@ -532,7 +532,7 @@ def tierd_here(loop: SimLoop) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for target, value in (
-            ("tierd.daemon.tiers.tiers.node_id", name),
+            ("tierd.daemon.tiers.node_identity.node_id", name),
             ("tierd.daemon.scrub.tier_repair.node_id", name),
             ("tierd.core.planning.sharing.SMALLEST_SHARED_BYTES", 1),
             ("tierd.spool.file_io.ahead", lambda items, worth: contextlib.nullcontext(items)),

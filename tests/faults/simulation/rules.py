@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 Which = tuple[str, int, int]  # run, launch, step
 
@@ -77,20 +77,25 @@ class Rules:
 
 
 def _age(one: Saved, ordered: list[Saved]) -> float:
-    """How much older than the newest it is at least, if at most one launch's clock is wrong: by all clocks; without the
-    time that passed between its launch and the next; or without that between the newest launch and the one before."""
-    newest = ordered[-1]
-    ages = [newest.created - one.created]
-    later = [some for some in ordered if some.launch > one.launch]
-    if later:
-        last = [some for some in ordered if some.launch == one.launch][-1]
-        ages.append(last.created - one.created + newest.created - later[0].created)
-        first = next(some for some in ordered if some.launch == newest.launch)
-        before = [some for some in ordered if some.launch < newest.launch][-1]
-        ages.append(before.created - one.created + newest.created - first.created)
-    after = [some.created for some in ordered if some.which >= one.which]
-    steps = sum(max(b - a, 0.0) for a, b in pairwise(after))
-    return min((age for age in ages if age >= 0), default=steps)
+    """How much older than the newest it is at least, if at most two launches' clocks are wrong: what passed within
+    launches, and of the pauses between them what is left whichever two launches are ignored."""
+    launches: dict[int, list[float]] = {}
+    for some in ordered:
+        if some.which >= one.which:
+            launches.setdefault(some.launch, []).append(some.created)
+    within, starts = 0.0, []
+    for number, times in enumerate(launches.values()):
+        passed = times[-1] - times[0]
+        passed = passed if passed >= 0 else sum(max(b - a, 0.0) for a, b in pairwise(times))
+        starts.append(times[0] - within if number else times[-1] - passed)
+        within += passed
+    pauses = [0.0]
+    if len(starts) > 2:
+        rest = [
+            [start for at, start in enumerate(starts) if at not in out] for out in combinations(range(len(starts)), 2)
+        ]
+        pauses = [max(some) - min(some) for some in rest]
+    return within + min(pauses)
 
 
 def _spaced(ordered: list[Saved], every: float) -> set[Which]:

@@ -1,8 +1,8 @@
-"""How much older a checkpoint of a run is than the newest, although any single launch may have had a wrong clock.
+"""How much older a checkpoint of a run is than the newest, although any two launches may have had wrong clocks.
 
-Invariant: a clock that is ahead or behind during one launch never makes a checkpoint of another launch older. The time
-between two launches counts only as far as the times of other launches confirm it, so an age is too small rather than
-too large.
+Invariant: two clocks that are wrong, each by any time and in any direction, make no checkpoint older than it is, except
+that within a launch its own clock counts. The time that passed within launches always counts, and of the pauses between
+them only as much as is left whichever two launches are ignored. So an age is too small rather than too large.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from datetime import datetime
 from functools import cached_property
+from heapq import nlargest, nsmallest
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 Order: TypeAlias = tuple[str, str, int]  # run, attempt, step
+_WRONG = 2  # launches with wrong clocks that make no checkpoint older
 
 
 class Ages:
@@ -28,11 +30,9 @@ class Ages:
         ordered = sorted(made)
         self._orders = [order for order, _ in ordered]
         self._times = [created.timestamp() for _, created in ordered]
-        self._firsts: dict[str, float] = {}  # attempt -> the time of its first checkpoint
-        self._lasts: dict[str, tuple[Order, float]] = {}
-        for order, at in zip(self._orders, self._times, strict=True):
-            self._firsts.setdefault(order[1], at)
-            self._lasts[order[1]] = order, at
+        self._firsts: dict[str, int] = {}  # attempt -> the index of its first checkpoint
+        for index, order in enumerate(self._orders):
+            self._firsts.setdefault(order[1], index)
         self._attempts = list(self._firsts)
 
     def age_s(self, order: Order, created: datetime) -> float:
@@ -44,23 +44,59 @@ class Ages:
         """
         if not self._orders or order >= self._orders[-1]:
             return 0.0
-        at, now, newest = created.timestamp(), self._times[-1], self._attempts[-1]
-        ages = [now - at]  # if every clock is right
-        if order[1] != newest:
-            own = max((order, at), self._lasts.get(order[1], (order, at)))
-            before = max(own, self._lasts[self._attempts[-2]]) if len(self._attempts) > 1 else own
-            after = self._attempts[bisect_right(self._attempts, order[1])]
-            # If the newest launch's clock is wrong: without the time between that launch and the one before it.
-            ages.append(before[1] - at + now - self._firsts[newest])
-            # If its own launch's clock is wrong: without the time between that launch and the next one.
-            ages.append(own[1] - at + now - self._firsts[after])
-        # A checkpoint is not made after a later one, so a clock that says so is wrong.
-        return min((age for age in ages if age >= 0), default=self._forward_s(order, at))
+        at, following, newest = created.timestamp(), bisect_right(self._orders, order), len(self._orders) - 1
+        if order[1] == self._attempts[-1]:
+            return self._passed_s(at, following, newest)
+        after = bisect_right(self._attempts, order[1])
+        last = self._firsts[self._attempts[after]] - 1  # of its own launch, unless `order` is later
+        to_end_s = self._passed_s(at, following, last) if following <= last else 0.0
+        own = (self._times[last] if following <= last else at) - self._within_s[after]
+        in_launches_s = to_end_s + self._within_s[-1] - self._within_s[after]
+        later_largest, later_smallest = self._extremes[after]
+        largest, smallest = nlargest(_WRONG + 1, (*later_largest, own)), nsmallest(_WRONG + 1, (*later_smallest, own))
+        if len(largest) <= _WRONG:
+            return in_launches_s
+        pauses_s = min(largest[ahead] - smallest[_WRONG - ahead] for ahead in range(_WRONG + 1))
+        return in_launches_s + max(pauses_s, 0.0)
 
-    def _forward_s(self, order: Order, at: float) -> float:
-        """The time from a checkpoint to the newest, without the steps back of the clocks in between."""
-        following = bisect_right(self._orders, order)
-        return max(self._times[following] - at, 0.0) + self._forward[-1] - self._forward[following]
+    @cached_property
+    def _within_s(self) -> list[float]:
+        """The seconds that passed within all launches before each one, and within all of them."""
+        bounds = pairwise([*self._firsts.values(), len(self._orders)])
+        passed = (self._passed_s(self._times[first], first + 1, end - 1) for first, end in bounds)
+        return list(accumulate(passed, initial=0.0))
+
+    @cached_property
+    def _extremes(self) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+        """Of each launch and all later ones: the largest and smallest times, without the time within launches.
+
+        A launch whose clock is ahead can be among the largest alone, one whose clock is behind among the smallest.
+        """
+        found, largest, smallest = [], tuple[float, ...](), tuple[float, ...]()
+        starts = [
+            self._times[first] - within_s
+            for first, within_s in zip(self._firsts.values(), self._within_s[:-1], strict=True)
+        ]
+        for start in reversed(starts):
+            largest = tuple(nlargest(_WRONG + 1, (*largest, start)))
+            smallest = tuple(nsmallest(_WRONG + 1, (*smallest, start)))
+            found.append((largest, smallest))
+        return found[::-1]
+
+    def _passed_s(self, at: float, following: int, last: int) -> float:
+        """The seconds from a checkpoint to a later one of its launch, or to itself if `following` is after `last`.
+
+        Args:
+            at: when it was made.
+            following: the index of the next checkpoint.
+            last: the index of the later one.
+        """
+        if following > last:
+            return 0.0
+        if self._times[last] >= at:
+            return self._times[last] - at
+        # A checkpoint is not made after a later one, so the clock was set back: only the steps forward count.
+        return max(self._times[following] - at, 0.0) + self._forward[last] - self._forward[following]
 
     @cached_property
     def _forward(self) -> list[float]:

@@ -62,8 +62,8 @@ class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     Attributes:
         keep_last: this many newest checkpoints, both along the timeline and by launch and step. These are the
             checkpoints to which a resume falls back, and the last ones of an abandoned branch. At least 1.
-        keep_within: every checkpoint made at most this long before the newest, such as `"12h"`. Of the pauses after its
-            own launch and before the newest launch, the longer one does not count, because a clock may be wrong.
+        keep_within: every checkpoint made at most this long before the newest, such as `"12h"`. Of the pauses between
+            its launch and the newest, two do not count, because the clocks of two launches may be wrong.
         keep_every_steps: every checkpoint whose step is a multiple of this number.
         keep_every: the oldest checkpoint, and each that was made at least this long after the last one that this rule
             keeps, such as `"1d"`. A checkpoint made that long *before* the last one counts too, because a clock may

@@ -1,0 +1,96 @@
+"""Ages of checkpoints of launches whose clocks are wrong, judged by histories whose true times are known."""
+
+from __future__ import annotations
+
+import random
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from tierd.core.retention.ages import Ages, Order
+
+DAY = 86_400.0
+YEAR = 365 * DAY
+BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def history(starts: list[float], wrong_by: dict[int, float], minutes: int = 3) -> list[tuple[Order, datetime, float]]:
+    """The checkpoints of launches that start at `starts` (seconds): name, time by its clock, and true time."""
+    return [
+        (("run", f"{launch:03}", 10 * launch + at), BEGIN + timedelta(seconds=true + wrong_by.get(launch, 0.0)), true)
+        for launch, start in enumerate(starts)
+        for at in range(minutes)
+        for true in [start + 60.0 * at]
+    ]
+
+
+def ages_of(made: list[tuple[Order, datetime, float]]) -> list[tuple[float, float]]:
+    """The age that counts and the true age of each."""
+    ages = Ages((order, created) for order, created, _ in made)
+    return [(ages.age_s(order, created), made[-1][2] - true) for order, created, true in made]
+
+
+@pytest.mark.parametrize(
+    "years",
+    [
+        (0, 1, -1, 0),
+        (-1, 0, 0, 1),
+        (1, 0, 0, -1),
+        (1, 1, 0, 0),
+        (0, 0, 1, 1),
+        (-1, -1, 0, 0),
+        (0, 1, 0, 1, 0),
+        (0, -1, 2),
+    ],
+)
+def test_two_wrong_clocks_make_no_checkpoint_a_year_old(years):
+    """docs/explanation/deletion.md: two launches with wrong clocks make no checkpoint older than it is."""
+    starts = [600.0 * launch for launch in range(len(years))]
+    made = history(starts, {launch: years_off * YEAR for launch, years_off in enumerate(years)})
+    assert all(0 <= age_s <= true_s + 1e-3 for age_s, true_s in ages_of(made))
+
+
+def test_no_age_is_above_the_true_one_in_random_histories_with_two_wrong_clocks():
+    for seed in range(3000):
+        rng = random.Random(seed)
+        count = rng.randint(2, 8)
+        starts, at = [], 0.0
+        for _ in range(count):
+            starts.append(at)
+            at += 600.0 + rng.choice([0.0, 60.0, DAY, 30 * DAY]) * rng.random()
+        wrong = {launch: rng.uniform(-1, 1) * rng.choice([60.0, DAY, YEAR]) for launch in rng.sample(range(count), 2)}
+        for age_s, true_s in ages_of(history(starts, wrong)):
+            assert -1e-3 <= age_s <= true_s + 1e-3, f"seed {seed}: {age_s} s of {true_s} s"
+
+
+def test_pause_counts_once_two_launches_before_and_two_after_confirm_it():
+    """docs/explanation/deletion.md: two pauses do not count, so the rest of a right history ages as it is."""
+    starts = [0.0, 600.0, 1200.0, 90 * DAY, 90 * DAY + 600.0, 90 * DAY + 1200.0]
+    age_s, true_s = ages_of(history(starts, {}))[0]
+    assert true_s - 3600 < age_s <= true_s
+
+
+def test_all_pauses_but_two_count_in_a_right_history():
+    days = [3, 1, 4, 1, 5, 9, 2, 6]
+    starts = [sum(days[:at]) * DAY for at in range(len(days) + 1)]
+    age_s, true_s = ages_of(history(starts, {}))[0]
+    assert true_s - age_s == pytest.approx(max(3 + 1, 3 + 6, 2 + 6) * DAY, abs=600)
+
+
+def test_time_within_launches_always_counts():
+    made = history([0.0, 10 * DAY], {}, minutes=120)
+    age_s, _ = ages_of(made)[0]
+    assert age_s == pytest.approx(2 * 119 * 60)
+
+
+def test_ages_never_grow_when_checkpoints_are_deleted():
+    for seed in range(500):
+        rng = random.Random(seed)
+        starts = sorted(rng.uniform(0, 90 * DAY) for _ in range(rng.randint(2, 6)))
+        wrong = {launch: rng.uniform(-YEAR, YEAR) for launch in rng.sample(range(len(starts)), 2)}
+        made = history(starts, wrong)
+        left = [one for one in made[:-1] if rng.random() < 0.6] + made[-1:]
+        before = Ages((order, created) for order, created, _ in made)
+        after = Ages((order, created) for order, created, _ in left)
+        for order, created, _ in left:
+            assert after.age_s(order, created) <= before.age_s(order, created) + 1e-3, f"seed {seed}"
