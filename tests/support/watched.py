@@ -19,10 +19,11 @@ from support.layouts import WRITERS
 from tierd.formats.byte_source import ByteSource
 from tierd.watching.files import Tree
 from tierd.watching.inspect import Changed, inspect_unit
-from tierd.watching.layouts import Unit, units
+from tierd.watching.layouts import units
 from tierd.watching.listing import MARKERS, ListedEntry, Listing
 from tierd.watching.programs import DEEPSPEED, MEGATRON, SHARDED
 from tierd.watching.settle import Due, Settling
+from tierd.watching.unit import Unit
 
 SETTLE_S = 10.0
 OBSERVE_S = 3.0
@@ -202,7 +203,7 @@ class World:
             with Tree(self.root) as tree:
                 copy, sound = self.take(tree, due)
             with Tree(self.root) as tree:
-                outcome = settling.finish(due, sound, tree.names(due.unit.path))
+                outcome = settling.finish(due, sound, tree.again(due.unit))
             if outcome == "taken":
                 taken[due.unit.path] = copy
                 refused.discard(due.unit.path)

@@ -257,7 +257,7 @@ def test_what_is_no_checkpoint_is_unknown(tmp_path: Path, ask: Ask) -> None:
     ("write", "change", "reason"),
     [
         (trainer, lambda path: (path / "checkpoint-is-incomplete.txt").write_text("..."), "checkpoint-is-incomplete"),
-        (trainer, lambda path: (path / "trainer_state.json").unlink(), "trainer_state.json is not there"),
+        (trainer, lambda path: (path / "trainer_state.json").unlink(), "neither trainer_state.json"),
         (trainer, lambda path: pt(path / "rng_state_3.pth"), "rank 2"),
         (deepspeed, lambda path: (path.parent / "latest").unlink(), "latest is not there"),
         (deepspeed, lambda path: (path.parent / "latest").write_text("global_step10"), "global_step10"),

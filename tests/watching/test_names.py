@@ -17,7 +17,7 @@ from tierd.spool.spool import Spool
 from tierd.watching.files import Tree
 from tierd.watching.layouts import Unit, units
 from tierd.watching.listing import ListedEntry, Listing
-from tierd.watching.settle import Shape, shape_of
+from tierd.watching.settle import Due, Shape, is_unchanged, shape_of
 
 _UNRELATED = 500
 
@@ -45,8 +45,8 @@ def test_names_show_each_program_s_units_as_the_full_listing_does(
     with Tree(root) as tree:
         whole = shapes(tree.listing())
         assert whole and shapes(tree.names()) == whole
-        for path, expected in whole.items():
-            assert shapes(tree.names(path))[path] == expected
+        for unit, expected in whole.values():
+            assert tuple((path, tree.again(unit).entries[path]) for path, _ in expected) == expected
 
 
 def test_names_ask_for_no_size_of_unrelated_files(root: Path) -> None:
@@ -74,11 +74,14 @@ def test_unrelated_files_are_listed_once_when_a_unit_is_taken(below: str, root: 
 def test_change_of_a_file_of_the_unit_is_noticed_without_a_full_listing(root: Path) -> None:
     layouts.torchtitan(root)
     with Tree(root) as tree:
-        before = shapes(tree.names())["step-100"]
+        due = Due(*shapes(tree.names())["step-100"], 0)
+        assert is_unchanged(due, tree.again(due.unit))
         (root / "step-100" / "added.pt").write_bytes(b"more")
-        assert shapes(tree.names("step-100"))["step-100"] != before
+        assert not is_unchanged(due, tree.again(due.unit))
+        (root / "step-100" / "added.pt").unlink()
+        assert is_unchanged(due, tree.again(due.unit))
         (root / "step-100").rename(root / "away")
-        assert "step-100" not in shapes(tree.names("step-100"))
+        assert not is_unchanged(due, tree.again(due.unit))
 
 
 def test_unit_whose_files_may_not_be_asked_for_is_not_taken_and_named(
@@ -86,7 +89,7 @@ def test_unit_whose_files_may_not_be_asked_for_is_not_taken_and_named(
 ) -> None:
     """Its directory may be listed, and not be entered: mode 0644."""
     layouts.torchtitan(root)
-    layouts.torch_save(root)
+    layouts.torch_save(root).rename(root / "model_step7.pt")
     stat = os.stat
 
     def refused(path: str, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> os.stat_result:

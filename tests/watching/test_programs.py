@@ -85,7 +85,7 @@ model.compile("adam", "mse")
 model.save(out + "/model-3.keras")
 model.save_weights(out + "/model-3.weights.h5")
 """,
-        [("", "Keras", [3, 3])],
+        [("", "Keras", [3])],
     ),
     "torch_checkpointing": (
         """

@@ -14,9 +14,9 @@ import pytest
 from support.layouts import WRITERS
 from support.watched import OBSERVE_S, SETTLE_S, Files, World, write_saves
 
-from tierd.watching.layouts import Unit
 from tierd.watching.listing import ListedEntry, Listing
 from tierd.watching.settle import Settling
+from tierd.watching.unit import Unit
 
 _SEEDS = 8  # of each layout; `python -m faults watched` has thousands, beside a real spool
 
@@ -103,12 +103,9 @@ def test_what_changes_while_it_is_taken_counts_for_nothing_and_waits_longer_each
 
 def test_the_newest_comes_first_and_what_is_gone_is_forgotten() -> None:
     settling = Settling(10.0)
-    settling.observe(listing(5, 7, 6), 0.0)
-    assert [due.unit.path for due in settling.observe(listing(5, 7, 6), 10.0)] == [
-        "model.pt1.pt",
-        "model.pt2.pt",
-        "model.pt0.pt",
-    ]
+    shown = listing(5, 7, 6, name="step")
+    settling.observe(shown, 0.0)
+    assert [due.unit.path for due in settling.observe(shown, 10.0)] == ["step1.pt", "step2.pt", "step0.pt"]
     assert settling.observe(Listing({}), 11.0) == [] and settling._seen == {}
 
 

@@ -29,8 +29,8 @@ from tierd.stores.directory_overlap import check_apart
 from tierd.stores.file import FileStore
 from tierd.watching.describe import Described
 from tierd.watching.inspect import Opener
-from tierd.watching.layouts import Unit
 from tierd.watching.naming import History
+from tierd.watching.unit import Unit
 
 
 def stored(spool: Spool) -> dict[str, bytes]:
@@ -399,7 +399,7 @@ def test_a_daemon_takes_and_flushes_and_follows_its_configuration(root: Path, tm
 
         daemon.call(begin())
         layouts.torchtitan(root)
-        path = layouts.torch_save(root)
+        path = layouts.torch_save(root).rename(root / "model_step7.pt")
         path.write_bytes(path.read_bytes()[:-50])
         wait_until(lambda: daemon.reconciler.journal.counters["flushed"] == 1, 60)
         wait_until(lambda: not daemon.intake.busy)  # type: ignore[attr-defined]

@@ -68,6 +68,8 @@ def check_file(name: str, source: ByteSource) -> Sound:
         NoFormat: its format is not known.
         Unchecked: its format is known, but the check cannot decide.
     """
+    if name.startswith("._"):
+        raise NoFormat("attributes of a file that macOS wrote on another file system")
     for endings, check in _BY_NAME:
         if name.endswith(endings):
             return check(source)

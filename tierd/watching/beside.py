@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from posixpath import dirname
 
-from tierd.watching.layouts import Unit
 from tierd.watching.naming import made_at
 from tierd.watching.settle import Shape
+from tierd.watching.unit import Unit
 
 
 class Beside:

@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tierd.watching.listing import ListedEntry, Listing, below, gap, joined
-from tierd.watching.step_in_name import step_in
+from tierd.watching.step_in_name import is_weights, step_in
 
 WEIGHTS = r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)"
 # The endings of all names that a pattern of a layout can match. Other files count only by their exact names, so that
 # very many unrelated files beside a checkpoint cost next to nothing.
-_ENDINGS = (
-    *(".safetensors", ".bin", ".pt", ".tar", ".pth", ".pkl", ".npz", ".ckpt", ".keras", ".h5", ".hdf5"),
-    *(".index.json", ".index", ".distcp", ".metadata"),
-)
+_ENDINGS = (".index.json", ".index", ".metadata")
 SHARD = re.compile(r"(.+)-\d{5,}-of-\d{5,}\.(safetensors|bin)")
 
 
@@ -51,7 +48,7 @@ class Directory:
         return sorted(
             name
             for name, entry in self.names.items()
-            if (name.endswith(_ENDINGS) or ".data-" in name) and entry.kind == "file"
+            if (name.endswith(_ENDINGS) or ".data-" in name or is_weights(name)) and entry.kind == "file"
         )
 
     @cached_property

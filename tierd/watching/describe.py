@@ -20,8 +20,8 @@ from tierd.formats.pickles import find_int
 from tierd.formats.texts import read_json
 from tierd.formats.zips import read_record
 from tierd.watching.inspect import Changed, Opener
-from tierd.watching.layouts import Unit
 from tierd.watching.programs import LIGHTNING
+from tierd.watching.unit import Unit
 
 _STATE = "trainer_state.json"
 _MAX_PICKLE = 16 << 20  # bytes of a pickle in which a step is looked for

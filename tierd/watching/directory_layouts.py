@@ -1,12 +1,15 @@
-"""Decide which program wrote a directory as its checkpoint, and whether the directory is complete."""
+"""Decide which program wrote a directory as its checkpoint, and whether the directory is complete.
+
+Invariant: a program is named only by a file that it alone writes. That such a file is absent proves nothing.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 from tierd.watching.completeness import (
-    WEIGHTS,
     Directory,
     absent_combination,
     absent_index,
@@ -21,6 +24,7 @@ from tierd.watching.programs import (
     ACCELERATE,
     DCP,
     DEEPSPEED,
+    DIRECTORY,
     LIGHTNING,
     MEGATRON,
     NEMO,
@@ -30,8 +34,21 @@ from tierd.watching.programs import (
     TRAINER,
     UnitLayout,
 )
+from tierd.watching.step_in_name import directory_step
 
-Claim = tuple[UnitLayout, str | None]
+
+class Claim(NamedTuple):
+    """The layout of a directory.
+
+    Attributes:
+        layout: the layout of its program.
+        missing: the reason why it is not complete; None if it is.
+        begun: whether the program itself left the proof that it began the save and did not finish it.
+    """
+
+    layout: UnitLayout
+    missing: str | None
+    begun: bool = False
 
 
 def claim(here: Directory) -> Claim | None:
@@ -40,33 +57,23 @@ def claim(here: Directory) -> Claim | None:
 
 
 def _orbax_temporary(here: Directory) -> Claim | None:
-    return (ORBAX, "its name says that it is being written") if ".orbax-checkpoint-tmp" in here.name else None
+    temporary = ".orbax-checkpoint-tmp" in here.name
+    return Claim(ORBAX, "its name says that it is being written", begun=True) if temporary else None
 
 
 def _trainer(here: Directory) -> Claim | None:
-    known = here.has(*_OF_TRAINER) or here.files(WEIGHTS) or here.files(r"rng_state(_\d+)?\.pth") or is_begun(here)
-    if not (re.fullmatch(r"checkpoint-\d+", here.name) and known):
-        return None
     if here.has("checkpoint-is-incomplete.txt"):
-        return TRAINER, "checkpoint-is-incomplete.txt is there"
-    if not here.has("trainer_state.json"):
-        return TRAINER, "trainer_state.json is not there, which is written last"
-    return TRAINER, absent_rank(here, r"rng_state_(\d+)\.pth") or absent_index(here)
-
-
-_OF_TRAINER = (
-    *("trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"),
-    *("config.json", "adapter_config.json"),
-)
+        return Claim(TRAINER, "checkpoint-is-incomplete.txt is there", begun=True)
+    if here.has("trainer_state.json"):
+        return Claim(TRAINER, absent_rank(here, r"rng_state_(\d+)\.pth") or absent_index(here))
+    return None
 
 
 def _accelerate(here: Directory) -> Claim | None:
-    if here.files(r"random_states_\d+\.pkl"):
-        return ACCELERATE, absent_rank(here, r"random_states_(\d+)\.pkl", 0) or absent_index(here) or _registered(here)
-    begun = here.has("optimizer.bin", "scheduler.bin", "sampler.bin", "scaler.pt") or here.files(WEIGHTS)
-    if re.fullmatch(r"checkpoint_\d+", here.name) and (begun or is_begun(here)):
-        return ACCELERATE, "random_states_0.pkl is not there, which is written last"
-    return None
+    if not here.files(r"random_states_\d+\.pkl"):
+        return None
+    missing = absent_rank(here, r"random_states_(\d+)\.pkl", 0) or absent_index(here) or _registered(here)
+    return Claim(ACCELERATE, missing)
 
 
 def _registered(here: Directory) -> str | None:
@@ -91,8 +98,8 @@ def _deepspeed(here: Directory) -> Claim | None:
         return None
     for found in (optimizers, sharded, models):
         if missing := absent_combination(found):
-            return DEEPSPEED, missing
-    return DEEPSPEED, not_tracked(here, "latest")
+            return Claim(DEEPSPEED, missing)
+    return Claim(DEEPSPEED, not_tracked(here, "latest"))
 
 
 def _megatron(here: Directory) -> Claim | None:
@@ -105,60 +112,74 @@ def _megatron(here: Directory) -> Claim | None:
     for match in ranks:
         inner = here.child(match[0])
         if inner is None or not inner.has("model_optim_rng.pt", "model_rng.pt"):
-            return MEGATRON, f"{match[0]} has no model_optim_rng.pt"
+            return Claim(MEGATRON, f"{match[0]} has no model_optim_rng.pt")
     missing = absent_combination(ranks) if ranks else absent_name(here, ".metadata", "metadata.json")
-    return MEGATRON, missing or not_tracked(here, "latest_checkpointed_iteration.txt")
+    return Claim(MEGATRON, missing or not_tracked(here, "latest_checkpointed_iteration.txt"))
 
 
 def _nemo(here: Directory) -> Claim | None:
     weights = here.child("weights")
     if marked := unfinished(here.tree[here.parent], here.name):
-        return NEMO, marked
+        return Claim(NEMO, marked, begun=True)
     if weights is None or here.child("context") is None:
         return None
-    return NEMO, absent_name(weights, ".metadata")
+    missing = absent_name(weights, ".metadata")
+    return Claim(NEMO, missing, _is_begun_dcp(weights)) if _is_dcp(weights) else None
 
 
 def _orbax(here: Directory) -> Claim | None:
     items = [here, *(inner for name in here.directories if (inner := here.child(name)) is not None)]
     if here.has("_CHECKPOINT_METADATA", "commit_success.txt"):
-        return ORBAX, None
-    return (ORBAX, None) if any(one.has("manifest.ocdbt", "_METADATA") for one in items) else None
+        return Claim(ORBAX, None)
+    return Claim(ORBAX, None) if any(one.has("manifest.ocdbt", "_METADATA") for one in items) else None
 
 
 def _lightning(here: Directory) -> Claim | None:
-    sharded = here.has(".metadata") or bool(here.files(_DISTCP))
-    if not ((here.has("meta.pt") and sharded) or (here.name.endswith(".ckpt") and (sharded or is_begun(here)))):
+    if not (_is_dcp(here) and (here.has("meta.pt") or here.name.endswith(".ckpt"))):
         return None
-    return LIGHTNING, absent_name(here, ".metadata", "meta.pt")
+    return Claim(LIGHTNING, absent_name(here, ".metadata", "meta.pt"), _is_begun_dcp(here))
 
 
 _DISTCP = r"__\d+_\d+\.distcp"
 
 
+def _is_dcp(here: Directory) -> bool:
+    """Whether DCP wrote here: it alone names files so."""
+    return here.has(".metadata", ".metadata.tmp") or bool(here.files(_DISTCP))
+
+
+def _is_begun_dcp(here: Directory) -> bool:
+    """Whether rank 0, which writes `.metadata` last, began a save here and did not finish it."""
+    return not here.has(".metadata") and bool(here.has(".metadata.tmp") or here.files(r"__0_\d+\.distcp"))
+
+
 def _dcp(here: Directory) -> Claim | None:
     apart = here.files(r"__(\d+)\.metadata")
     titan = re.fullmatch(r"step-\d+", here.name)
-    if not (here.has(".metadata", ".metadata.tmp") or apart or here.files(_DISTCP)):
-        if titan and here.has("model.safetensors.index.json"):
-            return TORCHTITAN, None
-        return None
+    if not (_is_dcp(here) or apart):
+        return Claim(TORCHTITAN, None) if titan and here.has("model.safetensors.index.json") else None
     missing = absent_rank(here, r"__(\d+)\.metadata", 0) if apart else absent_name(here, ".metadata")
-    return TORCHTITAN if titan else DCP, missing
+    return Claim(TORCHTITAN if titan else DCP, missing, not apart and _is_begun_dcp(here))
 
 
 def _torch_checkpointing(here: Directory) -> Claim | None:
     found = here.files(r"(.+)_(\d+)\.pt")
     if found and here.name.startswith(_TEMPORARY):
-        return TORCH_CHECKPOINTING, "its name says that it is being written"
+        return Claim(TORCH_CHECKPOINTING, "its name says that it is being written", begun=True)
     alone = len(found) > 1 and len(found) == len(here.names) and all(match[2] == "0" for match in found)
     if not alone and not (found and here.has("metadata.pkl")):  # a single rank without DTensors writes no metadata
         return None
     for item in sorted({match[1] for match in found}):
         missing = gap((int(match[2]) for match in found if match[1] == item), 0)
         if missing is not None:
-            return TORCH_CHECKPOINTING, f"{item}_{missing}.pt is not there, and files of later ranks are"
-    return TORCH_CHECKPOINTING, None
+            return Claim(TORCH_CHECKPOINTING, f"{item}_{missing}.pt is not there, and files of later ranks are")
+    return Claim(TORCH_CHECKPOINTING, None)
+
+
+def _empty(here: Directory) -> Claim | None:
+    """A directory with the name of a checkpoint in which a killed program left nothing, or temporary files alone."""
+    named = directory_step(here.name) is not None or here.name.endswith(".ckpt")
+    return Claim(DIRECTORY, "it has no file yet", begun=True) if named and is_begun(here) else None
 
 
 _TEMPORARY = "tmp_"  # torch_checkpointing's DEFAULT_TEMP_DIR_PREFIX
@@ -166,4 +187,5 @@ _TEMPORARY = "tmp_"  # torch_checkpointing's DEFAULT_TEMP_DIR_PREFIX
 _LAYOUTS: tuple[Callable[[Directory], Claim | None], ...] = (
     *(_orbax_temporary, _trainer, _accelerate, _deepspeed, _megatron, _lightning, _nemo, _orbax, _dcp),
     _torch_checkpointing,
+    _empty,
 )

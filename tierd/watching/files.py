@@ -17,7 +17,8 @@ from tierd.core.errors import ConfigError, StoreRefused
 from tierd.watching.entries import Describe, entry_of, kind, printable, status
 from tierd.watching.inspect import Changed
 from tierd.watching.layouts import names_of_units
-from tierd.watching.listing import MARKERS, MAX_MARKER, ListedEntry, Listing, above, joined
+from tierd.watching.listing import MARKERS, MAX_MARKER, ListedEntry, Listing, joined
+from tierd.watching.unit import Unit
 
 MAX_NAMES = 1_000_000  # names below one directory, at most
 OWN = ".tierd-"  # what `restore --into` and `prepare` make begins with this; it is listed only if it is named itself
@@ -76,30 +77,36 @@ class Tree:
             self._list_beside(entries)
         return self._with_texts(entries)
 
-    def names(self, around: str | None = None) -> Listing:
+    def names(self) -> Listing:
         """List everything below the directory by name and kind, with the sizes and times of the units' files only.
 
         Other files are not asked for their sizes, because there may be very many of them, on a network file system.
-
-        Args:
-            around: a unit's path. Only this unit is listed, with the directories above it but not those beside it.
 
         Raises:
             ConfigError, StoreRefused: as `listing` raises them.
         """
         entries: dict[str, ListedEntry] = {}
         self.unreadable, self.unnamed = [], []
-        if around is None:
-            self._list_below("", entries, kind)
-        else:
-            for directory in above(around):
-                self._list(directory, entries, kind)
-            if around in entries and entries[around].kind == "directory":
-                self._list_below(around, entries, kind)
+        self._list_below("", entries, kind)
         listing = self._with_texts(entries)
         for directory, names in names_of_units(listing).items():
             self._complete(directory, names, entries)
         return listing
+
+    def again(self, unit: Unit) -> Listing:
+        """List the files of a unit again, and all that its directory holds now. Raises as `listing`."""
+        entries: dict[str, ListedEntry] = {}
+        self.unreadable, self.unnamed = [], []
+        if unit.is_directory:
+            self._list_below(unit.path, entries, status)
+        beside: dict[str, list[str]] = {}
+        for path in (*unit.files, *unit.strange):
+            if not path.startswith(f"{unit.path}/"):
+                directory, _, name = path.rpartition("/")
+                beside.setdefault(directory, []).append(name)
+        for directory, names in beside.items():
+            self._complete(directory, names, entries)
+        return Listing(entries)
 
     def files(self) -> Listing:
         """List the directory's own files and links, without its subdirectories."""
@@ -136,9 +143,9 @@ class Tree:
         """Add a directory's entries, and return its subdirectories."""
         try:
             return self._add(path, entries, describe)
-        except FileNotFoundError:
-            return []  # deleted since the parent was listed
         except OSError as error:
+            if path and error.errno in _REPLACED:
+                return []  # since the parent was listed
             if isinstance(error, PermissionError) and path and (self._skip or path == _LOST_FOUND):
                 self._pass_over(path, entries)
                 return []

@@ -7,6 +7,7 @@ reads of the unit gave the same bytes (`core.corruption`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -23,14 +24,14 @@ from tierd.formats.files import check_file
 from tierd.formats.safetensors import check_safetensors
 from tierd.formats.tensorflow import check_shard, read_index
 from tierd.formats.texts import read_json
-from tierd.watching.layouts import Unit
 from tierd.watching.listing import joined
-from tierd.watching.programs import TENSORFLOW
+from tierd.watching.programs import DIRECTORY, TENSORFLOW
+from tierd.watching.unit import Unit
 
 Status: TypeAlias = Literal["sound", "damaged", "incomplete", "changing", "unknown", "unreadable"]
 # A unit's status is the first of these among its findings. While files are missing, no file counts as damaged yet.
 _ORDER: tuple[Status, ...] = ("changing", "incomplete", "damaged", "unreadable", "unknown", "sound")
-_METADATA = ".metadata"
+_METADATA = re.compile(r"(__\d+)?\.metadata")
 _SHARD_INDEX = (".safetensors.index.json", ".bin.index.json")
 _COMMITTED = "_CHECKPOINT_METADATA"
 
@@ -163,7 +164,7 @@ class _Inspection:
     def _check_index(self, path: str) -> None:
         """Check a file that names other files, and check those files against it."""
         name = basename(path)
-        if name.endswith(_METADATA):
+        if _METADATA.fullmatch(name):
             self._check_dcp(path)
         elif self._unit.layout is TENSORFLOW and name.endswith(".index"):
             self._check_bundle(path)
@@ -223,13 +224,17 @@ class _Inspection:
         except OSError as error:
             self._find(path, "unreadable", error.strerror or str(error))
         except Damaged as error:
-            self._find(path, "damaged", error.reason, error.offset)
+            if self._unit.layout is DIRECTORY and path.endswith(".json"):  # it may be lines of JSON, or a dialect
+                self.uncovered.append(Uncovered(path, str(error)))
+            else:
+                self._find(path, "damaged", error.reason, error.offset)
         except Unfinished as error:
             self._find(path, "incomplete", str(error))
-        except NoFormat as error:
-            self.uncovered.append(Uncovered(path, str(error)))
         except Unchecked as error:
-            self._find(path, "unknown", str(error))
+            if isinstance(error, NoFormat) or self._unit.layout is DIRECTORY:
+                self.uncovered.append(Uncovered(path, str(error)))
+            else:
+                self._find(path, "unknown", str(error))
         else:
             self.sound += 1
             if isinstance(found, Sound) and found.uncovered:

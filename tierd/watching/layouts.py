@@ -1,15 +1,18 @@
-"""Find the units in a listing, for the programs in `programs`, and decide whether each is complete.
+"""Find the units in a listing: what belongs together as one checkpoint, and whether it is complete.
 
 Pure: units are a function of a listing. A listing cannot show whether a file is whole (see `inspect`). It cannot show
 whether ranks are missing at the end if no file records their number. Nor can it show whether a writer is still at work:
 a watcher compares successive listings for that.
+
+Invariant: no unit is a part of a checkpoint. A directory that no program's file identifies is one unit with all that
+lies below it, and entries of one step beside each other are one unit. Two steps are never one unit.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
 from tierd.watching.completeness import (
     SHARD,
@@ -20,13 +23,14 @@ from tierd.watching.completeness import (
     absent_of_count,
     unfinished,
 )
-from tierd.watching.directory_layouts import claim
+from tierd.watching.directory_layouts import Claim, claim
 from tierd.watching.listing import Listing, below, gap, joined
 from tierd.watching.programs import (
     ACCELERATE,
     COMPOSER,
     DCP,
     DEEPSPEED,
+    DIRECTORY,
     FILE,
     KERAS,
     LIGHTNING,
@@ -40,49 +44,15 @@ from tierd.watching.programs import (
     TRAINER,
     UnitLayout,
 )
-from tierd.watching.step_in_name import step_in
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """One checkpoint of a program, as found in a listing.
-
-    Attributes:
-        layout: the layout of its program.
-        path: the directory or file, from the listing's directory; for several files, the prefix of their names, or the
-            first of them.
-        step: the step in its name; None if the name has none.
-        files: its regular files, as sorted paths from the listing's directory.
-        strange: its links and special files, in the same form.
-        missing: the reason why it is not complete; None if the listing shows it complete.
-        markers: the files that its program writes last, also outside of its directory. If there is no such file, all of
-            its files.
-    """
-
-    layout: UnitLayout
-    path: str
-    step: int | None
-    files: tuple[str, ...]
-    strange: tuple[str, ...]
-    missing: str | None
-    markers: tuple[str, ...]
+from tierd.watching.series import compare_series
+from tierd.watching.step_in_name import directory_step, is_weights, step_in
+from tierd.watching.unit import WITHOUT_STEP, Unit
 
 
 def units(listing: Listing) -> list[Unit]:
     """Return the units in a listing, sorted by path."""
     tree = listing.tree()
-    found: list[Unit] = []
-    pending = [""]
-    while pending:
-        path = pending.pop()
-        here = Directory(path, tree[path], listing, tree)
-        claimed = claim(here) if path else None
-        if claimed is not None:
-            found.append(_unit_in(here, *claimed))
-            continue
-        found += _groups(here)
-        pending += [joined(path, name) for name in here.directories]
-    return sorted(found, key=lambda unit: unit.path)
+    return sorted(_units_in(Directory("", tree[""], listing, tree)), key=lambda unit: unit.path)
 
 
 def names_of_units(listing: Listing) -> dict[str, set[str]]:
@@ -95,12 +65,107 @@ def names_of_units(listing: Listing) -> dict[str, set[str]]:
     return names
 
 
-def _unit_in(here: Directory, layout: UnitLayout, missing: str | None) -> Unit:
+def _units_in(here: Directory) -> list[Unit]:
+    """Return the units in a directory that is no unit itself."""
+    own, inner = _groups(here), []
+    for name in sorted(here.directories):
+        child = Directory(joined(here.path, name), here.tree[joined(here.path, name)], here.listing, here.tree)
+        claimed = claim(child)
+        if claimed is None and _is_whole(child):
+            claimed = Claim(DIRECTORY, None)
+        if claimed is not None:
+            own.append(_unit_in(child, claimed))
+            continue
+        found = _units_in(child)
+        if _is_one(child, found):
+            own.append(_unit_in(child, Claim(DIRECTORY, None)))
+        else:
+            inner += found
+    return [*compare_series(_joined(here.path, own), last_written=_MARKERS), *inner]
+
+
+def _is_whole(here: Directory) -> bool:
+    """Whether a directory whose name has a step is a checkpoint, and not a place of checkpoints of other steps."""
+    step = directory_step(here.name)
+    if step is None:
+        return False
+    inside, outside = _steps_below(here, step)
+    return bool(outside) or (not inside and _has_weights(here))
+
+
+def _steps_below(here: Directory, step: int) -> tuple[bool, bool]:
+    """Return whether directories of other steps lie below, and whether weights lie below outside of them."""
+    inside = outside = False
+    for name, entry in here.names.items():
+        child = here.child(name) if entry.kind == "directory" else None
+        if child is None:
+            outside = outside or (entry.kind == "file" and is_weights(name))
+        elif directory_step(name) not in (None, step):
+            inside = True
+        else:
+            more = _steps_below(child, step)
+            inside, outside = inside or more[0], outside or more[1]
+    return inside, outside
+
+
+def _has_weights(here: Directory) -> bool:
+    names = [path.rpartition("/")[2] for path, _ in below(here.tree, here.path)]
+    # A word such as "step" says that it is a checkpoint, whatever its program writes.
+    return any(map(is_weights, names)) or not (here.name.isdecimal() or all(_OTHER.fullmatch(name) for name in names))
+
+
+_OTHER = re.compile(r".*\.(png|jpe?g|gif|svg|mp4|wav|flac|pdf|html|txt|md|csv|tsv|log|jsonl?|ya?ml|py)")
+_LOG = re.compile(r"events\.out\.tfevents\..*|.*\.(log|csv|jsonl|out|err)|log.*\.txt")
+
+
+def _is_one(here: Directory, found: Sequence[Unit]) -> bool:
+    """Whether a directory without a step in its name, and without steps or programs below, is one checkpoint.
+
+    A directory with logs is one of results, which change for as long as its program runs.
+    """
+    if not found or any(unit.step is not None or unit.layout not in (FILE, SHARDED, DIRECTORY) for unit in found):
+        return False
+    inside = [path for path, _ in below(here.tree, here.path)]
+    if len(found) == 1 and sorted((*found[0].files, *found[0].strange)) == inside:
+        return False  # a unit of its own has all of it
+    return not any(_LOG.fullmatch(path.rpartition("/")[2]) for path in inside)
+
+
+def _unit_in(here: Directory, claimed: Claim) -> Unit:
     inside = list(below(here.tree, here.path))
     files = tuple(path for path, entry in inside if entry.kind == "file")
     strange = tuple(path for path, entry in inside if entry.kind != "file")
-    missing = missing or _nested(here) or absent_of_count(files) or unfinished(here.tree[here.parent], here.name)
-    return Unit(layout, here.path, step_in(here.name), files, strange, missing, _markers(here, layout, files))
+    layout, missing, begun = claimed
+    missing = (
+        missing or _nested(here) or absent_of_count(files) or (absent_index(here) if layout is DIRECTORY else None)
+    )
+    if not missing and (missing := unfinished(here.tree[here.parent], here.name)):
+        begun = True
+    step = directory_step(here.name) if layout is DIRECTORY else step_in(here.name)
+    return Unit(layout, here.path, step, files, strange, missing, _markers(here, layout, files), begun)
+
+
+def _joined(directory: str, found: Sequence[Unit]) -> list[Unit]:
+    """Join the units of one step that lie in one directory; without any step there, those without a step."""
+    has_steps = any(unit.step is not None for unit in found)
+    groups: dict[object, list[Unit]] = {}
+    for unit in found:
+        alone = unit.step is None and (has_steps or unit.layout not in (FILE, DIRECTORY))
+        groups.setdefault(unit.path if alone else unit.step, []).append(unit)
+    return [group[0] if len(group) == 1 else _as_one(directory, group) for group in groups.values()]
+
+
+def _as_one(directory: str, group: Sequence[Unit]) -> Unit:
+    first = min(group, key=lambda unit: (unit.layout in (FILE, DIRECTORY), not unit.is_directory, unit.path))
+    return replace(
+        first,
+        path=first.path if first.step is not None else joined(directory, WITHOUT_STEP),
+        files=tuple(sorted(path for unit in group for path in unit.files)),
+        strange=tuple(sorted(path for unit in group for path in unit.strange)),
+        missing=next((unit.missing for unit in group if unit.missing), None),
+        markers=tuple(path for unit in group for path in unit.markers),
+        begun=any(unit.begun for unit in group),
+    )
 
 
 _MARKERS: dict[UnitLayout, str] = {
@@ -133,7 +198,7 @@ def _nested(here: Directory) -> str | None:
         inner = here.child(name)
         if inner is not None:
             claimed = claim(inner)
-            missing = (claimed and claimed[1]) or _nested(inner)
+            missing = (claimed and claimed.missing) or _nested(inner)
             if missing:
                 return f"{name}: {missing}"
     return None
@@ -145,7 +210,6 @@ _RANKED = re.compile(r"(.+)-rank(\d+)(\.pt|\.tar)?")
 _SINGLE = (
     ((".ckpt",), LIGHTNING),
     ((".keras", ".h5", ".hdf5"), KERAS),
-    ((".pt", ".pth", ".bin", ".pkl", ".npz", ".safetensors"), FILE),
 )
 
 
@@ -156,29 +220,20 @@ def _groups(here: Directory) -> list[Unit]:
     bundles = {match[1] for match in here.files(r"(.+)\.data-\d{5,}-of-\d{5,}")}
     groups: dict[tuple[UnitLayout, str], list[str]] = {}
     for name in here.candidates:
+        if name.startswith("."):
+            continue
         if (match := _BUNDLE.fullmatch(name)) and match[1] in bundles:
             key = TENSORFLOW, match[1]
         elif match := _INDEXED.fullmatch(name) or SHARD.fullmatch(name):
             key = SHARDED, f"{match[1]}.{match[2]}"
         elif (match := _RANKED.fullmatch(name)) and match[3]:
             key = COMPOSER, f"{match[1]}-rank*{match[3]}"
-        elif layout := next((layout for endings, layout in _SINGLE if name.endswith(endings)), None):
-            key = layout, name
+        elif is_weights(name):
+            key = next((layout for endings, layout in _SINGLE if name.endswith(endings)), FILE), name
         else:
             continue
         groups.setdefault(key, []).append(name)
-    return [_group(here, layout, name, names) for (layout, name), names in _joined_by_step(groups).items()]
-
-
-def _joined_by_step(groups: Mapping[tuple[UnitLayout, str], list[str]]) -> dict[tuple[UnitLayout, str], list[str]]:
-    """Join the files of one step that a program writes side by side, such as `model_10.pt` and `opt_10.pt`."""
-    found: dict[tuple[UnitLayout, str], list[str]] = {}
-    first: dict[int, str] = {}  # by step, the name of its first file
-    for (layout, name), names in groups.items():
-        step = step_in(name) if layout is FILE else None
-        key = name if step is None else first.setdefault(step, name)
-        found.setdefault((layout, key), []).extend(names)
-    return found
+    return [_group(here, layout, name, names) for (layout, name), names in groups.items()]
 
 
 def _model(here: Directory) -> Unit:
@@ -209,6 +264,15 @@ def _group(here: Directory, layout: UnitLayout, name: str, names: list[str]) -> 
     files = tuple(joined(here.path, one) for one in names)
     markers = tuple(one for one in files if layout is TENSORFLOW and one.endswith(".index")) or files
     return Unit(layout, joined(here.path, name), step_in(name), files, (), missing, markers)
+
+
+def units_of(listing: Listing, name: str) -> list[Unit]:
+    """Return the units at one entry of the listing: a file has the others of its step with it, if it has a step."""
+    found = [unit for unit in units(listing) if unit.path == name or name in unit.files]
+    is_file = listing.entries[name].kind == "file"
+    return (
+        [lone_file(name)] if is_file and all(unit.path.rpartition("/")[2] == WITHOUT_STEP for unit in found) else found
+    )
 
 
 def lone_file(name: str) -> Unit:

@@ -54,12 +54,6 @@ def joined(directory: str, name: str) -> str:
     return f"{directory}/{name}" if directory else name
 
 
-def above(path: str) -> Iterator[str]:
-    """Yield the directories above a path, from the listing's directory down."""
-    yield ""
-    yield from (path[:at] for at, letter in enumerate(path) if letter == "/")
-
-
 def below(tree: Mapping[str, Mapping[str, ListedEntry]], directory: str) -> Iterator[tuple[str, ListedEntry]]:
     """Yield all paths below a directory that are no directories, in order."""
     for name, entry in sorted(tree.get(directory, {}).items()):

@@ -28,12 +28,13 @@ class UnitLayout:
 TRAINER = UnitLayout(
     "HF Trainer",
     "`checkpoint-N/`",
-    "`trainer_state.json` is there (rank 0 writes it last, not atomically), `checkpoint-is-incomplete.txt` is not",
+    "`trainer_state.json` is there (rank 0 writes it last, not atomically; no other program writes it), "
+    "`checkpoint-is-incomplete.txt` is not",
     "transformers 5.23, trainer.py `_save_checkpoint`, `_save_rng_state`; trainer_jit_checkpoint.py",
 )
 ACCELERATE = UnitLayout(
     "Accelerate",
-    "`checkpoint_N/`",
+    "a directory with `random_states_R.pkl`",
     "`random_states_R.pkl` of every rank, and as many `custom_checkpoint_N.pkl` as in the checkpoint before it; "
     "there is no marker, and these are written last",
     "accelerate 1.15, checkpointing.py `save_accelerator_state`; custom objects follow in accelerator.py `save_state`",
@@ -116,11 +117,19 @@ COMPOSER = UnitLayout(
 )
 FILE = UnitLayout(
     "torch.save, safetensors",
-    "`*.pt`, `*.pth`, `*.bin`, `*.pkl`, `*.npz`, `*.safetensors`; files of one step in one directory",
+    "`*.pt`, `*.pth`, `*.bin`, `*.pkl`, `*.npz`, `*.safetensors` and other endings of weights; all of one step in one "
+    "directory; without a step, all of one directory",
     "each file is whole; it is written in place",
     "torch 2.13, serialization.py `save`; safetensors 0.5 `serialize_file`",
 )
+DIRECTORY = UnitLayout(
+    "directory",
+    "a directory of no program above, with weights below it and a step in its name, or without checkpoints of several "
+    "steps in it",
+    "each file with a known format is whole, and no file is missing that all others of its series have",
+    "-",
+)
 LAYOUTS = (
     *(TRAINER, ACCELERATE, LIGHTNING, DCP, TORCHTITAN, TORCH_CHECKPOINTING, DEEPSPEED, MEGATRON, NEMO),
-    *(ORBAX, KERAS, TENSORFLOW, COMPOSER, SHARDED, FILE),
+    *(ORBAX, KERAS, TENSORFLOW, COMPOSER, SHARDED, FILE, DIRECTORY),
 )

@@ -25,8 +25,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from tierd.watching.layouts import Unit, units
+from tierd.watching.layouts import units
 from tierd.watching.listing import ListedEntry, Listing
+from tierd.watching.series import UNCERTAIN
+from tierd.watching.unit import Unit
 
 Shape: TypeAlias = tuple[tuple[str, ListedEntry], ...]
 Outcome: TypeAlias = Literal["taken", "refused", "changed"]
@@ -127,6 +129,12 @@ class Settling:
         """Whether a unit of the last listing, but these, is still to be taken or refused, or may be being written."""
         return any(not (seen.judged or seen.left) for path, seen in self._seen.items() if path not in but)
 
+    @property
+    def incomplete(self) -> dict[str, str]:
+        """The units at rest that no program's file identifies and that seem incomplete, by path, and why."""
+        left = (unit for path, unit in self.units.items() if self._seen[path].left and not unit.begun)
+        return {unit.path: unit.missing for unit in left if unit.missing and unit.layout in UNCERTAIN}
+
     def restless(self, now_s: float, for_s: float) -> list[str]:
         """The units of the last listing that have kept changing for so many seconds, without a rest of `settle_s`."""
         return [path for path, seen in self._seen.items() if not seen.rested and now_s - seen.changing_s >= for_s]
@@ -160,9 +168,12 @@ class Settling:
 
 
 def is_unchanged(due: Due, after: Listing) -> bool:
-    """Whether a later listing shows a unit as it was when it was due."""
-    found = next((unit for unit in units(after) if unit.path == due.unit.path), None)
-    return found is not None and found.missing is None and shape_of(found, after.entries) == due.shape
+    """Whether a later listing shows the files of a unit as they were when it was due, and no more in its directory."""
+    shape = dict(due.shape)
+    below = (path for path, entry in after.entries.items() if entry.kind != "directory")
+    return all(path in shape for path in below if path.startswith(f"{due.unit.path}/")) and all(
+        after.entries.get(path) == entry for path, entry in due.shape
+    )
 
 
 def _is_one_save(unit: Unit, entries: Mapping[str, ListedEntry], former: Mapping[str, ListedEntry]) -> bool:

@@ -1,20 +1,102 @@
-"""Read the training step from the name of a checkpoint that another program wrote."""
+"""Read the training step from the name of a file or directory that another program wrote.
+
+Invariant: a rank, a number of shards, a date and a fraction are no step.
+"""
 
 from __future__ import annotations
 
 import re
 
-_ENDING = re.compile(r"(\.weights)?\.(h5|hdf5|keras|ckpt|pt|pth|bin|pkl|npz|safetensors)$|-rank\*\.\w+$")
-_STEP = (r"step[=_-]?(\d+)", r"ba(\d+)", r"iter_(\d+)")
-_LAST = re.compile(r"(?:[-_=]|(?<!\d)\.|^)(\d+)$")
+# The endings of files that hold weights or states; also those whose format is not known to `formats`.
+WEIGHT_ENDINGS = (
+    *(
+        ".pt",
+        ".pth",
+        ".th",
+        ".ckpt",
+        ".bin",
+        ".pkl",
+        ".pickle",
+        ".npz",
+        ".npy",
+        ".safetensors",
+        ".distcp",
+        ".tar",
+        ".zip",
+    ),
+    *(
+        ".keras",
+        ".h5",
+        ".hdf5",
+        ".msgpack",
+        ".pdparams",
+        ".pdopt",
+        ".pdstates",
+        ".gguf",
+        ".ggml",
+        ".nemo",
+        ".onnx",
+        ".pb",
+    ),
+    *(".params", ".states", ".model", "_model", ".weights", ".joblib", ".ubj", ".cbm", ".mdlus", ".meta"),
+    *(".caffemodel", ".solverstate"),
+)
+_ENDING = re.compile(r"(\.weights)?({}|\.gz)$".format("|".join(map(re.escape, WEIGHT_ENDINGS))))
+# The rank, the number of ranks or a shard's number, as the programs in `programs` and others write them.
+RANK = re.compile(
+    r"(?:[-_.]?(?:mp_|dp_|tp_|pp_|zero_pp_|fsdp_)?(?:global_|local_)?rank|[-_.]?world_size|[-_.]?shard|[-_.]?part)"
+    r"[-_=.]?(?:\d+|\*)(?:_of_\d+)?|[-_.]?\d+-of-\d+",
+    re.IGNORECASE,
+)
 _DATE = re.compile(r"(?<!\d)(?:19|20)\d\d(?:-\d\d-\d\d|_\d\d_\d\d|(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01]))(?!\d)")
+_FRACTION = re.compile(r"[-_=]?(?:[A-Za-z][\w/]*=)?-?\d+\.\d+(?:e[+-]?\d+)?(?![\d])")
+_WORDS = ("step", "ba|iter(?:ation)?", "checkpoint|ckpt", "epoch|ep")  # the first two also stand before a date
+_WORD = tuple(
+    re.compile(rf"(?<![A-Za-z])(?:[A-Za-z]+[-_])*?(?:{word})s?[-_=.]?(\d+)(?![A-Za-z\d])", re.IGNORECASE)
+    for word in _WORDS
+)
+_LAST = re.compile(r"(?:[-_=]|(?<!\d)\.|^)(\d+)(?:[-_][A-Za-z]+)*$")
+
+
+# A name without such an ending that has the number of a save, as `g_00005000` or `ckpt.7`.
+_NUMBERED = re.compile(r"(?:^|.*[-_.])(?:ckpt|checkpoint|step|iter|epoch)[-_.=]?\d+(?:\.gz)?|[A-Za-z]+_\d{4,}")
+
+
+def is_weights(name: str) -> bool:
+    """Return whether a file's name is one of weights or of another state that is saved."""
+    return name.endswith(WEIGHT_ENDINGS) or _NUMBERED.fullmatch(name) is not None
 
 
 def step_in(name: str) -> int | None:
-    """Return the step in a name: the number after the word, or at the name's end. A date or a fraction is none."""
-    name = _ENDING.sub("", name)
-    for pattern in _STEP:
-        if match := re.search(pattern, name):
-            return int(match[1]) if len(match[1]) < 19 else None
-    match = _LAST.search(_DATE.sub("", name).rstrip("-_."))
+    """Return the step in a name: the number after a word such as "step" or "epoch", else the last number in it."""
+    return _number(_after_word(name) or _LAST.search(_bare(name)))
+
+
+def directory_step(name: str) -> int | None:
+    """Return the step in a directory's name, if a word such as "step" says so, or nothing but a number is there.
+
+    Another number may be that of a run, a version or a fold, whose directory holds many checkpoints.
+    """
+    return _number(_after_word(name) or re.fullmatch(r"(\d+)", _bare(name)))
+
+
+def without_step(name: str) -> str:
+    """Return a name with a mark in the place of its step: the checkpoints of one series share it."""
+    match = _after_word(name) or _LAST.search(_bare(name))
+    return name.replace(match[1], "#", 1) if match else name
+
+
+def _bare(name: str) -> str:
+    """Return a name without its ending, ranks, dates and fractions."""
+    name = RANK.sub("", _ENDING.sub("", name))
+    return _FRACTION.sub("", _DATE.sub("", name)).rstrip("-_.")
+
+
+def _after_word(name: str) -> re.Match[str] | None:
+    whole, bare = RANK.sub("", name), _bare(name)
+    names = (whole, whole, bare, bare)
+    return next((match for pattern, text in zip(_WORD, names, strict=True) if (match := pattern.search(text))), None)
+
+
+def _number(match: re.Match[str] | None) -> int | None:
     return int(match[1]) if match and len(match[1]) < 19 else None

@@ -504,8 +504,8 @@ MUTANTS = (
     Mutant(
         "a made-up description is followed",
         _IN_PLACE,
-        "    if own != set(about.modified_ns) or not (inside or all(",
-        "    if False and not (inside or all(",
+        "    if own != set(about.modified_ns) or not is_unit or not all(",
+        "    if own != set(about.modified_ns) or not all(",
         f"{_TEST_IN_PLACE} -k 'made_up and global_step21'",
     ),
     Mutant(
@@ -644,7 +644,7 @@ MUTANTS = (
     Mutant(
         "a damaged unit is taken",
         _UNIT_WATCH,
-        '        if found.status != "sound":\n',
+        '        if found.status != "sound" and not (found.status == "unknown" and not found.findings):\n',
         '        if found.status == "changing":\n',
         f"{_TEST_UNIT_WATCH} -k damaged",
     ),

@@ -70,10 +70,10 @@ MUTANTS = (
         f"{_TEST_INSPECT} -k registered_objects",
     ),
     Mutant(
-        "a Trainer's checkpoint needs no trainer_state.json",
-        "tierd/watching/directory_layouts.py",
-        '    if not here.has("trainer_state.json"):',
-        "    if False:",
+        "a lone directory that Trainer or Accelerate may have begun is whole",
+        "tierd/watching/series.py",
+        "        return replace(unit, missing=_ALONE) if unit.layout is DIRECTORY and _looks_begun(unit) else unit\n",
+        "        return unit\n",
         f"{_TEST_INSPECT} -k incomplete",
     ),
     Mutant(
@@ -107,8 +107,8 @@ MUTANTS = (
     Mutant(
         "the files of one step are several checkpoints",
         _LAYOUTS,
-        "else first.setdefault(step, name)",
-        "else name",
+        "groups.setdefault(unit.path if alone else unit.step, [])",
+        "groups.setdefault(unit.path, [])",
         "pytest tests/watching/test_order.py -k files_of_one_step",
     ),
     Mutant(
@@ -149,8 +149,8 @@ MUTANTS = (
     Mutant(
         "a unit counts as taken though it changed meanwhile",
         _SETTLE,
-        "return found is not None and found.missing is None and shape_of(found, after.entries) == due.shape",
-        "return found is not None",
+        "        after.entries.get(path) == entry for path, entry in due.shape\n",
+        "        path in after.entries for path, entry in due.shape\n",
         f"{_TEST_SETTLE} -k 'changes_while or never_due'",
     ),
     Mutant(

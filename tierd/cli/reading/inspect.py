@@ -20,8 +20,9 @@ from tierd.cli.tables import complain, console, print_json, size, table
 from tierd.core.errors import CheckpointNotFound, ConfigError, TierdError
 from tierd.watching.files import Tree
 from tierd.watching.inspect import Finding, Inspected, Status, inspect_unit
-from tierd.watching.layouts import Unit, lone_file, units
+from tierd.watching.layouts import lone_file, units, units_of
 from tierd.watching.listing import ListedEntry, Listing
+from tierd.watching.unit import Unit
 
 _EXIT_CODES: tuple[tuple[Status, int], ...] = (
     ("damaged", 5),
@@ -130,10 +131,9 @@ def _units(tree: Tree, place: _Place) -> tuple[Listing, list[Unit]]:
     """Return the units at the place. A file is checked with the other files of its unit."""
     listing = _list(tree, place)
     entry = listing.entries.get(place.name or "", ListedEntry("directory"))
-    found = units(listing)
     if entry.kind == "file" and place.name is not None:
-        found = [unit for unit in found if place.name in unit.files] or [lone_file(place.name)]
-    return listing, found
+        return listing, units_of(listing, place.name)
+    return listing, units(listing)
 
 
 def _checked(tree: Tree, listing: Listing, unit: Unit) -> Inspected:

@@ -32,8 +32,9 @@ from tierd.stores.foreign import ForeignStore
 from tierd.watching.completeness import unfinished_marker
 from tierd.watching.files import MAX_NAMES, OWN, Tree
 from tierd.watching.inspect import Changed
-from tierd.watching.layouts import Unit, units
+from tierd.watching.layouts import units
 from tierd.watching.listing import MARKERS, MAX_MARKER, ListedEntry, Listing, joined
+from tierd.watching.unit import Unit
 
 _PIECE, _AT_ONCE = 8 << 20, 8  # bytes of one request, and requests at a time
 _LAST = "\U0010ffff"  # sorts after each character of a name

@@ -39,9 +39,10 @@ from tierd.stores.base import Store
 from tierd.watching.describe import Described, describe
 from tierd.watching.files import Tree
 from tierd.watching.inspect import Changed, inspect_unit
-from tierd.watching.layouts import Unit, lone_file, units
+from tierd.watching.layouts import units, units_of
 from tierd.watching.listing import ListedEntry, Listing
 from tierd.watching.naming import made_at
+from tierd.watching.unit import Unit
 from tierd.watching.unit_file import UNIT_NAME
 
 log = logging.getLogger("tierd.daemon")
@@ -155,9 +156,7 @@ async def import_units(
 def _ordered(origin: Origin, listing: Listing, step: int | None) -> tuple[list[_Found], list[RefusedUnit]]:
     """Return the units to import, in the order of their steps, and those that have none of their own."""
     name = origin.name
-    there = [unit for unit in units(listing) if name is None or unit.path == name or name in unit.files]
-    if name is not None and not there and listing.entries[name].kind == "file":
-        there = [lone_file(name)]
+    there = units(listing) if name is None else units_of(listing, name)
     found: dict[int, _Found] = {}
     refused: list[RefusedUnit] = []
     for unit in there:

@@ -23,11 +23,13 @@ from tierd.daemon.intake.directory_lock import writing
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.export import Exported, export
+from tierd.formats.byte_source import PIECE
 from tierd.spool.file_io import open_own, remove, sync_directory
 from tierd.stores.base import Store
-from tierd.watching.listing import MAX_MARKER
+from tierd.watching.listing import MAX_MARKER, joined
 from tierd.watching.pointers import Pointer, pointers
 from tierd.watching.programs import SHARDED
+from tierd.watching.unit import WITHOUT_STEP
 from tierd.watching.unit_file import MAX_SIZE, UNIT_NAME, UnitFile, decode_unit
 
 RESTORED = ".tierd-restored"  # where a restore assembles a checkpoint, in the program's directory
@@ -117,7 +119,7 @@ def place(directory: Path, target: Path, exported: Exported, *, point: bool) -> 
     home = Path(exported.directories[0])
     about = _described(home, exported)
     files = _files(home, about)
-    moved = [was for name in (_names(about, files)) if (was := _swap_in(home / name, directory, name)) is not None]
+    moved = [was for name in _names(about, files) if (was := _swap_in(home / name, directory, name)) is not None]
     written = point_to(directory, about.program, about.path, files) if point else []
     remove(target)
     return PutBack(
@@ -164,12 +166,13 @@ def _described(home: Path, exported: Exported) -> UnitFile:
 
 
 def _files(home: Path, about: UnitFile) -> list[str]:
-    """Return the paths of a unit's files, with their times set; all lie in its directory, or beside each other."""
+    """Return the paths of a unit's files, with their times set; all lie in the directory in which the unit lies."""
     own = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file() and path.parent != home}
     own |= {path.name for path in home.iterdir() if path.is_file()} - {UNIT_NAME, "manifest.json"}
-    parent = about.path.rpartition("/")[0]
-    inside = all(path.startswith(f"{about.path}/") for path in own)
-    if own != set(about.modified_ns) or not (inside or all(path.rpartition("/")[0] == parent for path in own)):
+    entries = _entries(about, own)
+    # Files beside each other, or the directory that is named, or all that has no step.
+    is_unit = entries == own or about.path in entries or about.path.rpartition("/")[2] == WITHOUT_STEP
+    if own != set(about.modified_ns) or not is_unit or not all(path.startswith(_top(about)) for path in own):
         raise ManifestError(f"{home / UNIT_NAME}: it describes other files than its checkpoint has")
     for path in own:
         modified_ns = about.modified_ns[path]
@@ -178,16 +181,27 @@ def _files(home: Path, about: UnitFile) -> list[str]:
 
 
 def _names(about: UnitFile, files: Sequence[str]) -> list[str]:
-    """Return what is renamed: the unit's directory, or its files in the order in which a program writes them."""
-    inside = any(path.startswith(f"{about.path}/") for path in files)
-    if inside and about.program != SHARDED.program:  # a model's directory may hold others' checkpoints, too
-        return [about.path]
-    return sorted(files, key=lambda path: (path.endswith(_LAST), path))
+    """Return what is renamed: the unit's directories and files, in the order in which a program writes them."""
+    # A model's directory may hold others' checkpoints, too.
+    names = files if about.program == SHARDED.program else _entries(about, files)
+    return sorted(names, key=lambda path: (path.endswith(_LAST), path))
+
+
+def _entries(about: UnitFile, files: Iterable[str]) -> set[str]:
+    """Return the entries of the unit's directory that hold its files."""
+    top = _top(about)
+    return {top + path[len(top) :].partition("/")[0] for path in files}
+
+
+def _top(about: UnitFile) -> str:
+    return joined(about.path.rpartition("/")[0], "")
 
 
 def _swap_in(fresh: Path, directory: Path, name: str) -> str | None:
-    """Put `fresh` in place; return where what was there before lies now, if anything was."""
+    """Put `fresh` in place; return where what was there before lies now, if anything else was."""
     final = _way(directory, name)
+    if _is_same(fresh, final):
+        return None
     if not final.is_symlink() and not final.exists():
         fresh.rename(final)
         sync_directory(final.parent)
@@ -207,6 +221,16 @@ def _swap_in(fresh: Path, directory: Path, name: str) -> str | None:
     sync_directory(final.parent)
     sync_directory(target.parent)
     return str(target.relative_to(directory))
+
+
+def _is_same(fresh: Path, final: Path) -> bool:
+    """Whether a plain file with the same bytes lies there."""
+    if not all(path.is_file() and not path.is_symlink() for path in (fresh, final)):
+        return False
+    with fresh.open("rb") as one, final.open("rb") as other:
+        if os.fstat(one.fileno()).st_size != os.fstat(other.fileno()).st_size:
+            return False
+        return all(piece == other.read(PIECE) for piece in iter(lambda: one.read(PIECE), b""))
 
 
 def _way(directory: Path, name: str) -> Path:

@@ -12,9 +12,9 @@ from datetime import datetime
 from tierd.core.ids import CheckpointId
 from tierd.daemon.intake.taken import TakenUnits
 from tierd.watching.beside import Beside
-from tierd.watching.layouts import Unit
 from tierd.watching.naming import History, Named
 from tierd.watching.settle import Due, Settling
+from tierd.watching.unit import Unit
 
 
 class Ordering:

@@ -10,8 +10,9 @@ from typing import ClassVar, Protocol
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.formats.byte_source import ByteSource
 from tierd.watching.files import Tree
-from tierd.watching.layouts import Unit, units
+from tierd.watching.layouts import units
 from tierd.watching.listing import ListedEntry, Listing
+from tierd.watching.unit import Unit
 
 Entries = Mapping[str, ListedEntry]
 

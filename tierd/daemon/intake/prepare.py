@@ -1,8 +1,9 @@
 """Make a directory right before a launch, so that the program's own resume finds what is whole.
 
-Invariant: only proven damage and unfinished units are moved, and into `.tierd-quarantine/`; nothing is deleted. A unit
-that a place has verified is compared with its digests, and each of its bytes is read once. A store that does not answer
-proves nothing, and ends the work before anything is moved.
+Invariant: only what is proven damaged, or proven unfinished by its own program, is moved, and into
+`.tierd-quarantine/`; nothing is deleted. That an expected file is absent proves nothing. A unit that a place has
+verified is compared with its digests, and each of its bytes is read once. A store that does not answer proves nothing,
+and ends the work before anything is moved.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ from tierd.stores.base import Store
 from tierd.watching.describe import describe
 from tierd.watching.files import Tree
 from tierd.watching.inspect import Changed, inspect_unit
-from tierd.watching.layouts import Unit, units
+from tierd.watching.layouts import units
 from tierd.watching.listing import Listing
 from tierd.watching.naming import History, history, made_at, step_of
+from tierd.watching.unit import Unit
 from tierd.watching.unit_file import UNIT_NAME
 
 _LISTINGS = 3  # because a checkpoint may be pruned between a listing and the reading
@@ -64,8 +66,8 @@ class PreparedUnit:
         path: its path in the directory.
         step: its step; if it has none, the second of its last write.
         verdict: `verified`: each byte is the recorded one; `sound`: no place has it, and its structure is right;
-            `damaged`, `unfinished`: it was moved; `unknown`: it cannot be checked, and was left; `missing`: the newest
-            checkpoint was not there.
+            `damaged`, `unfinished`: it was moved; `unknown`: it cannot be checked, or may be unfinished, and was left;
+            `missing`: the newest checkpoint was not there.
         why: the reason, for people.
         moved: where it lies now, as paths in the directory.
         replaced: whether a verified copy is in its place now.
@@ -105,6 +107,7 @@ class _Judged:
     moved: tuple[str, ...] = ()
     replaced: bool = False
     unreadable: bool = False
+    damaged: tuple[str, ...] = ()  # the files that are proven damaged; empty if the unit itself is
 
     @property
     def is_good(self) -> bool:
@@ -224,7 +227,7 @@ def _judge(tree: Tree, one: _Judged, listing: Listing, manifest: Manifest | None
         one.verdict, one.why = ("damaged", why) if why else ("verified", "")
         return
     if one.unit.missing is not None:
-        one.verdict, one.why = "unfinished", one.unit.missing
+        one.verdict, one.why = "unfinished" if one.unit.begun else "unknown", one.unit.missing
         return
     sizes = {path: listing.entries[path].size for path in one.unit.files}
     found = inspect_unit(one.unit, sizes, lambda path: tree.opened(path, listing.entries[path]))
@@ -235,6 +238,7 @@ def _judge(tree: Tree, one: _Judged, listing: Listing, manifest: Manifest | None
     one.verdict = verdicts.get(found.status, "unknown")
     one.why = "; ".join(f"{finding.file}: {finding.reason}" for finding in found.findings[:2])
     one.unreadable = any(finding.status == "unreadable" for finding in found.findings)
+    one.damaged = tuple(finding.file for finding in found.findings if finding.status in ("damaged", "incomplete"))
 
 
 def _judge_error(one: _Judged, error: Exception) -> None:
@@ -246,20 +250,35 @@ async def _replace(
     one: _Judged, directory: Path, listing: Listing, run: str, stores: Mapping[str, Store], progress: Progress
 ) -> None:
     """Put the verified checkpoint of a unit's step in its place; without one, move the unit away."""
-    inside = {path for path, entry in listing.entries.items() if entry.kind != "directory"}
-    own = {*one.unit.files, *one.unit.strange}
-    whole = {path for path in inside if path.startswith(f"{one.unit.path}/")} == own
     moved: tuple[str, ...] = ()
     with suppress(CheckpointNotFound, NotWatched):
         attempt = one.checkpoint.attempt if one.checkpoint else None
         put = await put_back(stores, run, directory, one.step, attempt, progress, point=False)
-        one.replaced, moved = put.path == one.unit.path, put.moved
-        kept = {path for path in own if any(at.startswith(f"{QUARANTINE}/{path}") for at in moved)}
-        one.replaced, own = one.replaced or bool(kept), own - kept
+        one.replaced, moved = one.checkpoint is not None or put.path == one.unit.path, put.moved
     if not one.replaced:
-        left = await to_the_end(quarantine_files, directory, [one.unit.path] if whole else sorted(own))
-        moved = (*moved, *left)
+        gone = {path.removeprefix(f"{QUARANTINE}/") for path in moved}
+        left = [name for name in _entries(one, listing) if name not in gone]
+        moved = (*moved, *await to_the_end(quarantine_files, directory, left))
     one.moved = moved
+
+
+def _entries(one: _Judged, listing: Listing) -> list[str]:
+    """Return the entries of the directory that are moved if a unit is not replaced.
+
+    They are its directory, if all in it is the unit's, and those of its other files that are damaged themselves.
+    """
+    unit = one.unit
+    own = {*unit.files, *unit.strange}
+    below = {path for path, entry in listing.entries.items() if entry.kind != "directory" and _is_below(path, unit)}
+    bad = set(one.damaged) or {path for path in own if not unit.is_directory or _is_below(path, unit)}
+    if unit.is_directory and below <= own:
+        inside = [unit.path] if unit.begun or any(_is_below(path, unit) for path in bad) else []
+        return [*inside, *sorted(path for path in bad if not _is_below(path, unit))]
+    return sorted(bad & own)
+
+
+def _is_below(path: str, unit: Unit) -> bool:
+    return path.startswith(f"{unit.path}/")
 
 
 async def _newest(

@@ -19,8 +19,8 @@ from tierd.spool.file_io import make_private, write_file
 from tierd.spool.stage import Stage
 from tierd.watching.files import Tree
 from tierd.watching.inspect import Changed
-from tierd.watching.layouts import Unit
 from tierd.watching.listing import ListedEntry
+from tierd.watching.unit import Unit
 from tierd.watching.unit_file import UNIT_NAME, UnitFile
 
 

@@ -112,6 +112,7 @@ class UnitWatch:
         self._unread: set[str] = set()  # units that could not be read when they were last tried
         self._unnamed: frozenset[str] = frozenset()  # what the last listing refused for its name
         self._restless: frozenset[str] = frozenset()  # units that were reported because they never rest
+        self._incomplete: frozenset[str] = frozenset()  # units that were reported because they lack a file
         self._stepless: set[str] = set()  # units without a step that were reported
         self._links = OutwardLinks(directory)
         self._doubted = False  # whether a doubt about the order was reported
@@ -146,6 +147,7 @@ class UnitWatch:
             self._forget()
             self._refuse_names(tree.unnamed)
             self._refuse_restless()
+            self._refuse_incomplete()
             self._links.see(tree, listing)
             self._ordering.see(self._known)
             self._reads()
@@ -171,7 +173,7 @@ class UnitWatch:
             self._settling.finish(due, True, listing)
             return
         if any(one.startswith(f"{path}/") for one in self._unnamed):
-            if self._settling.finish(due, False, tree.names(due.unit.path)) == "refused":
+            if self._settling.finish(due, False, tree.again(due.unit)) == "refused":
                 self._refused(path, "the name of a file in it is not UTF-8")
             return
         self._unread.discard(path)
@@ -197,7 +199,7 @@ class UnitWatch:
         if self._is_open(tree, due):
             return
         found = self._inspect(due, opener)
-        if found.status != "sound":
+        if found.status != "sound" and not (found.status == "unknown" and not found.findings):
             self._refuse(tree, due, found)
             return
         self._take(tree, due, described, named, made)
@@ -229,7 +231,7 @@ class UnitWatch:
             return step_of(described, made)
         if due.unit.path not in self._stepless:
             self._stepless.add(due.unit.path)
-            log.info("%s: not taken: it has no step, and other checkpoints there have one", due.unit.path)
+            self._reports.not_taken(due.unit.path, "it has no step, and other checkpoints there have one")
         return None
 
     def _is_repeated(self, tree: Tree, due: Due, step: int) -> bool:
@@ -237,10 +239,7 @@ class UnitWatch:
         other = self._ordering.beside.namesake(due.unit.path, step)
         if other is None or (self._settling.is_judged(other) and other in self.refused):
             return False
-        if (
-            self._settling.is_judged(other)
-            and self._settling.finish(due, False, tree.names(due.unit.path)) == "refused"
-        ):
+        if self._settling.is_judged(other) and self._settling.finish(due, False, tree.again(due.unit)) == "refused":
             log.info("%s: not taken: %s has its step", due.unit.path, other)
         return True
 
@@ -264,6 +263,13 @@ class UnitWatch:
         why = f"it has changed for an hour without a rest of {self._settle_s:g} s, and is taken when it rests"
         self._refuse_all(paths, self._restless, why)
         self._restless = frozenset(paths)
+
+    def _refuse_incomplete(self) -> None:
+        """Report the units that seem incomplete although no program's own file says so."""
+        found = self._settling.incomplete
+        for path, why in found.items():
+            self._refuse_all([path], self._incomplete, why)
+        self._incomplete = frozenset(found)
 
     def _refuse_all(self, paths: Collection[str], before: Collection[str], why: str) -> None:
         """Refuse these paths in this listing, and report those that the listing before did not refuse for that."""
@@ -292,7 +298,7 @@ class UnitWatch:
             self._changed(due, found.findings[0].reason)
         elif found.status == "unreadable":
             self._try_again(path, f"it cannot be read, and is tried again: {found.findings[0].reason}")
-        elif self._settling.finish(due, False, tree.names(due.unit.path)) == "refused":
+        elif self._settling.finish(due, False, tree.again(due.unit)) == "refused":
             why = "; ".join(f"{one.file}: {one.reason}" for one in found.findings[:3])
             self._refused(path, f"it is {found.status}: {why or 'no format that can be checked'}")
 
@@ -311,7 +317,7 @@ class UnitWatch:
             self._reports.not_taken(due.unit.path, again)
 
     def _finish(self, tree: Tree, due: Due) -> None:
-        if self._settling.finish(due, True, tree.names(due.unit.path)) == "taken":
+        if self._settling.finish(due, True, tree.again(due.unit)) == "taken":
             self._record(due)
 
     def _record(self, due: Due, checkpoint: CheckpointId | None = None) -> None:
@@ -335,7 +341,7 @@ class UnitWatch:
         except StepRefused:  # it was committed since the spool was observed
             self._finish(tree, due)
         except ManifestError as error:
-            self._settling.finish(due, False, tree.names(due.unit.path))
+            self._settling.finish(due, False, tree.again(due.unit))
             self._refused(path, str(error))
         except OSError as error:
             self._off[path] = self._now_s + _AGAIN_S
@@ -361,7 +367,7 @@ class UnitWatch:
         self._writes(max(entry.size for entry in entries.values()))
         with self._spool.stage(part) as stage:
             staged = stage_unit(tree, due.unit, entries, described.ranks, stage, self._going)
-            after = tree.names(due.unit.path)
+            after = tree.again(due.unit)
             if not is_unchanged(due, after):
                 raise Changed("it was written to, renamed or deleted")
             if self._ordering.is_in_doubt(due.unit.path, named, made, self._known):
