@@ -118,7 +118,7 @@ def point(link: Path, directory: Path) -> None:
 
 
 def steps_below(directory: Path) -> list[int]:
-    return steps_on(str(path.relative_to(directory)) for path in directory.rglob("*.json"))
+    return steps_on(str(path.relative_to(directory)) for path in directory.glob("*/manifests/*/*.json"))
 
 
 def test_a_tier_that_becomes_another_ones_place_while_the_daemon_runs_is_not_pruned(tmp_path, spool):
