@@ -119,6 +119,7 @@ def test_a_whole_part_comes_into_an_empty_spool(spool, tmp_path):
         ".tierd/alive",
         ".tierd/boot",
         ".tierd/fetch",
+        ".tierd/local-only",
         ".tierd/node",
         ".tierd/quarantine",
         ".tierd/recycle",
