@@ -38,7 +38,7 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
     """A spool with three checkpoints of run `r`, flushed to a directory tier."""
     spool, tier = tmp_path / "spool", tmp_path / "tier"
     tier.mkdir()
-    with tierd.Checkpointer(spool, run="r", to=[]) as ckpt:
+    with tierd.Checkpointer(spool, run="r") as ckpt:
         for step in (10, 20, 30):
             ckpt.save(step, {"weights": torch.arange(1000.0) * step}, metrics={"loss": 1 / step}).wait()
     asyncio.run(_flush_all(spool, tier))

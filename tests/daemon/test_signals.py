@@ -14,6 +14,9 @@ import pytest
 # A daemon in a process of its own that sends itself signals at the first import of a module.
 _EARLY = """
 import os, signal, sys
+# Whoever runs these tests may ignore them: nohup, or a shell in the background.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 moment, numbers = os.environ["MOMENT"], os.environ["SIGNALS"].split()
 class Early:
     def find_spec(self, name, path=None, target=None):

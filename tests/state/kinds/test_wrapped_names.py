@@ -86,7 +86,7 @@ def test_mappings_are_renamed_at_any_depth_and_copied_for_it() -> None:
 
 def test_the_error_names_the_argument_which_loads_it(tmp_path: Path) -> None:
     tier = tmp_path / "tier"
-    with tierd.Checkpointer(tmp_path / "spool", "run", to=[]) as ckpt:
+    with tierd.Checkpointer(tmp_path / "spool", "run") as ckpt:
         wrapped = WRAPS["compiled in DDP"](net(2.0))
         ckpt.save(1, {"model": wrapped, "ema": wrapped.state_dict(), "step": 1}).wait()
         state = {"model": net(0.0), "ema": net(0.0).state_dict(), "step": 0}

@@ -64,7 +64,7 @@ def flushes(home: Path, kind: str, tiers: int) -> Samples:
     for number in range(ROUNDS):
         place = home / str(number)
         place.mkdir()
-        with tierd.Checkpointer(place / "spool", RUN, to=[]) as checkpointer:
+        with tierd.Checkpointer(place / "spool", RUN) as checkpointer:
             checkpointer.save(1, state).wait()
         drop_cache(place)
         samples[OURS].append(_by_gigabyte(asyncio.run(_flush(place, tiers))))
@@ -105,7 +105,7 @@ def changed_rows(home: Path) -> Samples:
         if number:
             rows = torch.randperm(_ROWS, generator=draw)[: int(_ROWS * _CHANGED)]
             table[rows] += 1e-3
-        with tierd.Checkpointer(home / "spool", RUN, to=[]) as checkpointer:
+        with tierd.Checkpointer(home / "spool", RUN) as checkpointer:
             checkpointer.save(number + 1, {"embedding": table}).wait()
         before, clock = _stored(home / "tier"), Clock()
         asyncio.run(_flush(home, 1))
