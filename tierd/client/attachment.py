@@ -37,6 +37,7 @@ log = logging.getLogger("tierd")
 
 _REPORT_S = 5.0  # seconds that delivering one event may take
 _ROOM = 10.0  # seconds that a save which met a full disk waits for the daemon to make room
+_POLL_S = 0.02  # seconds between two looks whether a silent daemon answers
 
 
 class Attachment:
@@ -141,10 +142,17 @@ class Attachment:
         except RuntimeError:  # the interpreter is ending, and starts no more threads
             self.renew()
 
-    def renew(self) -> None:
-        """Register again unless the connection still holds. Starts a daemon if `to` names tiers and there is none."""
+    def renew(self, patience_s: float = 0.0) -> None:
+        """Register again unless the connection still holds. Starts a daemon if `to` names tiers and there is none.
+
+        Args:
+            patience_s: seconds for which a silent daemon may still answer, because it may just have woken.
+        """
         if self._to == ():
             return
+        end_s = time.monotonic() + patience_s
+        while self._is_silent() and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
         try:
             with self._lock:
                 if self._renewing:  # by the thread that a signal handler has interrupted, so no wait would end

@@ -9,7 +9,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from tierd.client import timings
 from tierd.client.attachment import Attachment
@@ -28,7 +28,7 @@ from tierd.client.saving.save_records import SaveRecords
 from tierd.client.saving.state_saver import StateSaver
 from tierd.client.saving.step_gate import Gate
 from tierd.client.schedule import Schedule
-from tierd.core.errors import ConfigError
+from tierd.core.errors import ConfigError, TierdError
 from tierd.core.ids import PartId, check_attempt, check_run
 from tierd.core.retention.policy import RetentionPolicy, checked
 from tierd.core.save_policy import When
@@ -148,7 +148,7 @@ class Composition:
     def _saving(self, part: PartId) -> None:
         """Prepare for a part that is about to be written."""
         if not self.daemon.tiers:  # before it is there, because a daemon of an earlier launch may live
-            with translated(f"spool {self.spool.root}", self.spool.root):
+            with suppress(TierdError, OSError):  # a spool that does not take the record fails the save, which says so
                 set_local_only(self.spool.control, part.checkpoint.run, part.checkpoint.attempt)
         self.beside.saving(part)
 

@@ -20,6 +20,7 @@ from tierd.core.planning.place import SPOOL
 log = logging.getLogger("tierd")
 
 _PATIENCE_S = 2.0  # how long `close` waits for events that are still being sent to the daemon
+_WAKING_S = 1.0  # how long `close` waits for a daemon that was silent, and may just have been let go on
 
 
 class Shutdown:
@@ -71,7 +72,7 @@ class Shutdown:
         """Wait for the tiers of the saves that are durable in the spool."""
         parts = self._parts
         if parts.records.saved and parts.daemon.tiers:
-            parts.daemon.renew()  # a daemon that woke after the last save may not know this launch's tiers
+            parts.daemon.renew(_WAKING_S)  # a daemon that woke after the last save may not know this launch's tiers
             closing = Closing(
                 parts.spool,
                 parts.records.has_saved,
