@@ -98,3 +98,13 @@ def test_run_saved_by_clock_that_was_ahead_is_finished_after_time_of_daemon(cloc
     assert not presence.finished({"a": saved}, (), DAY)
     clock.now += DAY
     assert presence.finished({"a": saved}, (), DAY) == {"a"}
+
+
+def test_part_that_is_dated_a_moment_ahead_does_not_finish_its_run(clock):
+    """The clock of a file system may run a moment ahead of the node's. Found by the simulation, seed 0."""
+    known = Presence()
+    clock.now += 10 * DAY
+    touched = {"a": clock.today + 0.001}
+    assert known.finished(touched, (), DAY) == frozenset()
+    clock.now += 1.5 * DAY
+    assert known.finished(touched, (), DAY) == {"a"}

@@ -26,6 +26,7 @@ class Presence:
 
     def __init__(self) -> None:
         self.watched_until = math.inf
+        self._ahead: dict[str, tuple[float, float]] = {}  # run -> a time that lies ahead, and since when it is known
         self._attached: Counter[str | None] = Counter()
         self._seen: dict[str, float] = {}  # run -> when its last trainer left, or it was asked for; monotonic seconds
         self._begun = time.monotonic()
@@ -83,6 +84,8 @@ class Presence:
     def _quiet_s(self, run: str, newest: float | None) -> float:
         now = time.monotonic()
         part_s = math.inf if newest is None else time.time() - newest
-        if part_s < 0:  # the clock was ahead at that save, or is behind now
-            part_s = now - self._begun
+        if newest is not None and part_s < 0:  # the clock was ahead at that save, or is behind now
+            dated, since = self._ahead.get(run, (newest, now))
+            self._ahead[run] = newest, since if dated == newest else now
+            part_s = now - self._ahead[run][1]
         return min(now - self._seen.get(run, self._begun if newest is None else -math.inf), part_s)

@@ -225,12 +225,15 @@ def _room(work: Round) -> Iterator[Path]:
 def run(work: Round) -> None:
     before = torch.get_num_threads()
     logging.getLogger("tierd").setLevel(logging.CRITICAL)  # most saves fail, as they should
-    with _room(work) as room, tierd.Checkpointer(room / "spool", "run", to=[]) as checkpointer:
+    with _room(work) as room:
+        checkpointer = tierd.Checkpointer(room / "spool", "run", to=[])
         for seed in work.seeds():
             try:
                 work.passed(1, _play(Trial.of(seed), seed, checkpointer, room / "spool"))
             except Exception as error:
                 work.lost(seed, error)
+        with contextlib.suppress(tierd.SaveFailed):  # the last save may be one that failed, as it should
+            checkpointer.close()
     torch.set_num_threads(before)
 
 
