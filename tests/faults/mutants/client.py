@@ -21,7 +21,7 @@ MUTANTS = (
     Mutant(
         "a launch closes without telling a daemon that woke of its tiers",
         "tierd/client/shutdown.py",
-        "            parts.daemon.renew()  # a daemon that woke",
+        "            parts.daemon.renew(_WAKING_S)  # a daemon that woke",
         "            # a daemon that woke",
         "pytest tests/daemon/test_launch_tiers.py -k 'stopped_takes and True'",
     ),
