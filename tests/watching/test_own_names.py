@@ -64,12 +64,7 @@ def test_spool_whose_lock_is_no_plain_file_is_refused_by_name(tmp_path: Path, sh
 @pytest.mark.parametrize("shape", ["fifo", "link", "directory"])
 def test_choice_that_is_no_plain_file_is_refused_by_name(tmp_path: Path, shape: str) -> None:
     path = tmp_path / ".tierd-chosen"
-    if shape == "fifo":
-        os.mkfifo(path)
-    elif shape == "link":
-        path.symlink_to("/etc/hosts")
-    else:
-        path.mkdir()
+    occupy(path, shape)
     with pytest.raises(ConfigError, match=rf"{path}: .*remove it"):
         read_chosen(tmp_path, "run")
 

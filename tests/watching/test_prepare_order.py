@@ -47,3 +47,18 @@ def test_prepare_puts_a_missing_file_of_a_step_back(home: Home, capsys: pytest.C
         (home.root / name).unlink()
         (found,) = home.prepare(capsys).values()
         assert (found["verdict"], found["replaced"]) == ("damaged", True) and files(home.root) == right
+
+
+def test_prepare_leaves_a_verified_copy_in_place_each_time_a_file_is_damaged(home: Home, capsys) -> None:  # type: ignore[no-untyped-def]
+    """The second damaged file lies in quarantine under another name, `b_10.pt.1`."""
+    for name in ("a_10.pt", "b_10.pt"):
+        torch.save({"w": torch.ones(3), "name": name}, home.root / name)
+        os.utime(home.root / name, (10, 10))
+    home.taken()
+    right = files(home.root)
+    for _ in range(2):
+        (home.root / "a_10.pt").unlink()
+        os.truncate(home.root / "b_10.pt", 500)
+        os.utime(home.root / "b_10.pt", (5, 5))  # so that its time does not say as which checkpoint it was taken
+        (unit,) = home.prepare(capsys).values()
+        assert (unit["verdict"], unit["replaced"]) == ("damaged", True) and files(home.root) == right

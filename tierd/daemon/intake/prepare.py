@@ -250,15 +250,16 @@ async def _replace(
     one: _Judged, directory: Path, listing: Listing, run: str, stores: Mapping[str, Store], progress: Progress
 ) -> None:
     """Put the verified checkpoint of a unit's step in its place; without one, move the unit away."""
-    moved: tuple[str, ...] = ()
+    names, moved = _entries(one, listing), tuple[str, ...]()
     with suppress(CheckpointNotFound, NotWatched):
         attempt = one.checkpoint.attempt if one.checkpoint else None
         put = await put_back(stores, run, directory, one.step, attempt, progress, point=False)
-        one.replaced, moved = one.checkpoint is not None or put.path == one.unit.path, put.moved
+        moved = put.moved
+        # What was there before lies in quarantine by its own name, or with a number behind it.
+        was_there = any(path.startswith(f"{QUARANTINE}/{name}") for path in moved for name in names)
+        one.replaced = one.checkpoint is not None or put.path == one.unit.path or was_there
     if not one.replaced:
-        gone = {path.removeprefix(f"{QUARANTINE}/") for path in moved}
-        left = [name for name in _entries(one, listing) if name not in gone]
-        moved = (*moved, *await to_the_end(quarantine_files, directory, left))
+        moved = (*moved, *await to_the_end(quarantine_files, directory, names))
     one.moved = moved
 
 
