@@ -21,7 +21,7 @@ from tierd.daemon.spool_observer import SpoolObserver
 from tierd.spool.commit import CommittedPart
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
-from tierd.watching.naming import History, history
+from tierd.watching.naming import History, history, stepless_run
 
 RUN = "r"
 
@@ -48,17 +48,21 @@ class Reported:
         self.doubts[path] = checkpoint
 
 
-def observed(spool: Spool) -> History:
+def observed(spool: Spool, run: str = RUN) -> History:
     """What a daemon that starts anew knows of the run."""
-    return history(Inventory(SpoolObserver(spool).observe(), {}), RUN)
+    return history(Inventory(SpoolObserver(spool).observe(), {}), run)
 
 
 def take(spool: Spool, root: Path) -> Reported:
-    """Take every unit that is there."""
+    """Take every unit that is there, those without a step as the run of their own."""
     reported = Reported()
     watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
     for now_s in (1.0, 2.0):
         watch.observe(observed(spool), now_s)
+    if watch.leaves_stepless:
+        stepless = UnitWatch(spool, root, stepless_run(RUN), reported, settle_s=0.0, stepless=True)
+        for now_s in (1.0, 2.0):
+            stepless.observe(observed(spool, stepless_run(RUN)), now_s)
     return reported
 
 

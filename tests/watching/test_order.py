@@ -199,18 +199,31 @@ def test_a_second_name_of_a_step_is_not_taken_twice(root: Path, spool: Spool) ->
     assert "epoch=3-step=40.ckpt" in {file.path for file in spool.manifest(part).files}
 
 
-def test_a_second_name_is_taken_if_the_first_is_damaged(root: Path, spool: Spool) -> None:
-    for name in ("epoch=3-step=40.ckpt", "last.ckpt"):
+def test_units_without_a_step_beside_others_are_taken_together_as_another_watch(root: Path, spool: Spool) -> None:
+    """Lightning's `last.ckpt`, a loop's `best.pt`: rewritten in place, so their order is the time of the last write."""
+    for name in ("epoch=3-step=40.ckpt", "last.ckpt", "best.pt"):
         torch.save({"global_step": 40, "w": torch.ones(3)}, root / name)
-    path = root / "epoch=3-step=40.ckpt"
-    path.write_bytes(path.read_bytes()[:-50])
-    reported = Reported()
-    watch = UnitWatch(spool, root, RUN, reported, settle_s=0.0)
-    for now_s in (1.0, 2.0, 3.0):
+        os.utime(root / name, (100 + len(name), 100 + len(name)))
+    watch = UnitWatch(spool, root, RUN, Reported(), settle_s=0.0, stepless=True)
+    for now_s in (1.0, 2.0):
         watch.observe(observed(spool), now_s)
     (part,) = spool.parts(RUN)
-    assert "last.ckpt" in {file.path for file in spool.manifest(part).files} and list(reported.reasons)
-    assert set(watch.refused) == {"epoch=3-step=40.ckpt"}
+    assert {file.path for file in spool.manifest(part).files} == {"last.ckpt", "best.pt", "unit.json"}
+    assert part.checkpoint.step == 100 + len("last.ckpt") and not watch.refused
+
+
+def test_units_without_a_step_stay_left_when_the_others_are_gone(root: Path, spool: Spool) -> None:
+    for name in ("model_10.pt", "last.pt"):
+        torch.save({"w": torch.ones(3)}, root / name)
+    watch = UnitWatch(spool, root, RUN, Reported(), settle_s=0.0)
+    for now_s in (1.0, 2.0):
+        watch.observe(observed(spool), now_s)
+    assert watch.leaves_stepless
+    (root / "model_10.pt").unlink()
+    watch = UnitWatch(spool, root, RUN, Reported(), settle_s=0.0)  # also after a restart
+    for now_s in (3.0, 4.0):
+        watch.observe(observed(spool), now_s)
+    assert len(spool.parts(RUN)) == 1 and watch.leaves_stepless
 
 
 # -- what lies beside -------------------------------------------------------------------------------------------------

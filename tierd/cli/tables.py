@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from tierd.cli.layout import lay_out
 from tierd.core.printable import printable, printable_json
 from tierd.core.report import Checkpoint, Copy, Report
 from tierd.logs import last_word
+from tierd.watching.naming import is_order
 
 _PIPE = 1 << 20  # columns without a terminal, because one row is one line there
 
@@ -147,6 +149,11 @@ def metrics(found: Mapping[str, float | None]) -> str:
     return ", ".join(named[:_MOST_METRICS]) + more
 
 
+def step(number: int, created: str | None) -> str:
+    """Format a checkpoint's step; of a watched file that has none, say that its number is an order."""
+    return f"order {number}" if created and is_order(number, datetime.fromisoformat(created)) else str(number)
+
+
 def _rows(report: Report) -> list[list[str]]:
     return [_row(checkpoint, copy) for checkpoint in report.checkpoints for copy in checkpoint.copies]
 
@@ -157,7 +164,7 @@ def _row(checkpoint: Checkpoint, copy: Copy) -> list[str]:
     more = "≥ " if copy.read < len(copy.ranks) - len(copy.defects) else ""  # not every rank's manifest was read
     return [
         checkpoint.run,
-        f"{checkpoint.step}{marks}",
+        f"{step(checkpoint.step, checkpoint.created)}{marks}",
         checkpoint.attempt,
         (checkpoint.created or "")[:19].replace("T", " "),
         metrics(checkpoint.metrics),

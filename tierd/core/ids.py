@@ -20,6 +20,7 @@ LATEST_MS = 7_258_118_400_000  # the year 2200: no honest attempt is later
 _THEN_MS = 1_780_000_000_000  # 2026: a clock that shows an earlier time counts as wrong
 _AHEAD_MS = 50 * 365 * 86_400_000  # fifty years: an attempt further ahead of the clock does not advance later names
 
+MAX_RUN = 128  # characters of a run's name
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ATTEMPT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{8}")
 _CHECKPOINT = re.compile(r"([0-9]{12})\.([0-9a-f]{12}-[0-9a-f]{8})")

@@ -1,6 +1,6 @@
 """Compare a unit with the other units of its listing: their steps and times. Pure.
 
-A unit counts here only if its name has a step, because nothing is read.
+Nothing is read, so the step of a unit whose name has none is the second of its last write.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from posixpath import dirname
 
-from tierd.watching.naming import made_at
+from tierd.watching.naming import made_at, order_of
 from tierd.watching.settle import Shape
 from tierd.watching.unit import Unit
 
@@ -23,15 +23,14 @@ class Beside:
     """
 
     def __init__(self, units: Mapping[str, Unit], shapes: Mapping[str, Shape]) -> None:
-        self._units = units
-        self._made = [(unit, made_of(shapes[path])) for path, unit in units.items() if unit.step is not None]
+        self._made = [(unit, made_of(shapes[path])) for path, unit in units.items()]
 
     def _others(self, path: str) -> Iterator[tuple[Unit, datetime]]:
         return ((unit, made) for unit, made in self._made if unit.path != path)
 
     def count(self, path: str, step: int, made: datetime) -> int:
         """Return how many units have this step and this time, the one at `path` included."""
-        return 1 + sum((unit.step, at) == (step, made) for unit, at in self._others(path))
+        return 1 + sum((_step(unit, at), at) == (step, made) for unit, at in self._others(path))
 
     def contradicting(self, path: str, step: int, made: datetime) -> Iterator[tuple[Unit, datetime]]:
         """Yield the units of the same directory that have a smaller step and a later time.
@@ -39,15 +38,12 @@ class Beside:
         Their program went back to an earlier step, or the times are wrong: nothing in the directory says which.
         """
         for unit, at in self._others(path):
-            if dirname(unit.path) == dirname(path) and at > made and (unit.step or 0) < step:
+            if dirname(unit.path) == dirname(path) and at > made and unit.step is not None and unit.step < step:
                 yield unit, at
 
-    def namesake(self, path: str, step: int) -> str | None:
-        """Return the complete unit of the same directory whose name has this step, if the one at `path` names none."""
-        if self._units[path].step is not None:
-            return None
-        beside = (unit for unit, _ in self._others(path) if dirname(unit.path) == dirname(path))
-        return next((unit.path for unit in beside if unit.step == step and unit.missing is None), None)
+
+def _step(unit: Unit, made: datetime) -> int:
+    return order_of(made) if unit.step is None else unit.step
 
 
 def made_of(shape: Shape) -> datetime:

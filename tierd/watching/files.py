@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from tierd.watching.entries import Describe, entry_of, kind, printable, status
 from tierd.watching.inspect import Changed
 from tierd.watching.layouts import names_of_units
 from tierd.watching.listing import MARKERS, MAX_MARKER, ListedEntry, Listing, joined
+from tierd.watching.pointers import Pointer
 from tierd.watching.unit import Unit
 
 MAX_NAMES = 1_000_000  # names below one directory, at most
@@ -113,6 +114,22 @@ class Tree:
         entries: dict[str, ListedEntry] = {}
         self._list("", entries, status)
         return Listing({name: entry for name, entry in entries.items() if entry.kind != "directory"})
+
+    def pointers(self, paths: Iterable[str], listing: Listing) -> Iterator[Pointer]:
+        """Yield the small texts and the links among these listed entries, as possible pointers."""
+        for path in paths:
+            if listing.entries[path].kind == "link":
+                directory, _, name = path.rpartition("/")
+                with suppress(OSError), self._opened(directory, _DIRECTORY) as descriptor:
+                    yield Pointer(path, self._relative(path, os.readlink(name, dir_fd=descriptor)), link=True)
+            elif "\ufffd" not in (text := self._text(path, listing.entries) or "\ufffd"):
+                yield Pointer(path, text)
+
+    def _relative(self, path: str, target: str) -> str:
+        """Return a link's target from the link's own directory, if it lies in this one."""
+        root = str(self._shown.resolve())
+        inside = target.startswith("/") and f"{target}/".startswith(f"{root}/")
+        return os.path.relpath(target, Path(root, path).parent) if inside else target
 
     def owner(self, path: str) -> int:
         """Return the user id that owns a listed directory, or the top one for an empty path."""
@@ -215,7 +232,7 @@ class Tree:
         marked = (path for path in entries if path.endswith(MARKERS) and path.rpartition("/")[2] in MARKERS)
         return Listing(entries, {path: text for path in marked if (text := self._text(path, entries)) is not None})
 
-    def _text(self, path: str, entries: dict[str, ListedEntry]) -> str | None:
+    def _text(self, path: str, entries: Mapping[str, ListedEntry]) -> str | None:
         if entries[path].kind != "file":
             return None
         try:

@@ -45,7 +45,7 @@ from tierd.watching.programs import (
     UnitLayout,
 )
 from tierd.watching.series import compare_series
-from tierd.watching.step_in_name import directory_step, is_weights, step_in
+from tierd.watching.step_in_name import directory_step, is_log, is_weights, step_in, without_ending
 from tierd.watching.unit import WITHOUT_STEP, Unit
 
 
@@ -115,7 +115,6 @@ def _has_weights(here: Directory) -> bool:
 
 
 _OTHER = re.compile(r".*\.(png|jpe?g|gif|svg|mp4|wav|flac|pdf|html|txt|md|csv|tsv|log|jsonl?|ya?ml|py)")
-_LOG = re.compile(r"events\.out\.tfevents\..*|.*\.(log|csv|jsonl|out|err)|log.*\.txt")
 
 
 def _is_one(here: Directory, found: Sequence[Unit]) -> bool:
@@ -126,9 +125,10 @@ def _is_one(here: Directory, found: Sequence[Unit]) -> bool:
     if not found or any(unit.step is not None or unit.layout not in (FILE, SHARDED, DIRECTORY) for unit in found):
         return False
     inside = [path for path, _ in below(here.tree, here.path)]
-    if len(found) == 1 and sorted((*found[0].files, *found[0].strange)) == inside:
+    is_named = found[0].path.rpartition("/")[2] != WITHOUT_STEP
+    if is_named and len(found) == 1 and sorted((*found[0].files, *found[0].strange)) == inside:
         return False  # a unit of its own has all of it
-    return not any(_LOG.fullmatch(path.rpartition("/")[2]) for path in inside)
+    return not any(is_log(path.rpartition("/")[2]) for path in inside)
 
 
 def _unit_in(here: Directory, claimed: Claim) -> Unit:
@@ -146,11 +146,17 @@ def _unit_in(here: Directory, claimed: Claim) -> Unit:
 
 
 def _joined(directory: str, found: Sequence[Unit]) -> list[Unit]:
-    """Join the units of one step that lie in one directory; without any step there, those without a step."""
-    has_steps = any(unit.step is not None for unit in found)
+    """Join the units of one step that lie in one directory, and those without a step.
+
+    A program that names others by their steps rewrites these together. Without others, what names its program also
+    tells its step, and is not joined.
+    """
+    steps = {unit.step for unit in found} - {None}
     groups: dict[object, list[Unit]] = {}
     for unit in found:
-        alone = unit.step is None and (has_steps or unit.layout not in (FILE, DIRECTORY))
+        if unit.step is None and unit.layout is DIRECTORY and (step := step_in(unit.path.rpartition("/")[2])) in steps:
+            unit = replace(unit, step=step)  # `lora-000004-state/` beside `lora-000004.safetensors`
+        alone = unit.step is None and (unit.missing or not (steps or unit.layout in (FILE, DIRECTORY)))
         groups.setdefault(unit.path if alone else unit.step, []).append(unit)
     return [group[0] if len(group) == 1 else _as_one(directory, group) for group in groups.values()]
 
@@ -233,7 +239,33 @@ def _groups(here: Directory) -> list[Unit]:
         else:
             continue
         groups.setdefault(key, []).append(name)
-    return [_group(here, layout, name, names) for (layout, name), names in groups.items()]
+    _add_companions(here, groups)
+    return [_group(here, layout, name, sorted(names)) for (layout, name), names in groups.items()]
+
+
+def _add_companions(here: Directory, groups: dict[tuple[UnitLayout, str], list[str]]) -> None:
+    """Add the files that belong to one of weights by their names.
+
+    These are `model.pt.yml` beside `model.pt`, `epoch_3.json` beside `epoch_3.pt`, and of files of no known kind those
+    with the same step, as `DONE_3`.
+    """
+    owners: dict[str, tuple[UnitLayout, str]] = {}
+    steps: dict[int, tuple[UnitLayout, str]] = {}
+    for key, names in groups.items():
+        for name in names:
+            owners[name] = key
+            if (step := step_in(name)) is not None:
+                owners.setdefault(without_ending(name), key)
+                steps.setdefault(step, key)
+    for name, entry in here.names.items() if owners else ():
+        if entry.kind != "file" or name in owners or name.startswith(".") or is_log(name):
+            continue
+        stems = (name[: match.start()] for match in re.finditer(r"\.|$", name))
+        found = next((owners[stem] for stem in stems if stem in owners), None)
+        if found is None and not _OTHER.fullmatch(name):
+            found = steps.get(step_in(name) or 0)
+        if found is not None:
+            groups[found].append(name)
 
 
 def _model(here: Directory) -> Unit:

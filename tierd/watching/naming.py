@@ -19,10 +19,11 @@ from datetime import UTC, datetime, timedelta
 
 import xxhash
 
-from tierd.core.ids import CheckpointId, is_attempt, next_attempt
+from tierd.core.ids import MAX_RUN, CheckpointId, is_attempt, next_attempt
 from tierd.core.planning.inventory import Inventory
 from tierd.watching.describe import Described
 
+_STEPLESS = ".stepless"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LATEST_NS = 3_155_760_000 * 10**9  # 2070
 
@@ -94,8 +95,27 @@ def is_in_range(modified_ns: int) -> bool:
 
 
 def step_of(described: Described, made: datetime) -> int:
-    """Return a unit's step. A unit that has none is numbered by the second in which it was finished."""
-    return int(made.timestamp()) if described.step is None else described.step
+    """Return a unit's step; of a unit that has none, its order."""
+    return order_of(made) if described.step is None else described.step
+
+
+def order_of(made: datetime) -> int:
+    """Return the number that stands in the place of a step: the second, since 1970, in which a unit was finished."""
+    return int(made.timestamp())
+
+
+def is_order(step: int, made: datetime) -> bool:
+    """Whether the step of a checkpoint is only the order of its unit."""
+    return step == order_of(made)
+
+
+def stepless_run(run: str) -> str:
+    """Return the run of the units without a step in a directory where others have one, which are those of `run`.
+
+    It is a run of its own because the others' steps cannot be compared with the order of these, and because a program
+    that rewrites one file after each epoch would have retention delete all others.
+    """
+    return f"{run[: MAX_RUN - len(_STEPLESS)]}{_STEPLESS}"
 
 
 def name_unit(

@@ -1,16 +1,22 @@
-"""The small files by which programs find their newest checkpoint: `latest`, a tracker, `checkpoint`, links of ranks.
+"""The small files and links by which programs find their newest checkpoint: `latest`, a tracker, `checkpoint`, `last`.
 
-Pure: a pointer's text is a function of the unit's path. Sources: as in `programs`.
+Pure. Of the programs in `programs`, a pointer's text is a function of the unit's path. Of others, what lies beside a
+unit and names it is recorded when the unit is taken.
 """
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tierd.watching.listing import joined
+from tierd.watching.listing import Listing, joined
 from tierd.watching.programs import COMPOSER, DEEPSPEED, MEGATRON, TENSORFLOW
+from tierd.watching.step_in_name import is_log, is_weights, step_in, without_ending
+from tierd.watching.unit import Unit
+
+_MOST = 100  # files and links beside a unit that are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +51,44 @@ def pointers(program: str, path: str, files: Sequence[str]) -> Iterator[Pointer]
             own = file.rpartition("/")[2]
             if match := re.fullmatch(r".+-rank(\d+)(\.pt|\.tar)?", own):
                 yield Pointer(joined(home, f"latest-rank{match[1]}{match[2] or ''}"), own, link=True)
+
+
+def may_point(unit: Unit, listing: Listing) -> list[str]:
+    """Return the files and links that may be pointers to a unit: beside it, or at the top."""
+    homes = {unit.path.rpartition("/")[0], ""}
+    own = {*unit.files, *unit.strange}
+    paths = [
+        path
+        for path, entry in listing.entries.items()
+        if path.rpartition("/")[0] in homes and path not in own and _may_point(path.rpartition("/")[2], entry.kind)
+    ]
+    return sorted(paths, key=lambda path: (listing.entries[path].kind != "link", path))[:_MOST]
+
+
+def _may_point(name: str, kind: str) -> bool:
+    if kind == "link":
+        return True
+    return kind == "file" and not name.startswith(".") and not (is_weights(name) or is_log(name) or step_in(name))
+
+
+def points_to(pointer: Pointer, unit: Unit) -> bool:
+    """Whether a link leads to a unit or a file of it, or a text names it, or has its step as the only number."""
+    home, _, own = unit.path.rpartition("/")
+    names = {own, *(path[len(home) + 1 if home else 0 :].partition("/")[0] for path in unit.files)}
+    if pointer.link:
+        target = target_of(pointer)
+        return target is not None and (target == unit.path or target in unit.files)
+    numbers = re.findall(r"\d+", pointer.text)
+    if len(numbers) == 1 and unit.step is not None and int(numbers[0]) == unit.step:
+        return True
+    return any(_names(pointer.text, name) for name in names | set(map(without_ending, names)))
+
+
+def target_of(pointer: Pointer) -> str | None:
+    """Return the path to which a link leads, from the directory; None if that lies elsewhere."""
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(pointer.path), pointer.text))
+    return None if pointer.text.startswith("/") or target == ".." or target.startswith("../") else target
+
+
+def _names(text: str, name: str) -> bool:
+    return re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", text) is not None

@@ -74,5 +74,10 @@ def _looks_begun(unit: Unit) -> bool:
 def _names(unit: Unit) -> frozenset[str]:
     """Return the paths of a unit's files from its directory, with a mark in the place of each step."""
     home = len(unit.path.rpartition("/")[0])
-    paths = (path[home + 1 :] if home else path for path in unit.files)
-    return frozenset("/".join(map(without_step, path.split("/"))) for path in paths)
+    return frozenset(_marked(path[home + 1 :] if home else path, unit.step) for path in unit.files)
+
+
+def _marked(path: str, step: int | None) -> str:
+    marked = "/".join(map(without_step, path.split("/")))
+    # The step may stand where no rule finds it in this file's name, as in `model-3000.data-00000-of-00001`.
+    return marked if marked != path else re.sub(rf"(?<!\d)0*{step}(?!\d)", "#", path, count=1)

@@ -21,14 +21,14 @@ files.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from tierd.watching.layouts import units
 from tierd.watching.listing import ListedEntry, Listing
 from tierd.watching.series import UNCERTAIN
-from tierd.watching.unit import Unit
+from tierd.watching.unit import WITHOUT_STEP, Unit
 
 Shape: TypeAlias = tuple[tuple[str, ListedEntry], ...]
 Outcome: TypeAlias = Literal["taken", "refused", "changed"]
@@ -79,16 +79,19 @@ class Settling:
     Args:
         settle_s: seconds for which a unit has to be complete and unchanged before it is due. It must exceed the delay
             between the first writes of two ranks, and a writer's pause between two writes.
+        choose: which units of a listing to observe; all by default.
     """
 
-    def __init__(self, settle_s: float) -> None:
-        self._settle_s = settle_s
+    def __init__(
+        self, settle_s: float, choose: Callable[[Sequence[Unit]], Sequence[Unit]] = lambda found: found
+    ) -> None:
+        self._settle_s, self._choose = settle_s, choose
         self._seen: dict[str, _Seen] = {}
         self.units: dict[str, Unit] = {}  # of the last listing, by path
 
     def observe(self, listing: Listing, now_s: float) -> list[Due]:
         """Process a listing, and return the due units, the newest first. `now_s` is any monotonic clock."""
-        found = self.units = {unit.path: unit for unit in units(listing)}
+        found = self.units = {unit.path: unit for unit in self._choose(units(listing))}
         for path in self._seen.keys() - found.keys():
             del self._seen[path]
         due = []
@@ -110,11 +113,6 @@ class Settling:
                 seen.former = {name: listing.entries[name] for name in (*unit.files, *unit.markers)}
                 due.append(Due(unit, shape, seen.tries))
         return sorted(due, key=lambda one: max((entry.mtime_ns for _, entry in one.shape), default=0), reverse=True)
-
-    @property
-    def has_steps(self) -> bool:
-        """Whether a unit of the last listing has a step in its name."""
-        return any(unit.step is not None for unit in self.units.values())
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -184,6 +182,8 @@ def _is_one_save(unit: Unit, entries: Mapping[str, ListedEntry], former: Mapping
     """
     if any(_is_older(unit, entries, last, before) for last, before in _FOLLOWS):
         return False
+    if unit.path.rpartition("/")[2] == WITHOUT_STEP:
+        return True  # files that are rewritten, added and deleted each by itself
     if all(entries.get(path) == entry for path, entry in former.items() if path not in unit.markers):
         return all(path in entries for path in former)  # only its markers changed, or files were added
     return all(entries[path] != former.get(path) for path in unit.markers)

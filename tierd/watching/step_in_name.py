@@ -50,7 +50,8 @@ RANK = re.compile(
 )
 _DATE = re.compile(r"(?<!\d)(?:19|20)\d\d(?:-\d\d-\d\d|_\d\d_\d\d|(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01]))(?!\d)")
 _FRACTION = re.compile(r"[-_=]?(?:[A-Za-z][\w/]*=)?-?\d+\.\d+(?:e[+-]?\d+)?(?![\d])")
-_WORDS = ("step", "ba|iter(?:ation)?", "checkpoint|ckpt", "epoch|ep")  # the first two also stand before a date
+# The first two also stand before a date.
+_WORDS = ("step", "ba|iter(?:ation)?", "checkpoint|ckpt|chkpnt|chkpt|snapshot", "epoch|ep")
 _WORD = tuple(
     re.compile(rf"(?<![A-Za-z])(?:[A-Za-z]+[-_])*?(?:{word})s?[-_=.]?(\d+)(?![A-Za-z\d])", re.IGNORECASE)
     for word in _WORDS
@@ -60,6 +61,14 @@ _LAST = re.compile(r"(?:[-_=]|(?<!\d)\.|^)(\d+)(?:[-_][A-Za-z]+)*$")
 
 # A name without such an ending that has the number of a save, as `g_00005000` or `ckpt.7`.
 _NUMBERED = re.compile(r"(?:^|.*[-_.])(?:ckpt|checkpoint|step|iter|epoch)[-_.=]?\d+(?:\.gz)?|[A-Za-z]+_\d{4,}")
+
+
+_LOG = re.compile(r"events\.out\.tfevents\..*|.*\.(log|csv|jsonl|out|err)|(.*[-_.])?logs?([-_.].*)?\.txt")
+
+
+def is_log(name: str) -> bool:
+    """Return whether a file's name is one of a log, which changes for as long as its program runs."""
+    return _LOG.fullmatch(name) is not None
 
 
 def is_weights(name: str) -> bool:
@@ -86,9 +95,14 @@ def without_step(name: str) -> str:
     return name.replace(match[1], "#", 1) if match else name
 
 
+def without_ending(name: str) -> str:
+    """Return a name without the ending of weights."""
+    return _ENDING.sub("", name)
+
+
 def _bare(name: str) -> str:
     """Return a name without its ending, ranks, dates and fractions."""
-    name = RANK.sub("", _ENDING.sub("", name))
+    name = RANK.sub("", without_ending(name))
     return _FRACTION.sub("", _DATE.sub("", name)).rstrip("-_.")
 
 

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from tierd.core.errors import ManifestError
 from tierd.core.manifest import check_path
+from tierd.watching.pointers import Pointer, target_of
 
 UNIT_NAME = "unit.json"
 MAX_SIZE = 64 << 20  # bytes
@@ -29,6 +30,7 @@ class UnitFile(msgspec.Struct, frozen=True, kw_only=True):
         program: the program whose layout it has.
         ranks: how many ranks wrote it.
         modified_ns: each file's path, and when its content last changed, in ns since 1970.
+        pointers: the files and links beside the unit that named it when it was taken.
     """
 
     version: Literal[1] = 1
@@ -36,6 +38,7 @@ class UnitFile(msgspec.Struct, frozen=True, kw_only=True):
     program: str
     ranks: Annotated[int, Meta(ge=1)]
     modified_ns: Mapping[str, _Time]
+    pointers: tuple[Pointer, ...] | UnsetType = UNSET
 
     def encode(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
@@ -55,8 +58,11 @@ def decode_unit(data: bytes | memoryview, where: str) -> UnitFile:
         found = _decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ManifestError(f"{where}: {error}") from error
-    for path in (found.path, *found.modified_ns):
+    pointers = found.pointers or ()
+    for path in (found.path, *found.modified_ns, *(pointer.path for pointer in pointers)):
         check_path(path, where)
+    if any(pointer.link and target_of(pointer) is None for pointer in pointers):
+        raise ManifestError(f"{where}: a link in it leads out of the directory")
     return found
 
 

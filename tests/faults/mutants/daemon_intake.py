@@ -8,6 +8,7 @@ _BUCKET = "tierd/daemon/intake/bucket.py"
 _IMPORTING = "tierd/daemon/intake/importing.py"
 _IN_PLACE = "tierd/daemon/intake/in_place.py"
 _ORDERING = "tierd/daemon/intake/ordering.py"
+_JUDGING = "tierd/daemon/intake/judging.py"
 _PREPARE = "tierd/daemon/intake/prepare.py"
 _UNIT_WATCH = "tierd/daemon/intake/unit_watch.py"
 _DIRECTORY_LOCK = "tierd/daemon/intake/directory_lock.py"
@@ -161,14 +162,14 @@ MUTANTS = (
     Mutant(
         "prepare points back past a newer unit that it left",
         _PREPARE,
-        '    if one.verdict != "unknown" or _is_newer(newest, known, one):\n',
+        '    if one.verdict != "unknown" or is_newer(newest, known, one):\n',
         "    if True:\n",
         f"{_TEST_PREPARE_LEAVES} -k 'cannot_be_checked and step30'",
     ),
     Mutant(
         "an older unit that cannot be checked stays named beside a newer one",
         _PREPARE,
-        '    if one.verdict != "unknown" or _is_newer(newest, known, one):\n',
+        '    if one.verdict != "unknown" or is_newer(newest, known, one):\n',
         '    if one.verdict != "unknown":\n',
         f"{_TEST_PREPARE_LEAVES} -k 'cannot_be_checked and step20'",
     ),
@@ -559,28 +560,28 @@ MUTANTS = (
     ),
     Mutant(
         "a unit is compared with another one of its step",
-        _PREPARE,
+        _JUDGING,
         "if manifest is not None and _is_of(one.unit, manifest):",
         "if manifest is not None:",
         "pytest tests/watching/test_prepare_order.py -k apart",
     ),
     Mutant(
         "prepare fetches what only its time makes newer",
-        _PREPARE,
+        _JUDGING,
         "        return checkpoint > one.checkpoint\n",
         "        pass\n",
         "pytest tests/watching/test_prepare_order.py -k time_alone",
     ),
     Mutant(
         "prepare believes the structure of what was taken",
-        _PREPARE,
-        "    if manifest is not None and recorded:\n",
-        "    if manifest is not None and not recorded:\n",
+        _JUDGING,
+        "    if manifest is not None and any(file.path == UNIT_NAME for file in manifest.files):\n",
+        "    if manifest is not None and all(file.path == UNIT_NAME for file in manifest.files):\n",
         f"{_TEST_IN_PLACE} -k 'flipped_bit and safetensors-True'",
     ),
     Mutant(
         "prepare takes a file that was changed later for a new save",
-        _PREPARE,
+        _JUDGING,
         "if oldest <= made < one.made)",
         "if made < oldest)",
         f"{_TEST_IN_PLACE} -k 'flipped_bit and safetensors-False'",
@@ -665,16 +666,30 @@ MUTANTS = (
     Mutant(
         "a second name of a step is a second attempt",
         _UNIT_WATCH,
-        "        if self._is_repeated(tree, due, step):\n",
-        "        if False:\n",
+        "        return stepped if has_steps else found\n",
+        "        return found\n",
         f"{_TEST_ORDER} -k second_name_of_a_step",
     ),
     Mutant(
-        "a second name is left where the first is damaged",
+        "what has no step is lost beside what has one",
         _UNIT_WATCH,
-        "if other is None or (self._settling.is_judged(other) and other in self.refused):",
-        "if other is None:",
-        f"{_TEST_ORDER} -k second_name_is_taken",
+        "        self.leaves_stepless = has_steps and len(stepped) < len(found)\n",
+        "        self.leaves_stepless = False\n",
+        "pytest tests/watching/test_stepless.py -k lost_directory",
+    ),
+    Mutant(
+        "prepare brings back what its program deleted",
+        _PREPARE,
+        "        return bool(behind) and all(",
+        "        return all(",
+        "pytest tests/watching/test_stepless.py -k stays_deleted",
+    ),
+    Mutant(
+        "an older version of a file is put over the newest",
+        "tierd/daemon/intake/each_series.py",
+        "in done or not paths.isdisjoint(own):",
+        "in done:",
+        "pytest tests/watching/test_stepless.py -k renamed_beside",
     ),
     Mutant(
         "a doubt about the order is not pinned",

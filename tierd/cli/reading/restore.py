@@ -121,3 +121,5 @@ def _show_put(put: PutBack, into: Path) -> None:
         out.print(f"  what was there lies in {into / one}")
     for one in put.pointers:
         out.print(f"  {into / one} names it")
+    for other in put.beside:
+        _show_put(other, into)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -17,13 +18,14 @@ from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
 from tierd.core.save_policy import Goal
 from tierd.daemon.intake.directory_lock import alone_in
+from tierd.daemon.intake.each_series import put_back_each
 from tierd.daemon.intake.in_place import PutBack, put_back, write_whole
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
 from tierd.spool.file_io import open_own
 from tierd.stores.base import Store
-from tierd.watching.naming import history
+from tierd.watching.naming import history, stepless_run
 
 NAME = ".tierd-chosen"  # begins with `watching.files.OWN`, so a watch does not list it
 _LONGEST = 1 << 12  # bytes
@@ -63,7 +65,9 @@ async def put_back_chosen(
     progress: Progress,
     best: Goal | None,
 ) -> PutBack:
-    """Put a checkpoint back as `put_back` does, and write down if it was chosen; the newest one ends a choice.
+    """Put a checkpoint back as `put_back` does, and write down if it was chosen.
+
+    The newest one ends a choice, and the newest of each other series is put back beside it.
 
     The directory is made if it does not exist. Raises as `put_back` and `alone_in`.
     """
@@ -71,7 +75,10 @@ async def put_back_chosen(
         put = await put_back(stores, run, directory, step, attempt, progress, best)
         if step is None and attempt is None and best is None:
             (directory / NAME).unlink(missing_ok=True)
-            return put
+            placed = [put]
+            for name in (run, stepless_run(run)):
+                placed += await put_back_each(stores, name, directory, progress, placed=placed)
+            return replace(put, beside=tuple(placed[1:]))
         known = history(await observe_places(None, stores, run, chunks=False), run)
         newest = max({*known.made, *known.unread, CheckpointId(run, put.attempt, put.step)})
         chosen = Chosen(run, put.step, put.attempt, newest_attempt=newest.attempt, newest_step=newest.step)

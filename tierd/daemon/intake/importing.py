@@ -267,7 +267,7 @@ class _Import:
             await to_the_end(_inspect, tree, one.unit, entries)
             with self.spool.stage(part) as stage:
                 ranks = one.described.ranks
-                staged = await to_the_end(stage_unit, tree, unit, entries, ranks, stage, lambda: None)
+                staged = await to_the_end(stage_unit, tree, unit, entries, ranks, (), stage, lambda: None)
                 if (after := await self.origin.again(one.unit)) is not None:
                     _check_unchanged(one, after)
                 made = Manifest.of(part, None, one.described.metrics, one.made, __version__, staged.files)

@@ -11,7 +11,7 @@ import ctypes
 import errno
 import os
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,8 @@ class PutBack:
         skipped: newer checkpoints that could not be used, and why.
         moved: what was in its place before, as paths in the directory, in `.tierd-quarantine/`.
         pointers: the files that name it now.
+        files: its files, as paths in the directory.
+        beside: the checkpoints of other series that were put back with it.
     """
 
     run: str
@@ -67,6 +69,8 @@ class PutBack:
     skipped: tuple[str, ...]
     moved: tuple[str, ...]
     pointers: tuple[str, ...]
+    files: tuple[str, ...]
+    beside: tuple[PutBack, ...] = ()
 
 
 async def put_back(
@@ -79,6 +83,7 @@ async def put_back(
     best: Goal | None = None,
     *,
     point: bool = True,
+    but: Collection[str] = (),
 ) -> PutBack:
     """Restore the newest verified checkpoint of a watched run, or the best one, into its program's directory.
 
@@ -91,6 +96,7 @@ async def put_back(
         progress: updated during the restore.
         best: restore the best checkpoint by this goal, not the newest one.
         point: also write the pointers that the program follows.
+        but: pointers, as paths in the directory, that are left as they are.
 
     Raises:
         NotWatched: nothing is fetched.
@@ -102,7 +108,7 @@ async def put_back(
     with writing(directory):
         await to_the_end(_clear, target)
         exported = await export(stores, run, target, step, attempt, progress, best=best, accept=_check_watched)
-        return await to_the_end(place, directory, target, exported, point=point)
+        return await to_the_end(place, directory, target, exported, point=point, but=but)
 
 
 def _check_watched(manifest: Manifest) -> None:
@@ -114,17 +120,28 @@ def _check_watched(manifest: Manifest) -> None:
         )
 
 
-def place(directory: Path, target: Path, exported: Exported, *, point: bool) -> PutBack:
+def place(directory: Path, target: Path, exported: Exported, *, point: bool, but: Collection[str] = ()) -> PutBack:
     """Put a verified checkpoint that lies in `target` in place, and remove `target`; raises as `put_back`."""
     home = Path(exported.directories[0])
     about = _described(home, exported)
     files = _files(home, about)
     moved = [was for name in _names(about, files) if (was := _swap_in(home / name, directory, name)) is not None]
-    written = point_to(directory, about.program, about.path, files) if point else []
+    named = [one for one in _pointers(about, files) if one.path not in but] if point else []
+    for one in named:
+        _write_pointer(directory, one)
     remove(target)
     return PutBack(
-        *(exported.run, exported.step, exported.attempt, about.path, about.program),
-        *(exported.size, exported.tiers, exported.skipped, tuple(moved), tuple(written)),
+        run=exported.run,
+        step=exported.step,
+        attempt=exported.attempt,
+        path=about.path,
+        program=about.program,
+        size=exported.size,
+        tiers=exported.tiers,
+        skipped=exported.skipped,
+        moved=tuple(moved),
+        pointers=tuple(one.path for one in named),
+        files=tuple(files),
     )
 
 
@@ -134,9 +151,21 @@ def is_named(directory: Path, program: str, path: str, files: Sequence[str]) -> 
     return bool(found) and all(_named(directory / one.path, one) == _first_line(one.text) for one in found)
 
 
+def _pointers(about: UnitFile, files: Sequence[str]) -> list[Pointer]:
+    """Return the pointers to a unit; as they were when it was taken, if they named it then."""
+    found = {pointer.path: pointer for pointer in pointers(about.program, about.path, files)}
+    return [*(found | {pointer.path: pointer for pointer in about.pointers or ()}).values()]
+
+
 def point_to(directory: Path, program: str, path: str, files: Sequence[str]) -> list[str]:
     """Write the pointers to a unit, each by one rename, if they do not name it yet; return their paths."""
     return [one.path for one in pointers(program, path, files) if _write_pointer(directory, one)]
+
+
+def write_lost(directory: Path, recorded: Iterable[Pointer]) -> list[str]:
+    """Write the recorded pointers where nothing lies, or a link that leads nowhere; return their paths."""
+    lost = [pointer for pointer in recorded if not (directory / pointer.path).exists()]
+    return [pointer.path for pointer in lost if _write_pointer(directory, pointer)]
 
 
 def quarantine_files(directory: Path, paths: Iterable[str]) -> list[str]:
@@ -278,6 +307,8 @@ def _write_pointer(directory: Path, pointer: Pointer) -> bool:
     path = _way(directory, pointer.path)
     if _named(path, pointer) == _first_line(pointer.text):
         return False
+    if path.is_dir() and not path.is_symlink():
+        return False  # no pointer any more
     write_whole(path, pointer.text, link=pointer.link)
     return True
 

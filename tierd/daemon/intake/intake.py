@@ -1,5 +1,7 @@
 """The watches of a daemon: one call at a time for each `[[watch]]`, in a thread that reads and copies at idle priority.
 
+A directory that has units with and without a step has a second watch, which takes the latter into a run of their own.
+
 A listing runs at normal priority, because it is short, and a thread at nice 19 waits minutes for a few tenths of a
 second of a CPU that training fills.
 
@@ -33,7 +35,7 @@ from tierd.daemon.timings import DaemonTimings
 from tierd.priority import lower
 from tierd.spool.commit import Room
 from tierd.stores.base import Store
-from tierd.watching.naming import history
+from tierd.watching.naming import history, stepless_run
 from tierd.watching.unit_file import UNIT_NAME
 
 log = logging.getLogger("tierd.daemon")
@@ -74,8 +76,15 @@ class Intake:
     @property
     def busy(self) -> bool:
         """Whether a directory holds a unit that may still be taken."""
-        configured = self._reconciler.config.watch
-        return any(one not in self._watching or not self._watching[one].is_at_rest for one in configured)
+        return any(one not in self._watching or not self._watching[one].is_at_rest for one in self._wanted())
+
+    def _wanted(self) -> dict[WatchConfig, bool]:
+        """Return the watches that are to be at work, and whether each takes only the units without a step."""
+        wanted = dict.fromkeys(self._reconciler.config.watch, False)
+        for watch in self._reconciler.config.watch:
+            if watch in self._watching and self._watching[watch].leaves_stepless:
+                wanted[WatchConfig(directory=watch.directory, run=stepless_run(watch.run))] = True
+        return wanted
 
     @property
     def failure(self) -> TierdError | None:
@@ -97,13 +106,13 @@ class Intake:
         asked_s = time.monotonic()
         try:
             while True:
-                wanted = self._reconciler.config.watch
-                for watch in self._watching.keys() - set(wanted):
+                wanted = self._wanted()
+                for watch in self._watching.keys() - wanted.keys():
                     await self._end(self._watching.pop(watch))
                     self._reconciler.journal.worked(("watch", watch.run))  # end the alert of a watch that was removed
-                for watch in wanted:
+                for watch, stepless in wanted.items():
                     if watch not in self._watching:
-                        one = self._watching[watch] = WatchAtWork(watch)
+                        one = self._watching[watch] = WatchAtWork(watch, stepless)
                         one.task = asyncio.ensure_future(self._watch(one))
                 before_s, asked_s = asked_s, time.monotonic()
                 for one in self._watching.values():
@@ -155,6 +164,7 @@ class Intake:
                     await self._observe_watch(one, watch, taker)
                     await self._share_pins(run)
                 one.idle, one.tries, one.error = alone and not watch.waiting, 0, None
+                one.leaves_stepless = one.leaves_stepless or watch.leaves_stepless
                 self._warn(one, watch, others)
                 rest_s = rest_until_next(self._reconciler.timings, watch.listing_s, is_waiting=watch.waiting)
             except Exception as error:  # also what nobody foresaw: a watch that ended would end without a word
@@ -267,6 +277,7 @@ class Intake:
             one.watch.run,
             reports,
             settle_s=self._reconciler.timings.settle_s,
+            stepless=one.stepless,
             room=self._find_room,
             going=one.going,
             writes=one.writes,

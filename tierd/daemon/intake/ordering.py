@@ -41,7 +41,8 @@ class Ordering:
             self._listed, self._foreign = True, newest
         shapes = self._settling.shapes
         self.beside = Beside(self._settling.units, shapes)
-        self._taken.see(shapes, newest)
+        has_steps = any(unit.step is not None for unit in self._settling.units.values())
+        self._taken.see(shapes, newest, has_steps=has_steps)
 
     def sort(self, due: list[Due]) -> list[Due]:
         """Order due units: those that were there from the start, the newest first; then the others, the oldest first.

@@ -8,26 +8,18 @@ and ends the work before anything is moved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, TypeAlias
 
-from tierd.core.errors import (
-    CheckpointNotFound,
-    ConfigError,
-    StoreRefused,
-    StoreUnavailable,
-)
-from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Manifest
+from tierd.core.errors import CheckpointNotFound, ConfigError, StoreRefused, StoreUnavailable
+from tierd.core.ids import CheckpointId
 from tierd.core.planning.inventory import Inventory
 from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.intake.chosen import read_chosen
-from tierd.daemon.intake.comparing import differences
 from tierd.daemon.intake.directory_lock import alone_in
+from tierd.daemon.intake.each_series import put_back_each, recorded_pointers, series_of
 from tierd.daemon.intake.in_place import (
     QUARANTINE,
     NotWatched,
@@ -36,26 +28,21 @@ from tierd.daemon.intake.in_place import (
     point_to,
     put_back,
     quarantine_files,
+    write_lost,
 )
-from tierd.daemon.intake.manifests import first_manifest
+from tierd.daemon.intake.judging import CHANGING, NEVER, Judged, Verdict, described, is_newer, judge, recorded
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
-from tierd.watching.describe import describe
 from tierd.watching.files import Tree
-from tierd.watching.inspect import Changed, inspect_unit
 from tierd.watching.layouts import units
 from tierd.watching.listing import Listing
-from tierd.watching.naming import History, history, made_at, step_of
+from tierd.watching.naming import History, history, stepless_run
 from tierd.watching.unit import Unit
-from tierd.watching.unit_file import UNIT_NAME
 
 _LISTINGS = 3  # because a checkpoint may be pruned between a listing and the reading
-_CHANGING = "a program still writes to it"
-_NEVER = datetime(1, 1, 1, tzinfo=UTC)
-Verdict: TypeAlias = Literal["verified", "sound", "damaged", "unfinished", "unknown", "missing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,27 +81,12 @@ class Prepared:
     pointers: tuple[str, ...]
 
 
-@dataclass(slots=True)
-class _Judged:
-    """A unit, and what is known of it so far."""
+def _shown(one: Judged) -> PreparedUnit:
+    return PreparedUnit(one.unit.path, one.step, one.verdict, one.why, one.moved, one.replaced)
 
-    unit: Unit
-    step: int
-    made: datetime
-    checkpoint: CheckpointId | None = None  # it was taken as this one
-    verdict: Verdict = "unknown"
-    why: str = ""
-    moved: tuple[str, ...] = ()
-    replaced: bool = False
-    unreadable: bool = False
-    damaged: tuple[str, ...] = ()  # the files that are proven damaged; empty if the unit itself is
 
-    @property
-    def is_good(self) -> bool:
-        return self.verdict in ("verified", "sound") or self.replaced
-
-    def shown(self) -> PreparedUnit:
-        return PreparedUnit(self.unit.path, self.step, self.verdict, self.why, self.moved, self.replaced)
+def _fetched(put: PutBack) -> PreparedUnit:
+    return PreparedUnit(put.path, put.step, "missing", "", put.moved, replaced=True)
 
 
 async def prepare(
@@ -142,38 +114,50 @@ async def prepare(
 async def _prepare(
     directory: Path, run: str, spool: Spool | None, stores: Mapping[str, Store], progress: Progress
 ) -> Prepared:
-    inventory = await _observed(spool, stores, run, "; nothing was moved")
-    known = history(inventory, run)
+    unmoved, stepless = "; nothing was moved", stepless_run(run)
+    inventory = await _observed(spool, stores, run, unmoved)
+    beside = history(await _observed(spool, stores, stepless, unmoved), stepless)
+    known = history(inventory, run).merged(beside)
+    judged = await _judged(directory, run, stepless if beside.made else run, known, spool, stores)
+    for one in judged:
+        if one.verdict in ("damaged", "unfinished"):
+            await _replace(one, directory, stores, progress)
+    fetched = list[PutBack]()
+    tried = set[CheckpointId]()
+    for _ in range(_LISTINGS):
+        try:
+            fetched = await _newest(judged, directory, inventory, run, known, stores, progress, tried)
+            break
+        except CheckpointNotFound:  # proven corrupt; or pruned, because a newer one is there now
+            inventory = await _observed(spool, stores, run, "")
+            known = history(inventory, run).merged(beside)
+    fetched += await _others(judged, directory, run, known, stores, progress, fetched)
+    pointers = await to_the_end(_point, directory, judged)
+    if not fetched:
+        pointers += await _lost_pointers(directory, judged, stores)
+    pointers += [path for put in fetched for path in put.pointers]
+    return Prepared((*map(_shown, judged), *map(_fetched, fetched)), tuple(dict.fromkeys(pointers)))
+
+
+async def _judged(
+    directory: Path, run: str, stepless: str, known: History, spool: Spool | None, stores: Mapping[str, Store]
+) -> list[Judged]:
+    """Judge every unit of a directory; raises if a program still writes to one, or one cannot be read."""
     with Tree(directory) as tree:
         listing = await to_the_end(tree.listing)
-        judged = await to_the_end(lambda: [_described(tree, unit, listing) for unit in units(listing)])
+        judged = await to_the_end(lambda: [described(tree, unit, listing, run, stepless) for unit in units(listing)])
         for one in judged:
-            manifest = await _recorded(one, known, listing, spool, stores)
-            await to_the_end(_judge, tree, one, listing, manifest)
-    if busy := [one.unit.path for one in judged if one.why == _CHANGING]:
-        raise ConfigError(f"{directory / busy[0]}: {_CHANGING}; stop the program first. Nothing was moved")
+            manifest = await recorded(one, known, listing, spool, stores)
+            await to_the_end(judge, tree, one, listing, manifest)
+            one.entries = _entries(one, listing)
+    if busy := [one.unit.path for one in judged if one.why == CHANGING]:
+        raise ConfigError(f"{directory / busy[0]}: {CHANGING}; stop the program first. Nothing was moved")
     if unread := [one for one in judged if one.unreadable]:
         raise StoreRefused(
             f"{directory / unread[0].unit.path}: {unread[0].why}. Nothing was moved; make it readable for this "
             "account, or move it away"
         )
-    for one in judged:
-        if one.verdict in ("damaged", "unfinished"):
-            await _replace(one, directory, listing, run, stores, progress)
-    missing, tried = None, set[CheckpointId]()
-    for _ in range(_LISTINGS):
-        try:
-            missing = await _newest(judged, directory, inventory, run, known, stores, progress, tried)
-            break
-        except CheckpointNotFound:  # proven corrupt; or pruned, because a newer one is there now
-            inventory = await _observed(spool, stores, run, "")
-            known = history(inventory, run)
-    pointers = await to_the_end(_point, directory, judged)
-    shown = [*(one.shown() for one in judged)]
-    if missing is not None:
-        shown.append(PreparedUnit(missing.path, missing.step, "missing", "", missing.moved, replaced=True))
-        pointers += missing.pointers
-    return Prepared(tuple(shown), tuple(dict.fromkeys(pointers)))
+    return judged
 
 
 async def _observed(spool: Spool | None, stores: Mapping[str, Store], run: str, effect: str) -> Inventory:
@@ -183,87 +167,22 @@ async def _observed(spool: Spool | None, stores: Mapping[str, Store], run: str, 
     return inventory
 
 
-def _described(tree: Tree, unit: Unit, listing: Listing) -> _Judged:
-    described = describe(unit, lambda path: tree.opened(path, listing.entries[path]))
-    made = made_at(max((listing.entries[path].mtime_ns for path in unit.files), default=0))
-    return _Judged(unit, step_of(described, made), made)
-
-
-async def _recorded(
-    one: _Judged, known: History, listing: Listing, spool: Spool | None, stores: Mapping[str, Store]
-) -> Manifest | None:
-    """Return the manifest of the checkpoint that a unit should be byte for byte: it was taken as this one.
-
-    A unit whose files are partly newer than the checkpoint of its step is no later save, because a save writes all
-    files anew. Such a file was changed after the save.
-    """
-    same = [(made, checkpoint) for checkpoint, made in known.made.items() if checkpoint.step == one.step]
-    exact = [checkpoint for made, checkpoint in same if made == one.made]
-    oldest = made_at(min((listing.entries[path].mtime_ns for path in one.unit.files), default=0))
-    mixed = sorted(((made, checkpoint) for made, checkpoint in same if oldest <= made < one.made), reverse=True)
-    for checkpoint in (*sorted(exact, reverse=True), *(checkpoint for _, checkpoint in mixed)):
-        manifest = await first_manifest(PartId(checkpoint, 0, 1), spool, stores)
-        if manifest is not None and _is_of(one.unit, manifest):
-            one.checkpoint = checkpoint
-            return manifest
-    return None
-
-
-def _is_of(unit: Unit, manifest: Manifest) -> bool:
-    """Whether a checkpoint was taken from a unit's place: another unit may have the same step and time."""
-    paths = {file.path for file in manifest.files}
-    return not paths.isdisjoint(unit.files) or any(path.startswith(f"{unit.path}/") for path in paths)
-
-
-def _judge(tree: Tree, one: _Judged, listing: Listing, manifest: Manifest | None) -> None:
-    """Decide whether a unit is whole: by its digests if it was taken, otherwise by its structure."""
-    recorded = manifest is not None and any(file.path == UNIT_NAME for file in manifest.files)
-    if manifest is not None and recorded:
-        try:
-            why = next(differences(tree, listing, manifest), "")
-        except (Changed, OSError) as error:
-            _judge_error(one, error)
-            return
-        one.verdict, one.why = ("damaged", why) if why else ("verified", "")
-        return
-    if one.unit.missing is not None:
-        one.verdict, one.why = "unfinished" if one.unit.begun else "unknown", one.unit.missing
-        return
-    sizes = {path: listing.entries[path].size for path in one.unit.files}
-    found = inspect_unit(one.unit, sizes, lambda path: tree.opened(path, listing.entries[path]))
-    if found.status == "changing":
-        one.why = _CHANGING
-        return
-    verdicts: dict[str, Verdict] = {"sound": "sound", "damaged": "damaged", "incomplete": "unfinished"}
-    one.verdict = verdicts.get(found.status, "unknown")
-    one.why = "; ".join(f"{finding.file}: {finding.reason}" for finding in found.findings[:2])
-    one.unreadable = any(finding.status == "unreadable" for finding in found.findings)
-    one.damaged = tuple(finding.file for finding in found.findings if finding.status in ("damaged", "incomplete"))
-
-
-def _judge_error(one: _Judged, error: Exception) -> None:
-    one.unreadable = not isinstance(error, Changed)
-    one.why = f"it cannot be read: {error}" if one.unreadable else _CHANGING
-
-
-async def _replace(
-    one: _Judged, directory: Path, listing: Listing, run: str, stores: Mapping[str, Store], progress: Progress
-) -> None:
+async def _replace(one: Judged, directory: Path, stores: Mapping[str, Store], progress: Progress) -> None:
     """Put the verified checkpoint of a unit's step in its place; without one, move the unit away."""
-    names, moved = _entries(one, listing), tuple[str, ...]()
+    moved = tuple[str, ...]()
     with suppress(CheckpointNotFound, NotWatched):
         attempt = one.checkpoint.attempt if one.checkpoint else None
-        put = await put_back(stores, run, directory, one.step, attempt, progress, point=False)
+        put = await put_back(stores, one.run, directory, one.step, attempt, progress, point=False)
         moved = put.moved
         # What was there before lies in quarantine by its own name, or with a number behind it.
-        was_there = any(path.startswith(f"{QUARANTINE}/{name}") for path in moved for name in names)
+        was_there = any(path.startswith(f"{QUARANTINE}/{name}") for path in moved for name in one.entries)
         one.replaced = one.checkpoint is not None or put.path == one.unit.path or was_there
     if not one.replaced:
-        moved = (*moved, *await to_the_end(quarantine_files, directory, names))
+        moved = (*moved, *await to_the_end(quarantine_files, directory, one.entries))
     one.moved = moved
 
 
-def _entries(one: _Judged, listing: Listing) -> list[str]:
+def _entries(one: Judged, listing: Listing) -> list[str]:
     """Return the entries of the directory that are moved if a unit is not replaced.
 
     They are its directory, if all in it is the unit's, and those of its other files that are damaged themselves.
@@ -283,7 +202,7 @@ def _is_below(path: str, unit: Unit) -> bool:
 
 
 async def _newest(
-    judged: list[_Judged],
+    judged: list[Judged],
     directory: Path,
     inventory: Inventory,
     run: str,
@@ -291,7 +210,7 @@ async def _newest(
     stores: Mapping[str, Store],
     progress: Progress,
     tried: set[CheckpointId],
-) -> PutBack | None:
+) -> list[PutBack]:
     """Fetch the newest verified checkpoint, or the chosen one, if it is newer than every whole unit there.
 
     Args:
@@ -302,44 +221,68 @@ async def _newest(
     """
     chosen = await to_the_end(read_chosen, directory, run)
     order = restore_candidates(inventory, run)
-    there = [one for one in judged if one.is_good]
-    newer = [one for one in order.candidates if all(_is_newer(one.checkpoint, known, other) for other in there)]
+    there = [one for one in judged if one.is_good and one.run == run]
+    newer = [one for one in order.candidates if all(is_newer(one.checkpoint, known, other) for other in there)]
     if chosen is not None:
-        newer = [one for one in newer if chosen.permits(one.checkpoint, known.made.get(one.checkpoint, _NEVER))]
+        newer = [one for one in newer if chosen.permits(one.checkpoint, known.made.get(one.checkpoint, NEVER))]
     on_tiers = [
         one for one in newer if any(place and one.checkpoint in place.checkpoints for place in inventory.tiers.values())
     ]
     if not on_tiers:
-        return None
+        return []
     newest = on_tiers[0].checkpoint
     is_there = any((one.replaced or one.verdict == "unknown") and one.step == newest.step for one in judged)
     if is_there or newest in tried:
-        return None
+        return []
     tried.add(newest)
     point = not any(_keeps_pointer(one, newest, known, directory) for one in judged)
-    return await put_back(stores, run, directory, newest.step, newest.attempt, progress, point=point)
+    return [await put_back(stores, run, directory, newest.step, newest.attempt, progress, point=point)]
 
 
-def _keeps_pointer(one: _Judged, newest: CheckpointId, known: History, directory: Path) -> bool:
+async def _others(
+    judged: list[Judged],
+    directory: Path,
+    run: str,
+    known: History,
+    stores: Mapping[str, Store],
+    progress: Progress,
+    fetched: list[PutBack],
+) -> list[PutBack]:
+    """Fetch the newest checkpoint of each other series, if the directory was behind, and what it has of it is older.
+
+    A program may have deleted a series on purpose. So one that is gone comes back only with a checkpoint that is newer
+    than all that the directory had, and nothing does after a person went back.
+    """
+    if await to_the_end(read_chosen, directory, run) is not None:
+        return []
+    good = [one for one in judged if one.is_good]
+
+    def is_wanted(checkpoint: CheckpointId, series: str, paths: Set[str]) -> bool:
+        rivals = [one for one in good if series_of(one.unit.files) == series or not paths.isdisjoint(one.unit.files)]
+        behind = fetched or all(known.made.get(checkpoint, NEVER) > one.made for one in good)
+        return bool(behind) and all(is_newer(checkpoint, known, one) for one in rivals)
+
+    put = list[PutBack]()
+    if fetched:
+        put += await put_back_each(stores, run, directory, progress, is_wanted, fetched)
+    if any(one.run == stepless_run(run) for one in known.made):
+        put += await put_back_each(stores, stepless_run(run), directory, progress, is_wanted, [*fetched, *put])
+    return put
+
+
+def _keeps_pointer(one: Judged, newest: CheckpointId, known: History, directory: Path) -> bool:
     """Whether the program's pointers name a unit that cannot be checked, and is as new as the newest checkpoint."""
-    if one.verdict != "unknown" or _is_newer(newest, known, one):
+    if one.verdict != "unknown" or is_newer(newest, known, one):
         return False
     return is_named(directory, one.unit.layout.program, one.unit.path, one.unit.files)
 
 
-def _is_newer(checkpoint: CheckpointId, known: History, one: _Judged) -> bool:
-    """Whether a checkpoint is newer than a unit: by the run's order, or by time if no place has the unit."""
-    if one.checkpoint is not None:
-        return checkpoint > one.checkpoint
-    return known.made.get(checkpoint, _NEVER) > one.made
-
-
-def _point(directory: Path, judged: list[_Judged]) -> list[str]:
+def _point(directory: Path, judged: list[Judged]) -> list[str]:
     """Have each program's pointers name its newest whole unit, unless they name another one that was left in place.
 
     The program, or a person who went back, has chosen that one.
     """
-    newest: dict[tuple[str, str], _Judged] = {}
+    newest: dict[tuple[str, str], Judged] = {}
     chosen = set[tuple[str, str]]()
     for one in sorted(judged, key=lambda one: one.made):
         key = one.unit.layout.program, one.unit.path.rpartition("/")[0]
@@ -350,3 +293,16 @@ def _point(directory: Path, judged: list[_Judged]) -> list[str]:
     wrong = [(key[0], one) for key, one in newest.items() if key not in chosen]
     found = (point_to(directory, program, one.unit.path, one.unit.files) for program, one in wrong)
     return [path for paths in found for path in paths]
+
+
+async def _lost_pointers(directory: Path, judged: list[Judged], stores: Mapping[str, Store]) -> list[str]:
+    """Put back the pointers that named the newest whole unit of each directory when it was taken, and are gone."""
+    newest: dict[tuple[str, str], CheckpointId] = {}
+    for one in sorted(judged, key=lambda one: one.made):
+        if one.is_good and one.checkpoint is not None:
+            newest[one.run, one.unit.path.rpartition("/")[0]] = one.checkpoint
+    written = []
+    for checkpoint in newest.values():
+        recorded = await recorded_pointers(stores, checkpoint)
+        written += await to_the_end(write_lost, directory, recorded)
+    return written

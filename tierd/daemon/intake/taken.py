@@ -44,6 +44,7 @@ class _Record(msgspec.Struct):
     waiting: dict[str, _Waiting]
     earlier: dict[str, int] = {}  # by unit: how many versions of the same time were taken before
     newest: tuple[str, int] | None = None  # the newest checkpoint after the last listing; None in an older record
+    has_steps: bool = False  # whether a unit ever had a step in its name
 
 
 class TakenUnits:
@@ -77,6 +78,11 @@ class TakenUnits:
         same = _time(was) == _time(sizes)
         return record.earlier.get(path, 0) + (was != sizes) if was and same else 0
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a unit that was listed ever had a step in its name."""
+        return self._record is not None and self._record.has_steps
+
     def add(self, path: str, shape: Shape, checkpoint: CheckpointId | None = None) -> None:
         """Record that a unit was taken as a checkpoint, or that a place has it. Raises nothing."""
         record = self._record = self._record or _Record({}, {})
@@ -89,7 +95,7 @@ class TakenUnits:
         record.waiting.pop(path, None)
         self._write(record)
 
-    def see(self, shapes: Mapping[str, Shape], newest: CheckpointId | None) -> None:
+    def see(self, shapes: Mapping[str, Shape], newest: CheckpointId | None, *, has_steps: bool = False) -> None:
         """Record a listing. Raises nothing.
 
         A listing without units changes nothing and begins no record, because it may be of an empty mount point.
@@ -97,6 +103,7 @@ class TakenUnits:
         Args:
             shapes: the units of the listing, by path.
             newest: the newest checkpoint that is known.
+            has_steps: whether a unit has a step in its name.
         """
         if not shapes:
             return
@@ -110,7 +117,7 @@ class TakenUnits:
                 was = record.waiting.get(path)
                 waiting[path] = was if was and was.sizes == sizes else _Waiting(sizes, after)
         earlier = {path: count for path, count in record.earlier.items() if count and path in taken}
-        fresh = _Record(taken, waiting, earlier, known)
+        fresh = _Record(taken, waiting, earlier, known, has_steps or self.has_steps)
         if fresh != self._record:
             self._write(fresh)
         self._record = fresh

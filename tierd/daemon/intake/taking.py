@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+
+from msgspec import UNSET
 
 from tierd.core.errors import ManifestError
 from tierd.core.manifest import File, check_path
@@ -20,6 +22,7 @@ from tierd.spool.stage import Stage
 from tierd.watching.files import Tree
 from tierd.watching.inspect import Changed
 from tierd.watching.listing import ListedEntry
+from tierd.watching.pointers import Pointer
 from tierd.watching.unit import Unit
 from tierd.watching.unit_file import UNIT_NAME, UnitFile
 
@@ -73,6 +76,7 @@ def stage_unit(
     unit: Unit,
     entries: Mapping[str, ListedEntry],
     ranks: int,
+    pointers: Iterable[Pointer],
     stage: Stage,
     going: Callable[[], None],
 ) -> StagedUnit:
@@ -83,6 +87,7 @@ def stage_unit(
         unit: the unit.
         entries: its files as listed.
         ranks: how many ranks wrote it.
+        pointers: what beside the unit names it.
         stage: the part's stage.
         going: called before each chunk; what it raises ends the work.
 
@@ -106,11 +111,17 @@ def stage_unit(
                 raise Changed(f"{path}: a process has opened it for writing")
         described.append(file)
         hows[how] += 1
-    described.append(write_file(stage.path / UNIT_NAME, UNIT_NAME, about(unit, entries, ranks).encode()))
+    described.append(write_file(stage.path / UNIT_NAME, UNIT_NAME, about(unit, entries, ranks, pointers).encode()))
     return StagedUnit(tuple(sorted(described, key=lambda file: file.path)), hows)
 
 
-def about(unit: Unit, entries: Mapping[str, ListedEntry], ranks: int) -> UnitFile:
+def about(unit: Unit, entries: Mapping[str, ListedEntry], ranks: int, pointers: Iterable[Pointer] = ()) -> UnitFile:
     """Describe a unit for its `unit.json`; arguments as for `stage_unit`."""
     modified_ns = {path: max(0, entries[path].mtime_ns) for path in unit.files}
-    return UnitFile(path=unit.path, program=unit.layout.program, ranks=ranks, modified_ns=modified_ns)
+    return UnitFile(
+        path=unit.path,
+        program=unit.layout.program,
+        ranks=ranks,
+        modified_ns=modified_ns,
+        pointers=tuple(pointers) or UNSET,
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
@@ -34,8 +34,10 @@ from tierd.watching.describe import Described, describe
 from tierd.watching.files import Tree
 from tierd.watching.inspect import Changed, Inspected, Opener, inspect_unit
 from tierd.watching.listing import Listing
-from tierd.watching.naming import History, Named, is_in_range, name_unit, step_of
+from tierd.watching.naming import History, Named, is_in_range, name_unit, order_of, step_of
+from tierd.watching.pointers import may_point, points_to
 from tierd.watching.settle import Due, Settling, is_unchanged
+from tierd.watching.unit import Unit
 
 log = logging.getLogger("tierd.daemon")
 
@@ -71,6 +73,8 @@ class UnitWatch:
         run: the run to save the units as.
         reports: where to report.
         settle_s: as for `Settling`.
+        stepless: take the units without a step in their names, and leave the others; otherwise the reverse. Without any
+            step, all are taken.
         room: frees disk space when a commit finds the disk full.
         going: called before each name of a listing, each read and each chunk; if it raises `Stopped`, `observe` ends.
         writes: called before files are written to the spool, with the bytes of the largest.
@@ -82,6 +86,7 @@ class UnitWatch:
         refused: the units of the last listing that are not taken as they are, by path, and why.
         unreadable: the directories that the last listing could not read.
         wanted: the checkpoint of the first unit that the last `observe` left because it might not take any.
+        leaves_stepless: whether the last listing has units without a step that are left to another watch.
     """
 
     def __init__(
@@ -92,6 +97,7 @@ class UnitWatch:
         reports: Reports,
         *,
         settle_s: float,
+        stepless: bool = False,
         room: Room | None = None,
         going: Callable[[], None] = lambda: None,
         writes: Callable[[int], None] = lambda size: None,
@@ -99,12 +105,13 @@ class UnitWatch:
     ) -> None:
         self._spool, self._directory, self._run, self._reports = spool, directory, run, reports
         self._room, self._going, self._writes, self._reads = room, going, writes, reads
-        self._settling, self._settle_s = Settling(settle_s), settle_s
+        self._settling, self._settle_s = Settling(settle_s, self._choose), settle_s
+        self._stepless, self.leaves_stepless = stepless, False
         self._taken = TakenUnits(spool, run)
         self._ordering = Ordering(self._settling, self._taken)
         self._off: dict[str, float] = {}  # by unit, until when it is not tried
         self._open: dict[str, float] = {}  # by unit, since when a process has it open for writing
-        self._known = History()
+        self._known, self._listing = History(), Listing({})
         self.wanted: CheckpointId | None = None
         self._now_s = self.listing_s = 0.0
         self.refused: dict[str, str] = {}
@@ -113,7 +120,6 @@ class UnitWatch:
         self._unnamed: frozenset[str] = frozenset()  # what the last listing refused for its name
         self._restless: frozenset[str] = frozenset()  # units that were reported because they never rest
         self._incomplete: frozenset[str] = frozenset()  # units that were reported because they lack a file
-        self._stepless: set[str] = set()  # units without a step that were reported
         self._links = OutwardLinks(directory)
         self._doubted = False  # whether a doubt about the order was reported
 
@@ -140,7 +146,7 @@ class UnitWatch:
         self._known, self._now_s, self.wanted = self._known.merged(known), now_s, None
         with Tree(self._directory, skip=True, going=self._going) as tree:
             began_s = time.monotonic() - cpu_wait_s()
-            listing = tree.names()
+            listing = self._listing = tree.names()
             self.listing_s = time.monotonic() - cpu_wait_s() - began_s
             self.unreadable = tuple(tree.unreadable)
             due = self._settling.observe(listing, now_s)
@@ -156,6 +162,15 @@ class UnitWatch:
                     self._consider_apart(tree, one, listing, may_take)
                 if self.wanted is not None:
                     break
+
+    def _choose(self, found: Sequence[Unit]) -> Sequence[Unit]:
+        """Return the units of a listing that this watch takes."""
+        if self._stepless:
+            return [unit for unit in found if unit.step is None]
+        stepped = [unit for unit in found if unit.step is not None]
+        has_steps = bool(stepped) or self._taken.has_steps
+        self.leaves_stepless = has_steps and len(stepped) < len(found)
+        return stepped if has_steps else found
 
     def _consider_apart(self, tree: Tree, due: Due, listing: Listing, may_take: bool) -> None:
         """Consider a unit. An error that nobody foresaw refuses this unit for now, so that it stops no other."""
@@ -183,12 +198,7 @@ class UnitWatch:
 
         made = made_of(due.shape)
         described = describe(due.unit, opener)
-        step = self._step(due, described, made)
-        if step is None:
-            self._settling.finish(due, False, listing)
-            return
-        if self._is_repeated(tree, due, step):
-            return
+        step = order_of(made) if self._stepless else step_of(described, made)
         if self._ordering.has(path, step, made, self._known):
             self._finish(tree, due)
             return
@@ -225,29 +235,10 @@ class UnitWatch:
             self._off[path] = self._now_s + _OPEN_S
             log.info("%s", error)
 
-    def _step(self, due: Due, described: Described, made: datetime) -> int | None:
-        """Return a unit's step; None for a unit that has none while others have one."""
-        if described.step is not None or not self._settling.has_steps:
-            return step_of(described, made)
-        if due.unit.path not in self._stepless:
-            self._stepless.add(due.unit.path)
-            self._reports.not_taken(due.unit.path, "it has no step, and other checkpoints there have one")
-        return None
-
-    def _is_repeated(self, tree: Tree, due: Due, step: int) -> bool:
-        """Whether a unit without a step in its name waits for the one beside it that names this step, or repeats it."""
-        other = self._ordering.beside.namesake(due.unit.path, step)
-        if other is None or (self._settling.is_judged(other) and other in self.refused):
-            return False
-        if self._settling.is_judged(other) and self._settling.finish(due, False, tree.again(due.unit)) == "refused":
-            log.info("%s: not taken: %s has its step", due.unit.path, other)
-        return True
-
     def _forget(self) -> None:
         """Forget the refused units that are gone, or that changed, and all else of those that are gone."""
         self._off = {path: until_s for path, until_s in self._off.items() if self._settling.is_seen(path)}
         self._open = {path: since_s for path, since_s in self._open.items() if self._settling.is_seen(path)}
-        self._stepless = {path for path in self._stepless if self._settling.is_seen(path)}
         self._unread = {path for path in self._unread if self._settling.is_seen(path)}
         kept = {path for path in self.refused if path in self._unread or self._settling.is_judged(path)}
         self.refused = {path: why for path, why in self.refused.items() if path in kept}
@@ -366,7 +357,9 @@ class UnitWatch:
         part, entries = PartId(named.checkpoint, 0, 1), dict(due.shape)
         self._writes(max(entry.size for entry in entries.values()))
         with self._spool.stage(part) as stage:
-            staged = stage_unit(tree, due.unit, entries, described.ranks, stage, self._going)
+            beside = tree.pointers(may_point(due.unit, self._listing), self._listing)
+            pointers = [pointer for pointer in beside if points_to(pointer, due.unit)]
+            staged = stage_unit(tree, due.unit, entries, described.ranks, pointers, stage, self._going)
             after = tree.again(due.unit)
             if not is_unchanged(due, after):
                 raise Changed("it was written to, renamed or deleted")

@@ -42,6 +42,9 @@ class WatchAtWork:
     """A watch at work.
 
     Attributes:
+        watch: the directory and the run.
+        stepless: whether it takes only the units without a step.
+        leaves_stepless: whether its last listing left such units to another watch of the directory.
         ending: whether its thread has to end soon.
         idle: whether its last listing left nothing to take.
         tries: how many times in a row the directory could not be watched.
@@ -52,6 +55,8 @@ class WatchAtWork:
     """
 
     watch: WatchConfig
+    stepless: bool = False
+    leaves_stepless: bool = False
     ending: bool = False
     idle: bool = False
     tries: int = 0

@@ -1,0 +1,191 @@
+"""What has no step beside checkpoints that have one, pointers, and several series: all of it comes back.
+
+Judged by the words of docs/howto/watch.md.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from support.watched_run import RUN, Home, files, flush, take
+from support.whole_layouts import Files, pt, write
+
+from tierd.cli import run
+from tierd.watching.naming import stepless_run
+
+
+def entries(root: Path) -> dict[str, bytes | str]:
+    """Every file, and every link with its target, below a directory but tierd's own."""
+    links = {str(path.relative_to(root)): str(path.readlink()) for path in root.rglob("*") if path.is_symlink()}
+    return files(root) | links
+
+
+def restore(home: Home) -> None:
+    shutil.rmtree(home.root)
+    assert run(["restore", str(home.tier), "--run", RUN, "--into", str(home.root)]) == 0
+
+
+def saves(home: Home, *steps: int) -> None:
+    """A loop with `last.pt` and `best.pt` beside its checkpoints, and with a text and a link that name the newest."""
+    for step in steps:
+        saved: Files = {f"epoch_{step}.pt": pt(step), "last.pt": pt(step, 3)}
+        saved |= {"best.pt": pt(step, 5)} if step != 30 else {}
+        write(home.root, saved, 1_000_000 + step)
+        (home.root / "last_checkpoint").write_text(f"out/epoch_{step}.pt\n")
+        (home.root / "newest").unlink(missing_ok=True)
+        (home.root / "newest").symlink_to(f"epoch_{step}.pt")
+        take(home.spool, home.root)
+
+
+@pytest.mark.parametrize("command", ["prepare", "restore"])
+def test_lost_directory_comes_back_with_files_without_a_step_and_pointers(home: Home, capsys, command: str) -> None:
+    saves(home, 10, 20, 30)
+    flush(home.spool, home.tier)
+    before = entries(home.root)
+    if command == "restore":
+        restore(home)
+    else:
+        shutil.rmtree(home.root)
+        home.prepare(capsys)
+    newest = {"epoch_30.pt", "last.pt", "best.pt", "last_checkpoint", "newest"}
+    assert entries(home.root) == {name: before[name] for name in newest}
+
+
+def test_intact_directory_is_left_as_it_is(home: Home, capsys) -> None:
+    saves(home, 10, 20, 30)
+    flush(home.spool, home.tier)
+    before = entries(home.root)
+    units = home.prepare(capsys)
+    assert {unit["verdict"] for unit in units.values()} == {"verified"} and set(units) == {
+        *("epoch_10.pt", "epoch_20.pt", "epoch_30.pt", "*"),
+    }
+    assert entries(home.root) == before and not (home.root / ".tierd-quarantine").exists()
+
+
+def test_damaged_file_without_a_step_is_replaced(home: Home, capsys) -> None:
+    saves(home, 10, 20)
+    flush(home.spool, home.tier)
+    path, before = home.root / "last.pt", entries(home.root)
+    status = path.stat()
+    path.write_bytes(before["last.pt"][:-1] + b"?")  # type: ignore[operator]
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert home.prepare(capsys)["*"]["replaced"]
+    assert entries(home.root) == before
+
+
+def test_file_without_a_step_that_its_program_deleted_stays_deleted(home: Home, capsys) -> None:
+    saves(home, 10, 20)
+    write(home.root, {"epoch_30.pt": pt(30)}, 1_000_030)
+    take(home.spool, home.root)
+    flush(home.spool, home.tier)
+    for name in ("last.pt", "best.pt"):
+        (home.root / name).unlink()
+    before = entries(home.root)
+    home.prepare(capsys)
+    assert entries(home.root) == before
+
+
+def test_going_back_brings_no_newer_file_without_a_step(home: Home, capsys) -> None:
+    saves(home, 10, 20)
+    flush(home.spool, home.tier)
+    shutil.rmtree(home.root)
+    assert run(["restore", str(home.tier), "--run", RUN, "--into", str(home.root), "--step", "10"]) == 0
+    home.prepare(capsys)
+    assert {name for name in entries(home.root) if name.endswith(".pt")} == {"epoch_10.pt"}
+
+
+def test_newest_checkpoint_of_each_series_comes_back(home: Home, capsys) -> None:
+    for step in (10, 20):
+        names = (f"_actor/step_{step}/w.pt", f"_critic/step_{step}/w.pt", f"step_{step}_hf/w.pt")
+        write(home.root, {name: pt(step, number) for number, name in enumerate(names)}, 1_000_000 + step)
+        take(home.spool, home.root)
+    flush(home.spool, home.tier)
+    newest = {name: data for name, data in files(home.root).items() if "20" in name}
+    restore(home)
+    assert files(home.root) == newest
+    shutil.rmtree(home.root)
+    home.prepare(capsys)
+    assert files(home.root) == newest
+
+
+def test_lost_pointer_is_put_back_and_another_choice_is_left(home: Home, capsys) -> None:
+    saves(home, 10, 20)
+    flush(home.spool, home.tier)
+    before = entries(home.root)
+    (home.root / "last_checkpoint").unlink()
+    (home.root / "newest").unlink()
+    home.prepare(capsys)
+    assert entries(home.root) == before
+    (home.root / "last_checkpoint").write_text("out/epoch_10.pt\n")
+    home.prepare(capsys)
+    assert (home.root / "last_checkpoint").read_text() == "out/epoch_10.pt\n"
+
+
+def test_versions_without_a_step_leave_those_with_one(home: Home) -> None:
+    write(home.root, {"epoch_10.pt": pt(10)}, 1_000_010)
+    for number in range(5):
+        write(home.root, {"last.pt": pt(number)}, 1_000_100 + number)
+        take(home.spool, home.root)
+    steps = {part.checkpoint.step for part in home.spool.parts(RUN)}
+    assert steps == {10}
+    assert {part.checkpoint.step for part in home.spool.parts(stepless_run(RUN))} == set(range(1_000_100, 1_000_105))
+
+
+def test_ls_shows_an_order_and_not_a_step(home: Home, capsys) -> None:
+    saves(home, 10)
+    flush(home.spool, home.tier)
+    assert run(["ls", str(home.tier), "--run", stepless_run(RUN)]) == 0
+    assert "order 1000010" in capsys.readouterr().out
+    assert run(["ls", str(home.tier), "--run", RUN]) == 0
+    assert "order" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "text"), [("latest", "epoch_10"), ("counter", "10\n"), ("at.json", '{"step": 10}')])
+def test_text_that_names_a_checkpoint_comes_back(home: Home, name: str, text: str) -> None:
+    write(home.root, {"a/epoch_10.pt": pt(10), f"a/{name}": text.encode(), "notes.md": b"epoch_100"}, 1_000_010)
+    home.taken()
+    restore(home)
+    assert files(home.root) == {"a/epoch_10.pt": pt(10), f"a/{name}": text.encode()}
+
+
+def test_link_that_leads_out_is_no_pointer(home: Home) -> None:
+    write(home.root, {"epoch_10.pt": pt(10)}, 1_000_010)
+    (home.root / "newest").symlink_to("../out/epoch_10.pt")
+    (home.root / "whole").symlink_to(home.root / "epoch_10.pt")
+    home.taken()
+    restore(home)
+    assert entries(home.root) == {"epoch_10.pt": pt(10), "whole": "epoch_10.pt"}
+
+
+def test_files_that_continue_a_name_are_of_the_checkpoint(home: Home) -> None:
+    written: Files = {"model.iter10.pt": pt(10), "model.iter10.pt.yml": b"a: 1", "model.iter10.json": b"{}"}
+    written |= {"DONE_10": b""}
+    write(home.root, written | {"train.log": b"10", "notes_10.md": b""}, 1_000_010)
+    home.taken()
+    restore(home)
+    assert files(home.root) == written
+
+
+def test_file_that_another_one_was_renamed_beside_comes_back_as_it_was_last(home: Home) -> None:
+    write(home.root, {"epoch_10.pt": pt(10), "a.pt": pt(1), "last.pt": pt(1)}, 1_000_010)
+    take(home.spool, home.root)
+    (home.root / "a.pt").rename(home.root / "z.pt")
+    write(home.root, {"epoch_20.pt": pt(20), "last.pt": pt(2)}, 1_000_020)
+    take(home.spool, home.root)
+    flush(home.spool, home.tier)
+    restore(home)
+    assert files(home.root) == {"epoch_20.pt": pt(20), "last.pt": pt(2), "z.pt": pt(1)}
+
+
+def test_pointer_names_the_newest_of_several_series(home: Home) -> None:
+    """mmengine: `best_epoch_2.pth` lies beside `epoch_2.pth`, and `last_checkpoint` names the newest."""
+    for step in (10, 20):
+        saved = {f"epoch_{step}.pt": pt(step), "last_checkpoint": f"./out/epoch_{step}.pt".encode()}
+        write(home.root, saved | ({f"best_epoch_{step}.pt": pt(step)} if step == 10 else {}), 1_000_000 + step)
+        take(home.spool, home.root)
+    flush(home.spool, home.tier)
+    restore(home)
+    assert files(home.root)["last_checkpoint"] == b"./out/epoch_20.pt"

@@ -1,0 +1,111 @@
+"""Put the newest checkpoint of each series of a watched run back.
+
+A program may keep several series in one directory, as `_actor/step_30` and `_critic/step_30`, or `best-30.pt` and
+`last-40.pt`. The checkpoints of a series have paths that differ only in numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from pathlib import Path
+from posixpath import basename, commonpath, dirname
+from typing import TypeAlias
+
+from tierd.core.errors import CheckpointNotFound, CorruptChunk, ManifestError
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import Manifest
+from tierd.core.timeline.candidates import restore_candidates
+from tierd.daemon.intake.in_place import PutBack, put_back
+from tierd.daemon.intake.manifests import first_manifest
+from tierd.daemon.tiers.observe import observe_places
+from tierd.daemon.transfer.download import Progress
+from tierd.daemon.transfer.replicas import Replicas
+from tierd.stores.base import Store
+from tierd.watching.listing import joined
+from tierd.watching.pointers import Pointer
+from tierd.watching.unit_file import MAX_SIZE, UNIT_NAME, decode_unit
+
+Wanted: TypeAlias = Callable[[CheckpointId, str, Set[str]], bool]
+
+
+def series_of(paths: Iterable[str]) -> str:
+    """Return the series of a checkpoint with these files: what their paths have in common, without numbers."""
+    found = sorted(paths)
+    own = commonpath([dirname(path) for path in found])
+    if len(found) == 1 or not re.search(r"\d", basename(own)):
+        # Files beside each other have no directory of their own, so the first of them names the series.
+        own = joined(own, found[0][len(own) + 1 if own else 0 :].partition("/")[0])
+    return re.sub(r"\d+(?:\.\d+)?", "#", own)
+
+
+def everything(checkpoint: CheckpointId, series: str, paths: Set[str]) -> bool:
+    """Want each series."""
+    return True
+
+
+async def put_back_each(
+    stores: Mapping[str, Store],
+    run: str,
+    directory: Path,
+    progress: Progress,
+    wanted: Wanted = everything,
+    placed: Sequence[PutBack] = (),
+) -> list[PutBack]:
+    """Put the newest verified checkpoint of each series back, as `put_back` does; a file is put back once.
+
+    Args:
+        stores: the tiers.
+        run: the run.
+        directory: the program's directory. The caller holds it by `alone_in`.
+        progress: updated during each restore.
+        wanted: called with the newest checkpoint of a series, the series, and the checkpoint's files; if it returns
+            False, nothing of the series is put back.
+        placed: what was put back already.
+
+    Raises:
+        ConfigError, StoreUnavailable, SpoolFull, ManifestError: as `put_back`.
+    """
+    inventory = await observe_places(None, stores, run, chunks=False)
+    done = {series_of(one.files) for one in placed}
+    paths = {path for one in placed for path in one.files}
+    put = list[PutBack]()
+    for one in sorted(restore_candidates(inventory, run).whole, reverse=True):
+        manifest = await first_manifest(PartId(one, 0, 1), None, stores)
+        own = _files(manifest) if manifest else set()
+        if not own or (series := series_of(own)) in done or not paths.isdisjoint(own):
+            continue
+        if wanted(one, series, own):
+            try:
+                named = [path for other in (*placed, *put) for path in other.pointers]
+                put.append(await put_back(stores, run, directory, one.step, one.attempt, progress, but=named))
+            except CheckpointNotFound:
+                continue  # proven corrupt, so an older one of the series is next
+        done.add(series)
+        paths |= own
+    return put
+
+
+def _files(manifest: Manifest) -> set[str]:
+    """Return the paths of a unit's files; none if no watch took the checkpoint."""
+    paths = {file.path for file in manifest.files}
+    return paths - {UNIT_NAME} if UNIT_NAME in paths else set()
+
+
+async def recorded_pointers(stores: Mapping[str, Store], checkpoint: CheckpointId) -> tuple[Pointer, ...]:
+    """Return the pointers that named a watched checkpoint when it was taken; none if no tier has its `unit.json`."""
+    copies = Replicas(PartId(checkpoint, 0, 1), stores)
+    await copies.ask()
+    for manifest in copies.contents()[:1]:
+        copies.trust(manifest)
+        sizes = {file.path: (number, file.size) for number, file in enumerate(manifest.files)}
+        number, size = sizes.get(UNIT_NAME, (0, MAX_SIZE + 1))
+        if size > MAX_SIZE:
+            return ()
+        chunks = manifest.files[number].chunks
+        try:
+            data = b"".join([bytes(await copies.chunk(number, index, UNIT_NAME)) for index, _ in enumerate(chunks)])
+            return decode_unit(data, f"{checkpoint}: {UNIT_NAME}").pointers or ()
+        except (CorruptChunk, ManifestError):
+            return ()
+    return ()

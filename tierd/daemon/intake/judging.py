@@ -1,0 +1,136 @@
+"""Judge a unit in its program's directory: by its digests if it was taken, otherwise by its structure.
+
+Nothing is changed here. Right bytes are read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Literal, TypeAlias
+
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import Manifest
+from tierd.daemon.intake.comparing import differences
+from tierd.daemon.intake.manifests import first_manifest
+from tierd.spool.spool import Spool
+from tierd.stores.base import Store
+from tierd.watching.describe import describe
+from tierd.watching.files import Tree
+from tierd.watching.inspect import Changed, inspect_unit
+from tierd.watching.listing import Listing
+from tierd.watching.naming import History, made_at, order_of, step_of
+from tierd.watching.unit import Unit
+from tierd.watching.unit_file import UNIT_NAME
+
+CHANGING = "a program still writes to it"
+NEVER = datetime(1, 1, 1, tzinfo=UTC)
+Verdict: TypeAlias = Literal["verified", "sound", "damaged", "unfinished", "unknown", "missing"]
+
+
+@dataclass(slots=True)
+class Judged:
+    """A unit, and what is known of it so far.
+
+    Attributes:
+        run: the run as which it is taken.
+        step: its step, or its order.
+        made: when its newest file was last written.
+        checkpoint: it was taken as this one.
+        moved: where it lies now, as paths in the directory.
+        replaced: whether a verified copy is in its place now.
+        unreadable: whether a file of it cannot be read, which proves nothing.
+        damaged: the files that are proven damaged; empty if the unit itself is.
+        entries: what is moved if it is not replaced, as paths in the directory.
+    """
+
+    unit: Unit
+    run: str
+    step: int
+    made: datetime
+    checkpoint: CheckpointId | None = None
+    verdict: Verdict = "unknown"
+    why: str = ""
+    moved: tuple[str, ...] = ()
+    replaced: bool = False
+    unreadable: bool = False
+    damaged: tuple[str, ...] = ()
+    entries: list[str] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        return self.verdict in ("verified", "sound") or self.replaced
+
+
+def described(tree: Tree, unit: Unit, listing: Listing, run: str, stepless: str) -> Judged:
+    """Describe a unit that is not judged yet.
+
+    Args:
+        run: the run of the directory.
+        stepless: the run of its units without a step; `run` itself if no place has another.
+    """
+    about = describe(unit, lambda path: tree.opened(path, listing.entries[path]))
+    made = made_at(max((listing.entries[path].mtime_ns for path in unit.files), default=0))
+    if unit.step is None and stepless != run:
+        return Judged(unit, stepless, order_of(made), made)
+    return Judged(unit, run, step_of(about, made), made)
+
+
+async def recorded(
+    one: Judged, known: History, listing: Listing, spool: Spool | None, stores: Mapping[str, Store]
+) -> Manifest | None:
+    """Return the manifest of the checkpoint that a unit should be byte for byte: it was taken as this one.
+
+    A unit whose files are partly newer than the checkpoint of its step is no later save, because a save writes all
+    files anew. Such a file was changed after the save.
+    """
+    same = [(made, checkpoint) for checkpoint, made in known.made.items() if checkpoint.step == one.step]
+    exact = [checkpoint for made, checkpoint in same if made == one.made]
+    oldest = made_at(min((listing.entries[path].mtime_ns for path in one.unit.files), default=0))
+    mixed = sorted(((made, checkpoint) for made, checkpoint in same if oldest <= made < one.made), reverse=True)
+    for checkpoint in (*sorted(exact, reverse=True), *(checkpoint for _, checkpoint in mixed)):
+        manifest = await first_manifest(PartId(checkpoint, 0, 1), spool, stores)
+        if manifest is not None and _is_of(one.unit, manifest):
+            one.checkpoint = checkpoint
+            return manifest
+    return None
+
+
+def _is_of(unit: Unit, manifest: Manifest) -> bool:
+    """Whether a checkpoint was taken from a unit's place: another unit may have the same step and time."""
+    paths = {file.path for file in manifest.files}
+    return not paths.isdisjoint(unit.files) or any(path.startswith(f"{unit.path}/") for path in paths)
+
+
+def judge(tree: Tree, one: Judged, listing: Listing, manifest: Manifest | None) -> None:
+    """Decide whether a unit is whole: by its digests if it was taken, otherwise by its structure."""
+    if manifest is not None and any(file.path == UNIT_NAME for file in manifest.files):
+        try:
+            why = next(differences(tree, listing, manifest), "")
+        except (Changed, OSError) as error:
+            one.unreadable = not isinstance(error, Changed)
+            one.why = f"it cannot be read: {error}" if one.unreadable else CHANGING
+            return
+        one.verdict, one.why = ("damaged", why) if why else ("verified", "")
+        return
+    if one.unit.missing is not None:
+        one.verdict, one.why = "unfinished" if one.unit.begun else "unknown", one.unit.missing
+        return
+    sizes = {path: listing.entries[path].size for path in one.unit.files}
+    found = inspect_unit(one.unit, sizes, lambda path: tree.opened(path, listing.entries[path]))
+    if found.status == "changing":
+        one.why = CHANGING
+        return
+    verdicts: dict[str, Verdict] = {"sound": "sound", "damaged": "damaged", "incomplete": "unfinished"}
+    one.verdict = verdicts.get(found.status, "unknown")
+    one.why = "; ".join(f"{finding.file}: {finding.reason}" for finding in found.findings[:2])
+    one.unreadable = any(finding.status == "unreadable" for finding in found.findings)
+    one.damaged = tuple(finding.file for finding in found.findings if finding.status in ("damaged", "incomplete"))
+
+
+def is_newer(checkpoint: CheckpointId, known: History, one: Judged) -> bool:
+    """Whether a checkpoint is newer than a unit: by the run's order, or by time if no place has the unit."""
+    if one.checkpoint is not None and one.checkpoint.run == checkpoint.run:
+        return checkpoint > one.checkpoint
+    return known.made.get(checkpoint, NEVER) > one.made
