@@ -13,15 +13,18 @@ watch one directory, and a watcher that starts again, give a unit the same name,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from posixpath import basename, commonpath, dirname
 
 import xxhash
 
 from tierd.core.ids import MAX_RUN, CheckpointId, is_attempt, next_attempt
 from tierd.core.planning.inventory import Inventory
 from tierd.watching.describe import Described
+from tierd.watching.listing import joined
 
 _STEPLESS = ".stepless"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -116,6 +119,16 @@ def stepless_run(run: str) -> str:
     that rewrites one file after each epoch would have retention delete all others.
     """
     return f"{run[: MAX_RUN - len(_STEPLESS)]}{_STEPLESS}"
+
+
+def series_of(paths: Iterable[str]) -> str:
+    """Return the series of a checkpoint with these files: what their paths have in common, without numbers."""
+    found = sorted(paths)
+    own = commonpath([dirname(path) for path in found])
+    if len(found) == 1 or not re.search(r"\d", basename(own)):
+        # Files beside each other have no directory of their own, so the first of them names the series.
+        own = joined(own, found[0][len(own) + 1 if own else 0 :].partition("/")[0])
+    return re.sub(r"\d+(?:\.\d+)?", "#", own)
 
 
 def name_unit(

@@ -678,6 +678,20 @@ MUTANTS = (
         "pytest tests/watching/test_stepless.py -k lost_directory",
     ),
     Mutant(
+        "a series is pruned before its pins are on the tiers",
+        _UNIT_WATCH,
+        "                self.pins.hold(named.checkpoint)\n",
+        "                pass\n",
+        "pytest tests/watching/test_series_pins.py",
+    ),
+    Mutant(
+        "a watch removes a person's pin",
+        "tierd/daemon/intake/series_pins.py",
+        "if await _text(store, one) == TEXT:",
+        "if await _text(store, one) is not None:",
+        "pytest tests/watching/test_series_pins.py -k person",
+    ),
+    Mutant(
         "prepare brings back what its program deleted",
         _PREPARE,
         "        return bool(behind) and all(",

@@ -6,10 +6,8 @@ A program may keep several series in one directory, as `_actor/step_30` and `_cr
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
-from posixpath import basename, commonpath, dirname
 from typing import TypeAlias
 
 from tierd.core.errors import CheckpointNotFound, CorruptChunk, ManifestError
@@ -22,21 +20,11 @@ from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.replicas import Replicas
 from tierd.stores.base import Store
-from tierd.watching.listing import joined
+from tierd.watching.naming import series_of
 from tierd.watching.pointers import Pointer
 from tierd.watching.unit_file import MAX_SIZE, UNIT_NAME, decode_unit
 
 Wanted: TypeAlias = Callable[[CheckpointId, str, Set[str]], bool]
-
-
-def series_of(paths: Iterable[str]) -> str:
-    """Return the series of a checkpoint with these files: what their paths have in common, without numbers."""
-    found = sorted(paths)
-    own = commonpath([dirname(path) for path in found])
-    if len(found) == 1 or not re.search(r"\d", basename(own)):
-        # Files beside each other have no directory of their own, so the first of them names the series.
-        own = joined(own, found[0][len(own) + 1 if own else 0 :].partition("/")[0])
-    return re.sub(r"\d+(?:\.\d+)?", "#", own)
 
 
 def everything(checkpoint: CheckpointId, series: str, paths: Set[str]) -> bool:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 from pathlib import Path
 
 from tierd.core.config import WatchConfig
 from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable, TierdError
-from tierd.core.ids import PartId, pin_key
+from tierd.core.ids import CheckpointId, PartId, pin_key
 from tierd.core.planning.place import SPOOL
 from tierd.core.retention.policy import seconds
 from tierd.daemon.intake.directory_id import identify
@@ -162,7 +162,7 @@ class Intake:
                 directory = await run_in(one, identify, Path(one.watch.directory))
                 if alone := await others.may_go_on(directory, time.monotonic()):
                     await self._observe_watch(one, watch, taker)
-                    await self._share_pins(run)
+                    await self._share_pins(run, but=await watch.pins.share())
                 one.idle, one.tries, one.error = alone and not watch.waiting, 0, None
                 one.leaves_stepless = one.leaves_stepless or watch.leaves_stepless
                 self._warn(one, watch, others)
@@ -260,10 +260,10 @@ class Intake:
         else:
             self._reconciler.journal.warnings.pop(thing, None)
 
-    async def _share_pins(self, run: str) -> None:
+    async def _share_pins(self, run: str, but: Set[CheckpointId]) -> None:
         """Put the pins that only the spool has on every tier, because a spool may be lost."""
         for checkpoint in self._reconciler.inventory().local_pins:
-            if checkpoint.run == run:
+            if checkpoint.run == run and checkpoint not in but:
                 for name, store in self._reconciler.stores.items():
                     try:
                         await store.put(pin_key(checkpoint), b"")
@@ -282,6 +282,7 @@ class Intake:
             going=one.going,
             writes=one.writes,
             reads=lower,
+            stores=lambda: self._reconciler.stores,
         )
 
     def _find_room(self, part: PartId, size_bytes: int, quota: bool) -> bool:

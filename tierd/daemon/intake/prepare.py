@@ -19,7 +19,7 @@ from tierd.core.planning.inventory import Inventory
 from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.intake.chosen import read_chosen
 from tierd.daemon.intake.directory_lock import alone_in
-from tierd.daemon.intake.each_series import put_back_each, recorded_pointers, series_of
+from tierd.daemon.intake.each_series import put_back_each, recorded_pointers
 from tierd.daemon.intake.in_place import (
     QUARANTINE,
     NotWatched,
@@ -39,7 +39,7 @@ from tierd.stores.base import Store
 from tierd.watching.files import Tree
 from tierd.watching.layouts import units
 from tierd.watching.listing import Listing
-from tierd.watching.naming import History, history, stepless_run
+from tierd.watching.naming import History, history, series_of, stepless_run
 from tierd.watching.unit import Unit
 
 _LISTINGS = 3  # because a checkpoint may be pruned between a listing and the reading

@@ -14,7 +14,7 @@ for that time, or partly unreadable. If it came back as new, it would sort after
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from typing import TypeAlias, TypeVar
 
@@ -24,9 +24,12 @@ from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
 from tierd.spool.file_io import open_own, private
 from tierd.spool.spool import Spool
+from tierd.watching.naming import series_of
 from tierd.watching.settle import Shape
 
 _WATCHED = "watched"
+_NEWEST = 2  # checkpoints of each series that are kept, so that one is whole on the tiers while the next one comes
+_MOST_SERIES = 1000  # series that are remembered
 _MOST_GONE = 10_000  # files of the units that are gone and are remembered; about 1 MB of the record
 _Sizes: TypeAlias = dict[str, tuple[int, int]]  # by file: its size in bytes, its time of modification in ns
 _T = TypeVar("_T", _Sizes, "_Waiting")
@@ -45,6 +48,10 @@ class _Record(msgspec.Struct):
     earlier: dict[str, int] = {}  # by unit: how many versions of the same time were taken before
     newest: tuple[str, int] | None = None  # the newest checkpoint after the last listing; None in an older record
     has_steps: bool = False  # whether a unit ever had a step in its name
+    has_several: bool = False  # whether there ever were several series
+    series: dict[str, list[tuple[str, int]]] = {}  # by series, its newest checkpoints, the newest first
+    released: list[tuple[str, int]] = []  # checkpoints whose pins on the tiers are to be removed
+    held: list[tuple[str, int]] = []  # checkpoints that are pinned in the spool until they are on the tiers
 
 
 class TakenUnits:
@@ -88,12 +95,38 @@ class TakenUnits:
         record = self._record = self._record or _Record({}, {})
         if checkpoint is not None:
             record.newest = max(_pair(checkpoint), record.newest or ("", 0))
+            _add_to_series(record, series_of(name for name, _ in shape), _pair(checkpoint))
         if self.has(path, shape):
             return
         record.earlier[path] = self.earlier(path, shape)
         record.taken[path] = _sizes(shape)
         record.waiting.pop(path, None)
         self._write(record)
+
+    def newest_of_series(self) -> tuple[Set[CheckpointId], Set[CheckpointId], Set[CheckpointId]]:
+        """Return the newest checkpoints of each series, if there are several; those whose pins are to be removed; and
+        those that are pinned in the spool.
+        """
+        record = self._record or _Record({}, {})
+        wanted = [pair for newest in record.series.values() for pair in newest] if record.has_several else []
+        pairs = (wanted, record.released, record.held)
+        first, second, third = ({CheckpointId(self._run, *pair) for pair in some} for some in pairs)
+        return first, second, third
+
+    def hold(self, checkpoint: CheckpointId) -> None:
+        """Record that a checkpoint is about to be pinned in the spool. Raises nothing."""
+        record = self._record = self._record or _Record({}, {})
+        record.held.append(_pair(checkpoint))
+        record.has_several = True
+        self._write(record)
+
+    def shared(self, released: Set[CheckpointId], held: Set[CheckpointId]) -> None:
+        """Record that each tier has the pins as `newest_of_series` returned them. Raises nothing."""
+        record = self._record
+        if record is not None and (released or held):
+            record.released = [pair for pair in record.released if CheckpointId(self._run, *pair) not in released]
+            record.held = [pair for pair in record.held if CheckpointId(self._run, *pair) not in held]
+            self._write(record)
 
     def see(self, shapes: Mapping[str, Shape], newest: CheckpointId | None, *, has_steps: bool = False) -> None:
         """Record a listing. Raises nothing.
@@ -117,7 +150,10 @@ class TakenUnits:
                 was = record.waiting.get(path)
                 waiting[path] = was if was and was.sizes == sizes else _Waiting(sizes, after)
         earlier = {path: count for path, count in record.earlier.items() if count and path in taken}
-        fresh = _Record(taken, waiting, earlier, known, has_steps or self.has_steps)
+        fresh = _Record(
+            *(taken, waiting, earlier, known, has_steps or record.has_steps),
+            *(record.has_several, record.series, record.released, record.held),
+        )
         if fresh != self._record:
             self._write(fresh)
         self._record = fresh
@@ -152,6 +188,17 @@ def _gone(units: Mapping[str, _T], shapes: Mapping[str, Shape]) -> dict[str, _T]
                 break
             found[path] = one
     return dict(reversed(found.items()))
+
+
+def _add_to_series(record: _Record, series: str, pair: tuple[str, int]) -> None:
+    newest = record.series.pop(series, [])
+    record.series[series] = sorted({*newest, pair}, reverse=True)  # last in the dict, because it was saved last
+    oldest = [next(iter(record.series))] if len(record.series) > _MOST_SERIES else []
+    over = [*record.series[series][_NEWEST:], *(one for name in oldest for one in record.series.pop(name))]
+    if series in record.series:
+        del record.series[series][_NEWEST:]
+    if record.has_several:
+        record.released += over
 
 
 def _pair(checkpoint: CheckpointId) -> tuple[str, int]:

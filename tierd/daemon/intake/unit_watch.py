@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +21,7 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.daemon.intake.ordering import Ordering
 from tierd.daemon.intake.outward_links import OutwardLinks
+from tierd.daemon.intake.series_pins import SeriesPins
 from tierd.daemon.intake.taken import TakenUnits
 from tierd.daemon.intake.taking import Busy, check_closed, stage_unit
 from tierd.daemon.intake.watch_at_work import Stopped
@@ -29,12 +30,13 @@ from tierd.priority import cpu_wait_s
 from tierd.spool.commit import CommittedPart, Room
 from tierd.spool.conditions import condition, is_full
 from tierd.spool.spool import Spool
+from tierd.stores.base import Store
 from tierd.watching.beside import made_of
 from tierd.watching.describe import Described, describe
 from tierd.watching.files import Tree
 from tierd.watching.inspect import Changed, Inspected, Opener, inspect_unit
 from tierd.watching.listing import Listing
-from tierd.watching.naming import History, Named, is_in_range, name_unit, order_of, step_of
+from tierd.watching.naming import History, Named, is_in_range, name_unit, order_of, series_of, step_of
 from tierd.watching.pointers import may_point, points_to
 from tierd.watching.settle import Due, Settling, is_unchanged
 from tierd.watching.unit import Unit
@@ -79,6 +81,7 @@ class UnitWatch:
         going: called before each name of a listing, each read and each chunk; if it raises `Stopped`, `observe` ends.
         writes: called before files are written to the spool, with the bytes of the largest.
         reads: called after a listing, before units are read and copied.
+        stores: returns the tiers, on which the newest checkpoints of each series are pinned.
 
     Attributes:
         listing_s: how long the last listing kept the file system and a CPU busy, in seconds. The time in which this
@@ -86,6 +89,7 @@ class UnitWatch:
         refused: the units of the last listing that are not taken as they are, by path, and why.
         unreadable: the directories that the last listing could not read.
         wanted: the checkpoint of the first unit that the last `observe` left because it might not take any.
+        pins: the pins of the newest checkpoints of each series.
         leaves_stepless: whether the last listing has units without a step that are left to another watch.
     """
 
@@ -102,6 +106,7 @@ class UnitWatch:
         going: Callable[[], None] = lambda: None,
         writes: Callable[[int], None] = lambda size: None,
         reads: Callable[[], None] = lambda: None,
+        stores: Callable[[], Mapping[str, Store]] = dict,
     ) -> None:
         self._spool, self._directory, self._run, self._reports = spool, directory, run, reports
         self._room, self._going, self._writes, self._reads = room, going, writes, reads
@@ -109,6 +114,7 @@ class UnitWatch:
         self._stepless, self.leaves_stepless = stepless, False
         self._taken = TakenUnits(spool, run)
         self._ordering = Ordering(self._settling, self._taken)
+        self.pins = SeriesPins(spool, self._taken, stores)
         self._off: dict[str, float] = {}  # by unit, until when it is not tried
         self._open: dict[str, float] = {}  # by unit, since when a process has it open for writing
         self._known, self._listing = History(), Listing({})
@@ -365,6 +371,8 @@ class UnitWatch:
                 raise Changed("it was written to, renamed or deleted")
             if self._ordering.is_in_doubt(due.unit.path, named, made, self._known):
                 self._keep(due.unit.path, named.checkpoint)
+            elif len({series_of(unit.files) for unit in self._settling.units.values() if unit.files}) > 1:
+                self.pins.hold(named.checkpoint)
             stage.commit(Manifest.of(part, named.origin, described.metrics, made, __version__, staged.files))
         self._settling.finish(due, True, after)
         self._known = self._known.with_one(named.checkpoint, made, named.origin)

@@ -1,0 +1,75 @@
+"""Keep the two newest checkpoints of each series of a watched run on the tiers, whatever retention wants of the run.
+
+Retention counts the checkpoints of a run, and knows no series. So `_actor/step_30` and `_critic/step_30` would count as
+two, and a series that is saved seldom, as `best-30.pt`, would be deleted by those of another one.
+
+Invariant: a pin that a person put stays. The pins that this module puts have a text, and only such a pin is removed.
+Between its commit and its pin on the tiers a checkpoint is pinned in the spool.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Set
+
+from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
+from tierd.core.ids import CheckpointId, pin_key
+from tierd.daemon.intake.taken import TakenUnits
+from tierd.spool.spool import Spool
+from tierd.stores.base import Store, clear
+
+log = logging.getLogger("tierd.daemon")
+
+TEXT = b"the newest of its series"
+
+
+class SeriesPins:
+    """The pins of one watched run.
+
+    Args:
+        spool: the spool.
+        taken: the record of the units that were taken.
+        stores: returns the tiers.
+    """
+
+    def __init__(self, spool: Spool, taken: TakenUnits, stores: Callable[[], Mapping[str, Store]]) -> None:
+        self._spool, self._taken, self._stores = spool, taken, stores
+        self._shared: dict[str, Set[CheckpointId]] = {}  # by tier, what was found pinned there
+
+    def hold(self, checkpoint: CheckpointId) -> None:
+        """Pin a checkpoint in the spool before it is committed, until it is pinned on the tiers."""
+        self._taken.hold(checkpoint)
+        self._spool.pin(checkpoint, pinned=True)
+
+    async def share(self) -> Set[CheckpointId]:
+        """Pin the newest checkpoints of each series on each tier, and remove the pins of older ones.
+
+        What a tier does not answer is done at the next call. Returns the checkpoints whose pins are not a person's.
+        """
+        wanted, released, held = self._taken.newest_of_series()
+        stores, everywhere = self._stores(), True
+        for name, store in stores.items():
+            try:
+                for one in wanted - self._shared.get(name, frozenset()):
+                    if await _text(store, one) is None:
+                        await store.put(pin_key(one), TEXT)
+                for one in released:
+                    if await _text(store, one) == TEXT:
+                        await clear(store, [pin_key(one)])
+                self._shared[name] = wanted
+            except (StoreUnavailable, StoreRefused) as error:
+                log.info("%s: the newest of each series cannot be pinned there yet: %s", name, error)
+                everywhere = False
+        if stores and everywhere:
+            for one in held:
+                self._spool.pin(one, pinned=False)
+            self._taken.shared(released, held)
+        return wanted | released | held
+
+
+async def _text(store: Store, checkpoint: CheckpointId) -> bytes | None:
+    """Return the text of a pin; None if there is none."""
+    try:
+        return bytes(await store.get(pin_key(checkpoint)))
+    except ObjectNotFound:
+        return None
