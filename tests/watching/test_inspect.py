@@ -33,6 +33,7 @@ from tierd.cli import run
 from tierd.core.dcp_names import DTYPES
 from tierd.formats.byte_source import ByteSource
 from tierd.watching import files, programs
+from tierd.watching.followed import FollowingTree
 from tierd.watching.inspect import Inspected, inspect_unit
 from tierd.watching.layouts import units
 from tierd.watching.listing import ListedEntry, Listing
@@ -307,7 +308,7 @@ def test_a_later_step_in_the_tracker_makes_earlier_ones_complete(tmp_path: Path,
 # -- what others write meanwhile --------------------------------------------------------------------------------------
 
 
-class Meddling(files.Tree):
+class Meddling(FollowingTree):
     """Does something to the files the first time that one is opened."""
 
     act: Callable[[], object]
@@ -351,7 +352,7 @@ def test_a_file_that_changes_is_still_being_written(
 ) -> None:
     path = tmp_path / "model.pt"
     pt(path)
-    monkeypatch.setattr("tierd.cli.reading.inspect.Tree", Meddling)
+    monkeypatch.setattr("tierd.watching.followed.FollowingTree", Meddling)
     monkeypatch.setattr(Meddling, "early", early)
     Meddling.act = lambda: act(path)
     code, [found] = ask(path)

@@ -19,22 +19,24 @@ from tierd.watching.completeness import (
     not_tracked,
     unfinished,
 )
-from tierd.watching.listing import gap, joined
+from tierd.watching.listing import below, gap, joined
 from tierd.watching.programs import (
     ACCELERATE,
     DCP,
     DEEPSPEED,
     DIRECTORY,
+    HUB,
     LIGHTNING,
     MEGATRON,
     NEMO,
     ORBAX,
+    SAVED_MODEL,
     TORCH_CHECKPOINTING,
     TORCHTITAN,
     TRAINER,
     UnitLayout,
 )
-from tierd.watching.step_in_name import directory_step
+from tierd.watching.step_in_name import directory_step, is_weights
 
 
 class Claim(NamedTuple):
@@ -176,6 +178,25 @@ def _torch_checkpointing(here: Directory) -> Claim | None:
     return Claim(TORCH_CHECKPOINTING, None)
 
 
+def _saved_model(here: Directory) -> Claim | None:
+    if not here.has("saved_model.pb"):
+        return None
+    inner = here.child("variables")
+    missing = inner and inner.files(r"variables\.data-\d+-of-\d+") and absent_name(inner, "variables.index")
+    return Claim(SAVED_MODEL, missing or None)
+
+
+_SNAPSHOT = re.compile(r"(.*/)?(models|datasets|spaces)--[^/]+/snapshots/[0-9a-f]{40}")
+
+
+def _hub_snapshot(here: Directory) -> Claim | None:
+    """A revision in a cache of the Hugging Face Hub: two of them beside each other are no shards of one model."""
+    if not _SNAPSHOT.fullmatch(here.path):
+        return None
+    inside = ((path.rpartition("/")[2], entry.kind) for path, entry in below(here.tree, here.path))
+    return Claim(HUB, None) if any(kind == "file" and is_weights(name) for name, kind in inside) else None
+
+
 def _empty(here: Directory) -> Claim | None:
     """A directory with the name of a checkpoint in which a killed program left nothing, or temporary files alone."""
     named = directory_step(here.name) is not None or here.name.endswith(".ckpt")
@@ -186,6 +207,5 @@ _TEMPORARY = "tmp_"  # torch_checkpointing's DEFAULT_TEMP_DIR_PREFIX
 
 _LAYOUTS: tuple[Callable[[Directory], Claim | None], ...] = (
     *(_orbax_temporary, _trainer, _accelerate, _deepspeed, _megatron, _lightning, _nemo, _orbax, _dcp),
-    _torch_checkpointing,
-    _empty,
+    *(_torch_checkpointing, _saved_model, _hub_snapshot, _empty),
 )

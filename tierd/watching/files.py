@@ -1,5 +1,5 @@
-"""List a directory tree and read ranges of its files; the only module of this package, besides `entries`, that touches
-the file system.
+"""List a directory tree and read ranges of its files; the only module of this package, besides `entries` and
+`followed`, that touches the file system.
 
 The module never writes. It opens the directory once, and every path below it one component at a time without following
 links. A link planted meanwhile thus cannot redirect it. It opens regular files only.
@@ -10,12 +10,13 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 from tierd.core.errors import ConfigError, StoreRefused
 from tierd.watching.entries import Describe, entry_of, kind, printable, status
-from tierd.watching.inspect import Changed
+from tierd.watching.inspect import Changed, Status
 from tierd.watching.layouts import names_of_units
 from tierd.watching.listing import MARKERS, MAX_MARKER, ListedEntry, Listing, joined
 from tierd.watching.pointers import Pointer
@@ -24,7 +25,7 @@ from tierd.watching.unit import Unit
 MAX_NAMES = 1_000_000  # names below one directory, at most
 OWN = ".tierd-"  # what `restore --into` and `prepare` make begins with this; it is listed only if it is named itself
 _LOST_FOUND = "lost+found"  # at the top of ext4, readable by root only, and no program's
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _REPLACED = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ESTALE)  # a name is gone, or another kind of file is there
 
@@ -41,6 +42,7 @@ class Tree:
     Attributes:
         unreadable: the directories that the last listing skipped.
         unnamed: the names that it skipped because they are not UTF-8, as paths in which other bytes are escaped.
+        unfollowed: links that may be a checkpoint's files and are not followed, each with a status and the reason.
 
     Raises:
         OSError: the directory cannot be opened.
@@ -50,9 +52,10 @@ class Tree:
         self._shown, self._skip, self._going = directory, skip, going
         self.unreadable: list[str] = []
         self.unnamed: list[str] = []
+        self.unfollowed: dict[str, tuple[Status, str]] = {}
         self._root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
-    def __enter__(self) -> Tree:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -120,7 +123,7 @@ class Tree:
         for path in paths:
             if listing.entries[path].kind == "link":
                 directory, _, name = path.rpartition("/")
-                with suppress(OSError), self._opened(directory, _DIRECTORY) as descriptor:
+                with suppress(OSError), self._opened(directory, DIRECTORY) as descriptor:
                     yield Pointer(path, self._relative(path, os.readlink(name, dir_fd=descriptor)), link=True)
             elif "\ufffd" not in (text := self._text(path, listing.entries) or "\ufffd"):
                 yield Pointer(path, text)
@@ -133,7 +136,7 @@ class Tree:
 
     def owner(self, path: str) -> int:
         """Return the user id that owns a listed directory, or the top one for an empty path."""
-        with self._opened(path, _DIRECTORY) as descriptor:
+        with self._opened(path, DIRECTORY) as descriptor:
             return os.fstat(descriptor).st_uid
 
     def leading_out(self, links: Iterable[str]) -> dict[str, str]:
@@ -175,7 +178,7 @@ class Tree:
 
     def _add(self, path: str, entries: dict[str, ListedEntry], describe: Describe) -> list[str]:
         directories = []
-        with self._opened(path, _DIRECTORY) as descriptor, os.scandir(descriptor) as found:
+        with self._opened(path, DIRECTORY) as descriptor, os.scandir(descriptor) as found:
             for listed in found:
                 self._going()
                 name = listed.name
@@ -199,7 +202,7 @@ class Tree:
         """Add the sizes and times of files in a directory; those that were deleted meanwhile are taken out."""
         paths = {path: name for name in names if (path := joined(directory, name)) not in self.unreadable}
         try:
-            with self._opened(directory, _DIRECTORY) as descriptor:
+            with self._opened(directory, DIRECTORY) as descriptor:
                 for path, name in list(paths.items()):
                     self._going()
                     with suppress(FileNotFoundError):
@@ -242,22 +245,16 @@ class Tree:
         except OSError:
             return None
 
-    @contextmanager
-    def _opened(self, path: str, flags: int) -> Iterator[int]:
-        *directories, last = path.split("/") if path else ["."]
-        descriptor = os.dup(self._root)
-        try:
-            for part in directories:
-                inner = os.open(part, _DIRECTORY, dir_fd=descriptor)
-                os.close(descriptor)
-                descriptor = inner
-            found = os.open(last, flags, dir_fd=descriptor)
-        finally:
-            os.close(descriptor)
-        try:
-            yield found
-        finally:
-            os.close(found)
+    def is_followed(self, path: str) -> bool:
+        """Whether a listed file is read through a link."""
+        return False
+
+    def _placed(self, path: str) -> tuple[int, str]:
+        """Return an open directory, and the path below it at which a listed path is opened."""
+        return self._root, path
+
+    def _opened(self, path: str, flags: int) -> AbstractContextManager[int]:
+        return opened_below(*self._placed(path), flags)
 
     @contextmanager
     def opened(self, path: str, listed: ListedEntry) -> Iterator[OpenFile]:
@@ -282,10 +279,30 @@ class Tree:
             raise
 
     def _compare_name(self, path: str, listed: ListedEntry) -> None:
+        root, path = self._placed(path)
         directory, _, name = path.rpartition("/")
-        with self._opened(directory, _DIRECTORY) as descriptor:
+        with opened_below(root, directory, DIRECTORY) as descriptor:
             if status(name, descriptor) != listed:
                 raise Changed("another file is there by its name")
+
+
+@contextmanager
+def opened_below(root: int, path: str, flags: int) -> Iterator[int]:
+    """Open a path below an open directory, one component at a time, without following a link. Raises `OSError`."""
+    *directories, last = path.split("/") if path else ["."]
+    descriptor = os.dup(root)
+    try:
+        for part in directories:
+            inner = os.open(part, DIRECTORY, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = inner
+        found = os.open(last, flags, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
+    try:
+        yield found
+    finally:
+        os.close(found)
 
 
 def _compare(listed: ListedEntry, descriptor: int) -> None:

@@ -25,7 +25,7 @@ from tierd.formats.safetensors import check_safetensors
 from tierd.formats.tensorflow import check_shard, read_index
 from tierd.formats.texts import read_json
 from tierd.watching.listing import joined
-from tierd.watching.programs import DIRECTORY, TENSORFLOW
+from tierd.watching.programs import DIRECTORY, SAVED_MODEL, TENSORFLOW
 from tierd.watching.unit import Unit
 
 Status: TypeAlias = Literal["sound", "damaged", "incomplete", "changing", "unknown", "unreadable"]
@@ -33,6 +33,7 @@ Status: TypeAlias = Literal["sound", "damaged", "incomplete", "changing", "unkno
 _ORDER: tuple[Status, ...] = ("changing", "incomplete", "damaged", "unreadable", "unknown", "sound")
 _METADATA = re.compile(r"(__\d+)?\.metadata")
 _SHARD_INDEX = (".safetensors.index.json", ".bin.index.json")
+_STRANGE = "a link or a special file, which is neither followed nor opened"
 _COMMITTED = "_CHECKPOINT_METADATA"
 
 
@@ -95,9 +96,16 @@ class Inspected(msgspec.Struct, frozen=True):
     uncovered: tuple[Uncovered, ...]
 
 
-def inspect_unit(unit: Unit, sizes: Mapping[str, int], opener: Opener) -> Inspected:
-    """Check a unit. `sizes` maps each of its files' paths to its size in bytes."""
-    found = _inspected(unit, sizes, opener)
+def inspect_unit(
+    unit: Unit, sizes: Mapping[str, int], opener: Opener, unfollowed: Mapping[str, tuple[Status, str]] = {}
+) -> Inspected:
+    """Check a unit.
+
+    Args:
+        sizes: the size in bytes of each of its files, by path.
+        unfollowed: why links of it are not followed, by path, each with the status that follows.
+    """
+    found = _inspected(unit, sizes, opener, unfollowed)
     readings: list[Reading] = []
     while found.status in ("damaged", "incomplete", "unknown") and not unit.missing:
         verdict = judge(readings)
@@ -107,7 +115,7 @@ def inspect_unit(unit: Unit, sizes: Mapping[str, int], opener: Opener) -> Inspec
             finding = Finding(unit.path, None, "unreadable", str(unstable(unit.path)))
             return msgspec.structs.replace(found, status="unreadable", findings=(finding,))
         digest = xxhash.xxh3_128()
-        found = _inspected(unit, sizes, _digested(opener, digest))
+        found = _inspected(unit, sizes, _digested(opener, digest), unfollowed)
         readings.append(Reading(digest.hexdigest()))
     return found
 
@@ -123,8 +131,10 @@ def _digested(opener: Opener, digest: xxhash.xxh3_128) -> Opener:
     return opened
 
 
-def _inspected(unit: Unit, sizes: Mapping[str, int], opener: Opener) -> Inspected:
-    inspection = _Inspection(unit, opener)
+def _inspected(
+    unit: Unit, sizes: Mapping[str, int], opener: Opener, unfollowed: Mapping[str, tuple[Status, str]]
+) -> Inspected:
+    inspection = _Inspection(unit, opener, unfollowed)
     inspection.run()
     if unit.missing:
         inspection.findings.insert(0, Finding(unit.path, None, "incomplete", unit.missing))
@@ -144,8 +154,8 @@ def _inspected(unit: Unit, sizes: Mapping[str, int], opener: Opener) -> Inspecte
 
 
 class _Inspection:
-    def __init__(self, unit: Unit, opener: Opener) -> None:
-        self._unit, self._open = unit, opener
+    def __init__(self, unit: Unit, opener: Opener, unfollowed: Mapping[str, tuple[Status, str]]) -> None:
+        self._unit, self._open, self._unfollowed = unit, opener, unfollowed
         self._there = frozenset(unit.files)
         self._done: set[str] = set()
         self.findings: list[Finding] = []
@@ -154,7 +164,7 @@ class _Inspection:
 
     def run(self) -> None:
         for path in self._unit.strange:
-            self._find(path, "unknown", "a link or a special file, which is neither followed nor opened")
+            self._find(path, *self._unfollowed.get(path, ("unknown", _STRANGE)))
         for path in self._unit.files:
             self._check_index(path)
         for path in self._unit.files:
@@ -166,7 +176,7 @@ class _Inspection:
         name = basename(path)
         if _METADATA.fullmatch(name):
             self._check_dcp(path)
-        elif self._unit.layout is TENSORFLOW and name.endswith(".index"):
+        elif self._unit.layout in (TENSORFLOW, SAVED_MODEL) and name.endswith(".index"):
             self._check_bundle(path)
         elif name.endswith(_SHARD_INDEX):
             for shard, tensors in sorted(self._shards(path).items()):

@@ -97,6 +97,12 @@ TENSORFLOW = UnitLayout(
     "the index, which is renamed into place last, and all N shards",
     "tensorflow/core/util/tensor_bundle/tensor_bundle.cc `BundleWriter::Finish`, `MergeBundles`",
 )
+SAVED_MODEL = UnitLayout(
+    "TensorFlow SavedModel",
+    "a directory with `saved_model.pb`",
+    "`saved_model.pb` is there, which is written last",
+    "tensorflow/python/saved_model/save.py `save_and_return_nodes`",
+)
 KERAS = UnitLayout(
     "Keras",
     "`*.keras`, `*.h5`",
@@ -108,6 +114,12 @@ SHARDED = UnitLayout(
     "a directory with `config.json` and weights; `*.index.json` and its shards",
     "every shard that the index names; there is no marker",
     "transformers 5.23, modeling_utils.py `save_pretrained`",
+)
+HUB = UnitLayout(
+    "Hugging Face Hub",
+    "a snapshot in the Hub's cache, `models--ORG--NAME/snapshots/COMMIT/`",
+    "each of its links leads to a file; a file is renamed into place before its link is made",
+    "huggingface_hub 1.0, file_download.py `_get_pointer_path`, `_create_symlink`",
 )
 COMPOSER = UnitLayout(
     "Composer",
@@ -131,5 +143,5 @@ DIRECTORY = UnitLayout(
 )
 LAYOUTS = (
     *(TRAINER, ACCELERATE, LIGHTNING, DCP, TORCHTITAN, TORCH_CHECKPOINTING, DEEPSPEED, MEGATRON, NEMO),
-    *(ORBAX, KERAS, TENSORFLOW, COMPOSER, SHARDED, FILE, DIRECTORY),
+    *(ORBAX, KERAS, TENSORFLOW, SAVED_MODEL, HUB, COMPOSER, SHARDED, FILE, DIRECTORY),
 )

@@ -1,6 +1,6 @@
 """Read the training step from the name of a file or directory that another program wrote.
 
-Invariant: a rank, a number of shards, a date and a fraction are no step.
+Invariant: a rank, a number of shards, a date, a fraction and a digest are no step.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ _WORD = tuple(
     re.compile(rf"(?<![A-Za-z])(?:[A-Za-z]+[-_])*?(?:{word})s?[-_=.]?(\d+)(?![A-Za-z\d])", re.IGNORECASE)
     for word in _WORDS
 )
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _LAST = re.compile(r"(?:[-_=]|(?<!\d)\.|^)(\d+)(?:[-_][A-Za-z]+)*$")
 
 
@@ -107,6 +108,8 @@ def _bare(name: str) -> str:
 
 
 def _after_word(name: str) -> re.Match[str] | None:
+    if _DIGEST.fullmatch(name):  # it may have `ba` before its last digits
+        return None
     whole, bare = RANK.sub("", name), _bare(name)
     names = (whole, whole, bare, bare)
     return next((match for pattern, text in zip(_WORD, names, strict=True) if (match := pattern.search(text))), None)

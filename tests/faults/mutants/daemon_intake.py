@@ -475,10 +475,24 @@ MUTANTS = (
         f"{_TEST_IMPORT} -k changes_while",
     ),
     Mutant(
+        "a link leads out of what was named",
+        "tierd/watching/followed.py",
+        "            if not is_within(at, within):\n",
+        "            if False:\n",
+        "pytest tests/watching/test_links.py -k leads_out",
+    ),
+    Mutant(
+        "a link that is planted after the listing is followed",
+        "tierd/watching/files.py",
+        "            inner = os.open(part, DIRECTORY, dir_fd=descriptor)\n",
+        "            inner = os.open(part, DIRECTORY & ~os.O_NOFOLLOW, dir_fd=descriptor)\n",
+        "pytest tests/watching/test_links.py -k planted",
+    ),
+    Mutant(
         "an import goes by the order of names",
         _IMPORTING,
-        "[chosen[one] for one in sorted(chosen)]",
-        "[chosen[one] for one in chosen]",
+        "[found[one] for one in sorted(found)]",
+        "[found[one] for one in found]",
         f"{_TEST_IMPORT} -k order_of_their_steps",
     ),
     Mutant(

@@ -5,7 +5,6 @@ Invariant: nothing is loaded, and nothing is written.
 
 from __future__ import annotations
 
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ import typer
 from tierd.cli.options import JsonOption
 from tierd.cli.tables import complain, console, print_json, size, table
 from tierd.core.errors import CheckpointNotFound, ConfigError, TierdError
-from tierd.watching.files import Tree
-from tierd.watching.inspect import Finding, Inspected, Status, inspect_unit
+from tierd.watching.followed import FollowingTree, NamedPlace, named_place
+from tierd.watching.inspect import Finding, Inspected, Opener, Status, inspect_unit
 from tierd.watching.layouts import lone_file, units, units_of
 from tierd.watching.listing import ListedEntry, Listing
 from tierd.watching.unit import Unit
@@ -40,11 +39,14 @@ class Inspections(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A path from the command line: its directory, its name there, and how its units are shown."""
+    """A path from the command line, and how its units are shown."""
 
     given: str
-    directory: Path
-    name: str | None
+    named: NamedPlace
+
+    @property
+    def name(self) -> str | None:
+        return self.named.name
 
     def shown(self, path: str) -> str:
         if self.name is None:
@@ -67,7 +69,7 @@ def inspect(
     places, absent = list[_Place](), list[TierdError]()
     for path in paths:
         try:
-            places.append(_place(path))
+            places.append(_Place(str(path), named_place(path)))
         except (CheckpointNotFound, ConfigError) as error:
             absent.append(error)
     found = tuple(one for place in places for one in _inspect(place))
@@ -87,14 +89,17 @@ def inspect(
 
 
 def _inspect(place: _Place) -> Iterator[Inspected]:
-    with Tree(place.directory) as tree:
+    with place.named.tree() as tree:
         listing, chosen = _units(tree, place)
         found = [_checked(tree, listing, unit) for unit in chosen]
         if any(one.status == "damaged" for one in found):
             time.sleep(_PAUSE_S)
             again = _list(tree, place)
             found = [_unless_changed(unit, one, listing, again) for unit, one in zip(chosen, found, strict=True)]
-    if not found:
+    strays = tree.stray(chosen)
+    for path, (status, reason) in strays.items():
+        yield _named(Inspected(path, None, None, status, 0, 0, (Finding(path, None, status, reason),), ()), place)
+    if not found and not strays:
         reason = "no checkpoint of a program that is known lies there"
         unknown = Finding(place.given, None, "unknown", reason)
         yield Inspected(place.given, None, None, "unknown", 0, 0, (unknown,), ())
@@ -102,32 +107,13 @@ def _inspect(place: _Place) -> Iterator[Inspected]:
         yield _named(one, place)
 
 
-def _place(path: Path) -> _Place:
-    """Resolve a path. The path itself may be a link, because the user named it.
-
-    Raises:
-        CheckpointNotFound: the path does not exist.
-        ConfigError: it is neither a file nor a directory, or cannot be read.
-    """
-    try:
-        mode = path.stat().st_mode
-        real = path.resolve()
-    except FileNotFoundError:
-        raise CheckpointNotFound(f"{path}: no such file or directory") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise ConfigError(f"{path}: neither a file nor a directory")
-    return _Place(str(path), real.parent if real.name else real, real.name or None)
-
-
-def _list(tree: Tree, place: _Place) -> Listing:
-    if place.name is None or (place.directory / place.name).is_dir():
+def _list(tree: FollowingTree, place: _Place) -> Listing:
+    if place.name is None or place.named.path.is_dir():
         return tree.listing(place.name)
     return tree.files()
 
 
-def _units(tree: Tree, place: _Place) -> tuple[Listing, list[Unit]]:
+def _units(tree: FollowingTree, place: _Place) -> tuple[Listing, list[Unit]]:
     """Return the units at the place. A file is checked with the other files of its unit."""
     listing = _list(tree, place)
     entry = listing.entries.get(place.name or "", ListedEntry("directory"))
@@ -136,9 +122,10 @@ def _units(tree: Tree, place: _Place) -> tuple[Listing, list[Unit]]:
     return listing, units(listing)
 
 
-def _checked(tree: Tree, listing: Listing, unit: Unit) -> Inspected:
+def _checked(tree: FollowingTree, listing: Listing, unit: Unit) -> Inspected:
     sizes: Mapping[str, int] = {path: listing.entries[path].size for path in unit.files}
-    return inspect_unit(unit, sizes, lambda path: tree.opened(path, listing.entries[path]))
+    opener: Opener = lambda path: tree.opened(path, listing.entries[path])  # noqa: E731
+    return inspect_unit(unit, sizes, opener, tree.unfollowed)
 
 
 def _unless_changed(unit: Unit, found: Inspected, before: Listing, after: Listing) -> Inspected:

@@ -12,7 +12,7 @@ import asyncio
 import os
 import shutil
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -31,7 +31,7 @@ from tierd.stores.base import ObjectInfo
 from tierd.stores.foreign import ForeignStore
 from tierd.watching.completeness import unfinished_marker
 from tierd.watching.files import MAX_NAMES, OWN, Tree
-from tierd.watching.inspect import Changed
+from tierd.watching.inspect import Changed, Status
 from tierd.watching.layouts import units
 from tierd.watching.listing import MARKERS, MAX_MARKER, ListedEntry, Listing, joined
 from tierd.watching.unit import Unit
@@ -104,6 +104,9 @@ class BucketOrigin:
             {path.removeprefix(base): one for path, one in self._found.items() if path.startswith(base)},
             {path.removeprefix(base): text for path, text in texts.items() if path.startswith(base)},
         )
+
+    def stray(self, units: Iterable[Unit]) -> Mapping[str, tuple[Status, str]]:
+        return {}  # a bucket has no links
 
     async def again(self, unit: Unit) -> Listing | None:
         """List the objects whose names begin as the unit's do; of all others, the first listing counts.

@@ -156,9 +156,10 @@ async def import_units(
 def _ordered(origin: Origin, listing: Listing, step: int | None) -> tuple[list[_Found], list[RefusedUnit]]:
     """Return the units to import, in the order of their steps, and those that have none of their own."""
     name = origin.name
-    there = units(listing) if name is None else units_of(listing, name)
+    there = units(listing) if name is None else units_of(listing, name) if name in listing.entries else []
     found: dict[int, _Found] = {}
-    refused: list[RefusedUnit] = []
+    strays = origin.stray(there)
+    refused = [RefusedUnit(path, status, f"{path}: {why}") for path, (status, why) in strays.items()]
     for unit in there:
         try:
             described = describe(unit, lambda path: origin.opened(path, listing.entries[path]))
@@ -175,10 +176,11 @@ def _ordered(origin: Origin, listing: Listing, step: int | None) -> tuple[list[_
             refused.append(RefusedUnit(unit.path, "taken", f"step {own} is that of {other}, too; import it alone"))
         else:
             found[own] = _Found(unit, own, described, {path: listing.entries[path] for path in unit.files})
-    if step is not None and there and step not in found:
+    if step is not None and found and step not in found:
         raise CheckpointNotFound(f"step {step}: there is no such checkpoint\n  {steps_there(step, list(found))}")
-    chosen = found if step is None else {step: found[step]}
-    return [chosen[one] for one in sorted(chosen)], refused if step is None else []
+    if step is not None and found:
+        return [found[step]], []
+    return [found[one] for one in sorted(found)], refused
 
 
 def _attempt(run: str, places: Mapping[str, Place], found: Sequence[_Found]) -> str:
@@ -298,7 +300,7 @@ def _inspect(tree: Tree, unit: Unit, entries: Entries) -> None:
     def opened(path: str) -> AbstractContextManager[ByteSource]:
         return tree.opened(path, entries[path])
 
-    found = inspect_unit(unit, {path: entry.size for path, entry in entries.items()}, opened)
+    found = inspect_unit(unit, {path: entry.size for path, entry in entries.items()}, opened, tree.unfollowed)
     if found.status != "sound":
         why = "; ".join(f"{each.file}: {each.reason}" for each in found.findings[:3])
         raise _Unsound(found.status, why or "no format that can be checked")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -10,6 +10,8 @@ from typing import ClassVar, Protocol
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.formats.byte_source import ByteSource
 from tierd.watching.files import Tree
+from tierd.watching.followed import FollowingTree, NamedPlace, named_place
+from tierd.watching.inspect import Status
 from tierd.watching.layouts import units
 from tierd.watching.listing import ListedEntry, Listing
 from tierd.watching.unit import Unit
@@ -38,6 +40,10 @@ class Origin(Protocol):
         """List what is there now."""
         ...
 
+    def stray(self, units: Iterable[Unit]) -> Mapping[str, tuple[Status, str]]:
+        """Return the listed names of weights that are no unit's and cannot be read, each with a status and a reason."""
+        ...
+
     async def again(self, unit: Unit) -> Listing | None:
         """List again after a unit was read, at least what may be the unit's; None if nothing of that has changed."""
         ...
@@ -61,9 +67,12 @@ class DirectoryOrigin:
 
     is_brought: ClassVar[bool] = False
 
-    def __init__(self, shown: str, tree: Tree, directory: Path, name: str | None) -> None:
+    def __init__(self, shown: str, tree: FollowingTree, directory: Path, name: str | None) -> None:
         self.shown, self.name = shown, name
         self._tree, self._directory = tree, directory
+
+    def stray(self, units: Iterable[Unit]) -> Mapping[str, tuple[Status, str]]:
+        return self._tree.stray(units)
 
     async def listing(self) -> Listing:
         return await to_the_end(self._listed)
@@ -88,16 +97,18 @@ def directory_origin(path: Path) -> Iterator[DirectoryOrigin]:
     """Open the checkpoint at a path, or all below it.
 
     Raises:
+        CheckpointNotFound, ConfigError: as `named_place` raises them.
         OSError: the path cannot be opened.
     """
-    real = path.resolve(strict=True)
-    directory, name = (real, None) if real.is_dir() and not _is_unit(real) else (real.parent, real.name)
-    with Tree(directory) as tree:
+    place = named_place(path)
+    alone = not place.path.is_dir() or _is_unit(place)
+    with place.tree() if alone else place.whole_tree() as tree:
+        directory, name = (place.directory, place.name) if alone else (place.path, None)
         yield DirectoryOrigin(str(path), tree, directory, name)
 
 
-def _is_unit(directory: Path) -> bool:
-    if not directory.name:
+def _is_unit(place: NamedPlace) -> bool:
+    if place.name is None:
         return False  # the root of the file system
-    with Tree(directory.parent) as tree:
-        return any(unit.path == directory.name for unit in units(tree.listing(directory.name)))
+    with place.tree() as tree:
+        return any(unit.path == place.name for unit in units(tree.listing(place.name)))

@@ -57,15 +57,16 @@ def _check_closed(descriptor: int, path: str) -> None:
 
 
 def _check_own(tree: Tree, descriptor: int, path: str) -> None:
-    """Raise `ManifestError` for a hard link of a private file that does not belong to its directory's owner.
+    """Raise `ManifestError` for a link of a private file that does not belong to its directory's owner.
 
     Who may write in a directory can link a file there that only its owner and this daemon may read. A copy would
     publish it. A program's own links have their directory's owner, or are readable by all.
     """
     file, owner = os.fstat(descriptor), tree.owner(path.rpartition("/")[0])
-    if file.st_nlink > 1 and file.st_uid != owner and not file.st_mode & stat.S_IROTH:
+    linked = file.st_nlink > 1 or tree.is_followed(path)
+    if linked and file.st_uid != owner and not file.st_mode & stat.S_IROTH:
         raise ManifestError(
-            f"{path}: a hard link of a file of uid {file.st_uid} that others may not read, in a directory of uid "
+            f"{path}: a link of a file of uid {file.st_uid} that others may not read, in a directory of uid "
             f"{owner}: it may be another user's file. If it is the program's, let it write a copy there, or give the "
             "directory the same owner"
         )

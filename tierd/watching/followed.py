@@ -1,0 +1,210 @@
+"""List and read a directory that a user named, with its links followed to files, for `tierd inspect` and `import`.
+
+Invariant: nothing is read outside of a link's limit (`links`). A link's text is resolved without the file system. Then
+its target is opened one component at a time without following links, so a link that is planted meanwhile leads nowhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from posixpath import basename, dirname, relpath
+
+from tierd.core.errors import CheckpointNotFound, ConfigError
+from tierd.watching.entries import status
+from tierd.watching.files import DIRECTORY, Tree, opened_below
+from tierd.watching.inspect import Status
+from tierd.watching.layouts import units
+from tierd.watching.links import is_bookkeeping, is_within, limit, repository, target
+from tierd.watching.listing import ListedEntry, Listing
+from tierd.watching.step_in_name import is_weights
+from tierd.watching.unit import Unit
+
+_MOST_LINKS = 8  # from a name to its file
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPlace:
+    """A checkpoint, or a directory of checkpoints, that a user named.
+
+    Attributes:
+        given: the path as the user gave it.
+        directory: the real path of the directory that holds it.
+        name: its name there; None for the root of the file system.
+    """
+
+    given: Path
+    directory: Path
+    name: str | None
+
+    @property
+    def path(self) -> Path:
+        return self.directory / (self.name or "")
+
+    def tree(self) -> FollowingTree:
+        """Open the directory that holds it. Raises `OSError`."""
+        return FollowingTree(self.directory, self.path, self.given)
+
+    def whole_tree(self) -> FollowingTree:
+        """Open it as a directory of checkpoints. Raises `OSError`."""
+        return FollowingTree(self.path, self.path, self.given)
+
+
+def named_place(path: Path) -> NamedPlace:
+    """Resolve a path that a user named. It may be a link itself; of the Hub's cache, also the name of a revision.
+
+    Raises:
+        CheckpointNotFound: nothing is there, or the named revision has no snapshot.
+        ConfigError: it is neither a file nor a directory, or cannot be read.
+    """
+    try:
+        path.stat()  # names a loop of links, of which `resolve` raises a RuntimeError
+        real = _snapshot(path.resolve())
+        if not (real.is_file() or real.is_dir()):
+            raise ConfigError(f"{path}: neither a file nor a directory")
+        own = path.parent.resolve() / path.name
+    except FileNotFoundError:
+        raise CheckpointNotFound(f"{path}: no such file or directory") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    if real.is_file() and own.is_symlink() and is_within(str(real), limit(str(own), str(own.parent))):
+        real = own  # its name says the format, and the others of its checkpoint lie beside it
+    return NamedPlace(path, real.parent if real.name else real, real.name or None)
+
+
+def _snapshot(real: Path) -> Path:
+    """Return the snapshot that a file of a Hub cache's `refs` names; any other path as it is."""
+    home = repository(str(real))
+    if home is None or not str(real).startswith(f"{home}/refs/") or not real.is_file():
+        return real
+    with real.open("rb") as file:
+        commit = file.read(64).decode("ascii", "replace").strip()
+    snapshot = Path(home, "snapshots", commit)
+    if not _COMMIT.fullmatch(commit) or not snapshot.is_dir():
+        raise CheckpointNotFound(f"{real}: it names the snapshot {commit[:64]!a}, which {home}/snapshots does not have")
+    return snapshot
+
+
+class FollowingTree(Tree):
+    """A directory that is listed with its links to files as those files.
+
+    A link beside a checkpoint that leads to one of its files stays a link: it only points to what is listed anyway.
+
+    Args:
+        directory: the real path of the directory.
+        named: the real path that the user named: the directory, or an entry of it.
+        given: this path as the user gave it, because absolute links may be written with it.
+
+    Raises:
+        OSError: the directory cannot be opened.
+    """
+
+    def __init__(self, directory: Path, named: Path, given: Path) -> None:
+        super().__init__(directory)
+        self._real = str(directory)
+        self._named = str(named if named.is_dir() else directory)
+        self._given = str(given.absolute() if named.is_dir() else given.absolute().parent)
+        top = limit(self._named, self._named)  # may lie above the directory, or be the directory in it that was named
+        self._top = top if f"{self._real}/".startswith(f"{top.rstrip('/')}/") else self._real
+        self._targets: dict[str, str] = {}  # of the followed links, as paths below `_top`
+        self._content: set[str] = set()  # links that are not followed, and whose names are those of weights
+        try:
+            self._upper = os.open(self._top, DIRECTORY)
+            with opened_below(self._upper, relpath(self._real, self._top), DIRECTORY) as descriptor:
+                os.dup2(descriptor, self._root, inheritable=False)
+        except OSError:
+            super().__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._upper)
+        super().__exit__()
+
+    def listing(self, name: str | None = None) -> Listing:
+        return self._followed(super().listing(name))
+
+    def files(self) -> Listing:
+        return self._followed(super().files())
+
+    def stray(self, units: Iterable[Unit]) -> dict[str, tuple[Status, str]]:
+        """Return the links of the last listing that are no unit's and would be weights, as `unfollowed` has them."""
+        inside = {path for unit in units for path in unit.strange}
+        return {path: why for path, why in self.unfollowed.items() if path in self._content - inside}
+
+    def is_followed(self, path: str) -> bool:
+        return path in self._targets
+
+    def _placed(self, path: str) -> tuple[int, str]:
+        return (self._upper, self._targets[path]) if path in self._targets else super()._placed(path)
+
+    def _followed(self, listing: Listing) -> Listing:
+        """Return a listing with the links that are followed as their files, and note why the others are not."""
+        self.unfollowed, self._targets, self._content = {}, {}, set()
+        entries = dict(listing.entries)
+        if not is_bookkeeping(self._named):
+            entries = {path: entry for path, entry in entries.items() if not is_bookkeeping(f"{self._real}/{path}")}
+        found = units(listing := Listing(entries, listing.texts))
+        inside = {path for unit in found for path in unit.strange}
+        members = {f"{self._real}/{path}" for unit in found for path in unit.files}
+        followed = dict(entries)
+        for path in [path for path, entry in entries.items() if entry.kind == "link"]:
+            try:
+                leads_to, entry = self._resolve(path)
+            except _Unfollowed as error:
+                self.unfollowed[path] = error.status, str(error)
+                is_content = error.leads_out or repository(f"{self._real}/{path}") is not None
+                if is_content and is_weights(basename(path)):
+                    self._content.add(path)
+                continue
+            if path in inside or leads_to not in members:
+                self._targets[path] = relpath(leads_to, self._top)
+                followed[path] = entry
+        return Listing(followed, listing.texts)
+
+    def _resolve(self, path: str) -> tuple[str, ListedEntry]:
+        """Return the absolute path of the file to which a link leads, and its entry. Raises `_Unfollowed`."""
+        at = f"{self._real}/{path}"
+        within = limit(at, self._named)
+        for _ in range(_MOST_LINKS):
+            entry, text = self._entry(at)
+            if entry.kind == "file":
+                return at, entry
+            if entry.kind != "link":
+                kind = "directory" if entry.kind == "directory" else "special file"
+                raise _Unfollowed("unknown", f"a link to the {kind} {at}: only links to files are followed")
+            if is_within(text, self._given):
+                text = self._named + text[len(self._given) :]
+            at = target(at, text)
+            if not is_within(at, within):
+                raise _Unfollowed("unknown", f"a link to {at}, outside of {within}: {_OUTSIDE}", True)
+        raise _Unfollowed("unknown", f"a link that leads over more than {_MOST_LINKS} others")
+
+    def _entry(self, at: str) -> tuple[ListedEntry, str]:
+        """Return the entry at an absolute path, and the text of a link there."""
+        try:
+            with opened_below(self._upper, relpath(dirname(at), self._top), DIRECTORY) as descriptor:
+                entry = status(basename(at), descriptor)
+                return entry, os.readlink(basename(at), dir_fd=descriptor) if entry.kind == "link" else ""
+        except FileNotFoundError:
+            raise _Unfollowed("incomplete", f"a link to {at}, which is not there") from None
+        except OSError as error:
+            if error.errno in (errno.ENOTDIR, errno.ELOOP):
+                why = "not followed, because a directory on its path is a link, or none"
+                raise _Unfollowed("unknown", f"a link to {at}: {why}") from None
+            raise _Unfollowed("unreadable", f"a link to {at}: {error.strerror}") from None
+
+
+_OUTSIDE = "it is not followed; put a copy in its place, or name a directory that holds both"
+
+
+class _Unfollowed(Exception):
+    """A link is not followed, for this reason."""
+
+    def __init__(self, status: Status, why: str, leads_out: bool = False) -> None:
+        super().__init__(why)
+        self.status, self.leads_out = status, leads_out
