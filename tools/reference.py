@@ -109,6 +109,7 @@ _COMMON = {
     "status": "the worst that was found, else `sound`",
     "findings": "what is wrong",
     "uncovered": "files in which a flipped bit cannot be found",
+    "notes": "sound files of old formats",
     "launch": "the launch, from 1",
     "launches": "each launch of the run that was killed",
     "ranks": "each rank, compared",

@@ -13,6 +13,7 @@ import random
 import struct
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -407,15 +408,60 @@ def test_pickles_are_not_executed_and_every_cut_is_found() -> None:
         assert [cut for cut in range(len(data)) if is_sound("metadata.pkl", data[:cut])] == []
 
 
-def test_torch_saves_old_format_is_told() -> None:
-    found = verdict("old.pt", saved(_use_new_zipfile_serialization=False))
-    assert isinstance(found, Unchecked) and "before torch 1.6" in str(found)
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_files_of_torch_save_before_1_6_are_sound_and_every_cut_is_found(protocol: int) -> None:
+    state = {
+        "model": {"weight": STATE["weight"], "view": STATE["weight"][3:]},
+        "bias": STATE["bias"],
+        "text": "é" * 300,
+    }
+    file = io.BytesIO()
+    torch.save(state, file, pickle_protocol=protocol, _use_new_zipfile_serialization=False)
+    data = file.getvalue()
+    for name in ("old.pt", "old.tar", "old"):
+        found = verdict(name, data)
+        assert isinstance(found, Sound) and "before torch 1.6" in (found.note or "") and found.uncovered
+    assert [cut for cut in range(len(data)) if is_sound("old.pt", data[:cut])] == []
+    loaded = torch.load(io.BytesIO(data), weights_only=protocol < 4)
+    assert torch.equal(loaded["model"]["view"], state["model"]["view"])
+
+
+def test_number_of_elements_that_contradicts_the_pickle_is_damage() -> None:
+    data = bytearray(saved(_use_new_zipfile_serialization=False))
+    place = data.index((40).to_bytes(8, "little"))
+    data[place] = 39
+    assert isinstance(found := verdict("old.pt", bytes(data)), Damaged) and "39 elements" in str(found)
+
+
+def torch_tar() -> bytes:
+    """The tar archive of `torch.save` before 0.2."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:", format=tarfile.PAX_FORMAT) as archive:
+        for name, size in (("sys_info", 40), ("pickle", 700), ("tensors", 512), ("storages", 5000)):
+            info = tarfile.TarInfo(name)
+            info.size = size
+            archive.addfile(info, io.BytesIO(bytes(range(250)) * 20))
+    return file.getvalue()
+
+
+def test_tar_archives_of_torch_save_before_0_2_are_sound_and_every_cut_is_found() -> None:
+    data = torch_tar()
+    for name in ("old.pt", "old.pth.tar", "old"):
+        found = verdict(name, data)
+        assert isinstance(found, Sound) and "before torch 0.2" in (found.note or "")
+    end = data.rindex(bytes(range(250))) + 500
+    assert [cut for cut in range(100, end, 50) if is_sound("old.pt", data[:cut])] == []
+    changed = bytearray(data)
+    changed[10] ^= 1
+    assert isinstance(verdict("old.pt", bytes(changed)), Damaged)
+    assert isinstance(verdict("old.tar", data.replace(b"storages", b"somewhat")), Damaged | Unchecked)
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_verdict(data: bytes) -> None:
     for name in ("a.pt", "a.safetensors", "a.h5", "a.json", "a.keras", "a.pkl", "a", "a.npz"):
         verdict(name, data)
+        verdict(name, b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19." + data)
     for check in (check_pickle, check_json, check_zip, check_safetensors, hdf5.check_hdf5, read_index):
         for head in (b"", b"\x80\x04", b"\x89HDF\r\n\x1a\n\x00", b"\x89HDF\r\n\x1a\n\x02", b"PK\x05\x06"):
             try:

@@ -80,10 +80,12 @@ class Sound:
         kind: the format, for people.
         uncovered: the content without a digest, as one reason for all of it; None if a digest covers every content
             byte.
+        note: more about the format that its user should know, for people.
     """
 
     kind: str
     uncovered: str | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

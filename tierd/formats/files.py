@@ -17,16 +17,17 @@ from tierd.formats.safetensors import check_safetensors, looks_like_safetensors
 from tierd.formats.sstable import MAGIC as TABLE_END
 from tierd.formats.sstable import read_table
 from tierd.formats.texts import check_json
+from tierd.formats.torch_legacy import check_tar, is_legacy, is_tar
 from tierd.formats.zips import MAGIC as ZIP
 from tierd.formats.zips import check_zip
 
-_HEAD = 16
+_HEAD = 40
 _TAIL = 22  # bytes of a zip's end record
 _ZIP_END = b"PK\x05\x06"
 
 
 def _check_archive_or_pickle(source: ByteSource) -> Sound:
-    """Check a file of torch.save: a zip archive or, on request, a sequence of pickles.
+    """Check a file of torch.save: a zip archive or, before 1.6 or on request, pickles, or before 0.2 a tar archive.
 
     Either end of an archive identifies it.
     """
@@ -36,8 +37,10 @@ def _check_archive_or_pickle(source: ByteSource) -> Sound:
     tail = source.read(max(0, source.size - _TAIL), min(_TAIL, source.size))
     if head.startswith(ZIP) or tail.startswith(_ZIP_END):
         return check_zip(source)
-    if looks_like_pickle(head):
+    if looks_like_pickle(head) or is_legacy(head):
         return check_pickle(source)
+    if is_tar(source):
+        return check_tar(source)
     if not any(head) and not any(tail):
         raise Damaged(0, "zeros where an archive of torch.save begins and ends: it was never written")
     raise Unchecked("neither an archive of torch.save nor a pickle")
@@ -80,8 +83,10 @@ def check_file(name: str, source: ByteSource) -> Sound:
         return check_zip(source)
     if head.startswith(HDF5):
         return check_hdf5(source)
-    if looks_like_pickle(head):
+    if looks_like_pickle(head) or is_legacy(head):
         return check_pickle(source)
+    if is_tar(source):
+        return check_tar(source)
     if looks_like_safetensors(head, source.size):
         return check_safetensors(source)
     if source.size >= _TAIL and source.read(source.size - _TAIL, _TAIL).endswith(TABLE_END):

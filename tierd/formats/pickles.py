@@ -10,12 +10,9 @@ import pickletools
 import struct
 
 from tierd.formats.byte_source import ByteSource, Damaged, Sound, Unchecked
+from tierd.formats.torch_legacy import check_legacy, is_legacy
 
 _MAX = 16 << 20
-_LEGACY = (
-    # The first pickle in files of torch.save before torch 1.6.
-    b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
-)
 
 
 def looks_like_pickle(head: bytes) -> bool:
@@ -42,14 +39,14 @@ def find_int(data: bytes, key: str) -> int | None:
 
 
 def check_pickle(source: ByteSource) -> Sound:
-    """Check a pickle.
+    """Check a pickle, or a file of `torch.save` before 1.6.
 
     Raises:
         Damaged: it is truncated, or holds an invalid opcode.
-        Unchecked: it is too large, continues after its end, or is in torch.save's format from before version 1.6.
+        Unchecked: it is too large, or continues after its end.
     """
-    if source.read(0, min(source.size, len(_LEGACY))) == _LEGACY:
-        raise Unchecked("torch.save's format from before torch 1.6, which holds neither sizes nor digests")
+    if is_legacy(source.read(0, min(source.size, 40))):
+        return check_legacy(source)
     if source.size > _MAX:
         raise Unchecked(f"a pickle of {source.size} bytes, more than {_MAX}")
     at = 0

@@ -73,6 +73,18 @@ class Uncovered(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Note(msgspec.Struct, frozen=True):
+    """A sound file of a format that its user should know about.
+
+    Attributes:
+        file: the file's path from the listing's directory.
+        note: what the format is and what reads it, for people.
+    """
+
+    file: str
+    note: str
+
+
 class Inspected(msgspec.Struct, frozen=True):
     """A unit, and the results of its checks.
 
@@ -94,6 +106,7 @@ class Inspected(msgspec.Struct, frozen=True):
     bytes: int
     findings: tuple[Finding, ...]
     uncovered: tuple[Uncovered, ...]
+    notes: tuple[Note, ...] = ()
 
 
 def inspect_unit(
@@ -150,6 +163,7 @@ def _inspected(
         bytes=sum(sizes[path] for path in unit.files),
         findings=tuple(inspection.findings),
         uncovered=tuple(inspection.uncovered),
+        notes=tuple(inspection.notes),
     )
 
 
@@ -160,6 +174,7 @@ class _Inspection:
         self._done: set[str] = set()
         self.findings: list[Finding] = []
         self.uncovered: list[Uncovered] = []
+        self.notes: list[Note] = []
         self.sound = 0  # number of files that were checked and found sound
 
     def run(self) -> None:
@@ -249,6 +264,8 @@ class _Inspection:
             self.sound += 1
             if isinstance(found, Sound) and found.uncovered:
                 self.uncovered.append(Uncovered(path, found.uncovered))
+            if isinstance(found, Sound) and found.note:
+                self.notes.append(Note(path, found.note))
             return found
         return None
 

@@ -143,8 +143,9 @@ def _unless_changed(unit: Unit, found: Inspected, before: Listing, after: Listin
 def _named(found: Inspected, place: _Place) -> Inspected:
     findings = tuple(msgspec.structs.replace(one, file=place.shown(one.file)) for one in found.findings)
     uncovered = tuple(msgspec.structs.replace(one, file=place.shown(one.file)) for one in found.uncovered)
+    notes = tuple(msgspec.structs.replace(one, file=place.shown(one.file)) for one in found.notes)
     shown = place.shown(found.path)
-    return msgspec.structs.replace(found, path=shown, findings=findings, uncovered=uncovered)
+    return msgspec.structs.replace(found, path=shown, findings=findings, uncovered=uncovered, notes=notes)
 
 
 def _show(found: tuple[Inspected, ...]) -> None:
@@ -155,6 +156,8 @@ def _show(found: tuple[Inspected, ...]) -> None:
         for finding in one.findings:
             where = finding.file if finding.offset is None else f"{finding.file}: byte {finding.offset}"
             out.print(f"{where}: {finding.status}: {finding.reason}", soft_wrap=True)
+        for note in one.notes:
+            out.print(f"{note.file}: {note.note}", soft_wrap=True)
 
 
 def _row(one: Inspected) -> tuple[str, ...]:
