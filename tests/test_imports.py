@@ -186,6 +186,7 @@ MAY: dict[str, set[str]] = {
     "exporting": {
         "exporting",
         "dcp",
+        "formats",
         "client",
         "state",
         "spool.conditions",

@@ -52,7 +52,7 @@ def state() -> dict:
         ),
         "optimizer": {"state": {0: {"moment": torch.randn(5, generator=noise)}}, "groups": [{"lr": 0.1}]},
         "note": {"step": 3, "names": ("a", "b"), "array": np.arange(4)},
-        "wave": torch.randn(4, generator=noise, dtype=torch.complex64),
+        "wave": torch.randn(4, generator=noise, dtype=torch.complex128),
     }
 
 
@@ -152,7 +152,7 @@ def test_dcp_loads_it(tier):
     into = {
         "model": {name: torch.zeros_like(one) for name, one in wanted["model"].items()},
         "optimizer": {"state": {0: {"moment": torch.zeros(5)}}, "groups": [{"lr": 0.0}]},
-        "wave": torch.zeros(4, dtype=torch.complex64),
+        "wave": torch.zeros(4, dtype=torch.complex128),
         "note": {"step": 0},
     }
     dcp.load(into, storage_reader=dcp.FileSystemReader(str(out)))
@@ -307,7 +307,7 @@ def test_nothing_is_written_over_and_a_failure_leaves_nothing(tier):
     with tierd.open(f"file://{tier}", RUN) as reader:
         with pytest.raises(ConfigError, match="not an empty directory"):
             reader.export(out, "safetensors", only="model")
-        with pytest.raises(StateMismatch, match=r"safetensors does not hold torch.complex64"):
+        with pytest.raises(StateMismatch, match=r"safetensors does not hold torch.complex128"):
             reader.export(tier.parent / "new", "safetensors")
         with pytest.raises(StateMismatch, match=r"'none' not in the checkpoint; it has model, optimizer, note, wave"):
             reader.export(tier.parent / "new", "torch", only="none")

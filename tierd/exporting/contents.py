@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -48,12 +48,16 @@ class Contents:
     Attributes:
         tensors, values, paths: by name.
         tree: returns the nested state, with a meta tensor for each tensor, and the tensors' names by `id`.
+        metadata: the texts of `__metadata__` in its files of safetensors.
+        contradicting: the keys of `__metadata__` that differ between its files.
     """
 
     tensors: dict[str, SavedTensor]
     values: dict[str, Value]
     paths: dict[str, Path]
     tree: Callable[[], tuple[Any, dict[int, str]]]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    contradicting: tuple[str, ...] = ()
 
 
 def read_contents(files: PartRanges, first: PartId, only: str | None, *, values: bool) -> Contents:

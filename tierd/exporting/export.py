@@ -21,6 +21,7 @@ from tierd.exporting.units import is_unit, read_unit
 from tierd.exporting.writers import FORMATS, WITH_VALUES, Export
 from tierd.spool.conditions import is_full, way_out_of
 from tierd.spool.file_io import remove, sync_directory
+from tierd.state.tensor_file import METADATA
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -125,8 +126,14 @@ def export(files: PartRanges, first: PartId, target: Path, options: ExportOption
     finally:
         if home.exists():
             remove(home)
-    left_out = () if options.format in WITH_VALUES else tuple(contents.values)
+    left_out = _left_out(contents, options.format)
     return Files(work.written, len(contents.tensors), left_out, stripped, tuple(work.overflowed))
+
+
+def _left_out(contents: Contents, format: str) -> tuple[str, ...]:
+    if format not in WITH_VALUES:
+        return (*contents.values, *(f"{METADATA}.{key}, which differs" for key in contents.contradicting))
+    return (METADATA,) if contents.metadata.keys() - {"format"} or contents.contradicting else ()
 
 
 def _stripped(contents: Contents, prefix: str) -> Contents:
@@ -148,4 +155,5 @@ def _stripped(contents: Contents, prefix: str) -> Contents:
             state = {new(key) if isinstance(key, str) else key: value for key, value in state.items()}
         return state, {one: new(name) for one, name in known.items()}
 
-    return Contents(tensors, {new(name): value for name, value in contents.values.items()}, paths, tree)
+    values = {new(name): value for name, value in contents.values.items()}
+    return replace(contents, tensors=tensors, values=values, paths=paths, tree=tree)

@@ -40,13 +40,19 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor of a checkpoint. `order` sorts tensors by the place of their bytes, so that files are read in order."""
+    """A tensor of a checkpoint.
+
+    Attributes:
+        order: sorts tensors by the place of their bytes, so that files are read in order.
+        foreign: its dtype and shape in safetensors if torch lacks the dtype; then `dtype` and `shape` are its bytes'.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     order: tuple[PartId | str | int, ...]
+    foreign: tuple[str, tuple[int, ...]] | None = None
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,7 @@ Sources of the names: transformers 5.23 `utils/__init__.py` (`WEIGHTS_NAME`, `SA
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
@@ -22,9 +22,12 @@ from tierd.dcp import metadata as dcp_metadata
 from tierd.exporting.archive_reader import NO_ARCHIVE, Archive
 from tierd.exporting.chunk_reader import ChunkReader, RangeStream
 from tierd.exporting.contents import Contents, Value, archived, at_place, below, chosen_names, nested, of_dcp
+from tierd.exporting.other_forms import other_form
+from tierd.exporting.tensor_dtypes import as_torch
 from tierd.exporting.tensors import Piece, SavedTensor
+from tierd.formats.byte_source import Damaged, Unchecked
+from tierd.formats.safetensors import check_safetensors, looks_like_safetensors, read_header
 from tierd.state.containers import replaced
-from tierd.state.tensor_file import MAX_HEADER, parse_header
 from tierd.watching.unit_file import UNIT_NAME
 
 _MODEL = "model"  # the entry under which weights in safetensors stand
@@ -43,7 +46,7 @@ def read_unit(files: PartRanges, first: PartId, only: str | None) -> Contents:
 
     Raises:
         StateMismatch: there is no such entry, or no file has a form that can be exported.
-        StateRefused: torch's weights-only reader refuses the archive.
+        StateRefused: torch's weights-only reader refuses the archive, or a file has a form that is not converted.
         Also as `PartRanges.fill`.
     """
     paths = [file.path for file in files.manifest(first).files if file.path != UNIT_NAME]
@@ -53,10 +56,15 @@ def read_unit(files: PartRanges, first: PartId, only: str | None) -> Contents:
         return of_dcp(files, first, only, distributed[0].removesuffix(dcp_metadata.NAME))
     reader = ChunkReader(files)
     tensors = [path for path in paths if path.endswith(".safetensors")]
+    if not tensors and len(paths) == 1:
+        only_file = _File(reader, first, paths[0])
+        tensors = paths if looks_like_safetensors(only_file.read(0, min(9, only_file.size)), only_file.size) else []
     if tensors:
         return _of_tensors(reader, first, tensors, only)
     weights = [path for path in paths if names[path].startswith("pytorch_model") and path.endswith(".bin")]
     archives = weights or (paths if len(paths) == 1 else [])
+    if form := other_form(reader, first, archives or paths):
+        raise StateRefused(f"{first.checkpoint}: {form}")
     if archives:
         return _of_archives(reader, first, archives, only, _MODEL if weights else None)
     raise StateMismatch(
@@ -65,17 +73,42 @@ def read_unit(files: PartRanges, first: PartId, only: str | None) -> Contents:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file of a part, as a source of `formats`."""
+
+    reader: ChunkReader
+    part: PartId
+    path: str
+
+    @property
+    def size(self) -> int:
+        return self.reader.size(self.part, self.path)
+
+    def read(self, offset: int, length: int) -> bytes:
+        return bytes(self.reader.read(self.part, self.path, offset, length))
+
+
 def _of_tensors(reader: ChunkReader, first: PartId, files: list[str], only: str | None) -> Contents:
     found: dict[str, SavedTensor] = {}
+    texts: dict[str, set[str]] = {}
     for path in files:
-        size = reader.size(first, path)
-        length = int.from_bytes(reader.read(first, path, 0, min(8, size)), "little")
-        if length > min(MAX_HEADER, size - 8):
-            raise StateMismatch(f"{first.checkpoint}: {path}: a header of {length} bytes in a file of {size}")
-        layout = parse_header(bytes(reader.read(first, path, 0, 8 + length)), size, f"{first.checkpoint}: {path}")
-        for name, entry in layout.entries.items():
-            _add(found, _tensor(name, entry.dtype, entry.shape, (first, path, entry.offset)), first)
-    return _contents(found, {}, {name: (_MODEL, name) for name in found}, only, first)
+        source = _File(reader, first, path)
+        try:
+            check_safetensors(source)
+            header = read_header(source)
+        except (Damaged, Unchecked) as error:
+            raise StateMismatch(f"{first.checkpoint}: {path}: {error}") from error
+        for name, place in header.tensors.items():
+            begin, end = place.data_offsets
+            dtype, shape, is_own = as_torch(place.dtype, place.shape, end - begin)
+            tensor = _tensor(name, dtype, shape, (first, path, header.begin + begin))
+            _add(found, tensor if is_own else replace(tensor, foreign=(place.dtype, place.shape)), first)
+        for key, text in header.metadata.items():
+            texts.setdefault(key, set()).add(text)
+    contents = _contents(found, {}, {name: (_MODEL, name) for name in found}, only, first)
+    metadata = {key: next(iter(some)) for key, some in texts.items() if len(some) == 1}
+    return replace(contents, metadata=metadata, contradicting=tuple(sorted(texts.keys() - metadata.keys())))
 
 
 def _of_archives(reader: ChunkReader, first: PartId, files: list[str], only: str | None, entry: str | None) -> Contents:
@@ -170,4 +203,4 @@ def _contents(
 
 
 def _named(tensor: SavedTensor, name: str) -> SavedTensor:
-    return SavedTensor(name, tensor.dtype, tensor.shape, tensor.pieces, tensor.order)
+    return replace(tensor, name=name)

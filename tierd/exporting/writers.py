@@ -33,9 +33,10 @@ from tierd.exporting.archives import ArchiveWriter
 from tierd.exporting.chunk_reader import ChunkReader
 from tierd.exporting.contents import Contents
 from tierd.exporting.new_file import NewFile
+from tierd.exporting.tensor_dtypes import as_safetensors
 from tierd.exporting.tensors import SavedTensor, ahead, converted
 from tierd.spool.direct_io import LARGE, PAGE
-from tierd.state.tensor_file import DTYPE_NAMES, MAX_HEADER
+from tierd.state.tensor_file import MAX_HEADER, METADATA
 
 SHARD_BYTES = 5_000_000_000  # of tensors in a file of format hf, as transformers cuts them
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -132,11 +133,12 @@ def write_hf(export: Export) -> None:
 
 
 def _write_tensors(export: Export, name: str, tensors: Sequence[SavedTensor]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {METADATA: {"format": "pt", **export.contents.metadata}}
     at = 0
     for tensor in tensors:
         dtype = export.dtype_of(tensor)
-        if dtype not in DTYPE_NAMES:
+        described = tensor.foreign or as_safetensors(dtype, tensor.shape)
+        if described is None:
             raise StateMismatch(
                 f"{printable(tensor.name)!r}: safetensors does not hold {dtype}; the formats torch and dcp do"
             )
@@ -144,8 +146,8 @@ def _write_tensors(export: Export, name: str, tensors: Sequence[SavedTensor]) ->
             raise StateMismatch(f"{printable(tensor.name)!r}: no name that safetensors can hold")
         end = at + export.size_of(tensor)
         header[tensor.name] = {
-            "dtype": DTYPE_NAMES[dtype],
-            "shape": list(tensor.shape),
+            "dtype": described[0],
+            "shape": list(described[1]),
             "data_offsets": [at, end],
         }
         at = end
@@ -173,7 +175,13 @@ def _all(file: IO[bytes], data: bytes | memoryview) -> None:
 
 
 def write_torch(export: Export) -> None:
-    """Write one file, `state.pt`, for `torch.load`. Raises `StateRefused` for a value that cannot be pickled."""
+    """Write one file, `state.pt`, for `torch.load`.
+
+    Raises:
+        StateRefused: a value cannot be pickled.
+        StateMismatch: torch lacks the dtype of a tensor.
+    """
+    _check_dtypes(export)
     tree, names = export.contents.tree()
     known = export.contents.tensors
     first: dict[object, str] = {}  # names of the same stored bytes share a storage, as tied parameters do
@@ -192,6 +200,13 @@ def write_torch(export: Export) -> None:
     export.file("state.pt", write)
 
 
+def _check_dtypes(export: Export) -> None:
+    for name, tensor in export.contents.tensors.items():
+        if tensor.foreign:
+            kind = f"torch has no dtype for {tensor.foreign[0]} of shape {list(tensor.foreign[1])}"
+            raise StateMismatch(f"{printable(name)!r}: {kind}; the formats safetensors and hf hold it")
+
+
 def _records(export: Export, archive: ArchiveWriter, tensors: list[SavedTensor]) -> None:
     ordered = sorted(tensors, key=lambda one: (one.order, one.name))
     for number, slabs in export.stream(ordered):
@@ -205,7 +220,8 @@ def _records(export: Export, archive: ArchiveWriter, tensors: list[SavedTensor])
 
 
 def write_dcp(export: Export) -> None:
-    """Write `.metadata` and one file, for `dcp.FileSystemReader`."""
+    """Write `.metadata` and one file, for `dcp.FileSystemReader`. Raises `StateMismatch` as `write_torch`."""
+    _check_dtypes(export)
     name = "__0_0.distcp"
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}

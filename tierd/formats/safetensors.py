@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -32,10 +33,26 @@ _BITS = {
 }
 
 
-class _Tensor(msgspec.Struct, gc=False):
+class TensorPlace(msgspec.Struct, gc=False):
+    """A tensor, and the range of its bytes behind the header."""
+
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of a file.
+
+    Attributes:
+        begin: the offset of the first tensor's bytes.
+        metadata: the texts of `__metadata__`.
+    """
+
+    begin: int
+    tensors: dict[str, TensorPlace]
+    metadata: dict[str, str]
 
 
 def looks_like_safetensors(head: bytes, size: int) -> bool:
@@ -55,13 +72,9 @@ def check_safetensors(source: ByteSource, named: Collection[str] = (), by: str =
         Damaged: the file is truncated, its header is wrong, or it lacks a tensor of `named`.
         Unchecked: a tensor has a dtype that this module does not know.
     """
-    length = int.from_bytes(take(source, 0, 8, "the header's length"), "little")
-    if length > min(_MAX_HEADER, source.size - 8):
-        raise Damaged(
-            0, f"a header of {length} bytes in a file of {source.size}; it is cut off, or never was safetensors"
-        )
-    begin = 8 + length
-    tensors = sorted(_tensors(source.read(8, length)).items(), key=lambda one: one[1].data_offsets)
+    header = read_header(source)
+    begin = header.begin
+    tensors = sorted(header.tensors.items(), key=lambda one: one[1].data_offsets)
     at = 0
     for name, tensor in tensors:
         where, (first, last) = f"tensor {name[:200]!a}", tensor.data_offsets
@@ -86,16 +99,26 @@ def check_safetensors(source: ByteSource, named: Collection[str] = (), by: str =
     return Sound("safetensors", "the format holds no digest of the tensors")
 
 
-def _tensors(header: bytes) -> dict[str, _Tensor]:
+def read_header(source: ByteSource) -> Header:
+    """Read the header of a file. Raises `Damaged`."""
+    length = int.from_bytes(take(source, 0, 8, "the header's length"), "little")
+    if length > min(_MAX_HEADER, source.size - 8):
+        raise Damaged(
+            0, f"a header of {length} bytes in a file of {source.size}; it is cut off, or never was safetensors"
+        )
+    return _parsed(source.read(8, length))
+
+
+def _parsed(header: bytes) -> Header:
     try:
         if not header.startswith(b"{"):
             raise ValueError("it does not begin with a brace")
         found = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         json.loads(header, object_pairs_hook=_without_duplicates)  # msgspec takes the last of equal names
         metadata = found.pop("__metadata__", None)
-        if metadata is not None:
-            msgspec.json.decode(metadata, type=dict[str, str] | None)
-        return {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in found.items()}
+        texts = msgspec.json.decode(metadata, type=dict[str, str] | None) if metadata is not None else None
+        tensors = {name: msgspec.json.decode(raw, type=TensorPlace) for name, raw in found.items()}
+        return Header(8 + len(header), tensors, texts or {})
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Damaged(8, f"the header is no JSON of tensors: {str(error)[:300]}") from None
 
