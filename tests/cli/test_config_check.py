@@ -140,6 +140,10 @@ def test_a_watched_directory_that_does_not_exist_is_named(tmp_path: Path, capsys
     watch = f'[[watch]]\ndirectory = "{tmp_path}/out"\nrun = "r"\n'
     (tmp_path / "tierd.toml").write_text(f'spool = "{tmp_path}/spool"\n' + _TIER.format(home=tmp_path) + watch)
     assert run(["config", "check", str(tmp_path / "tierd.toml")]) == 6
+    assert "out as run r  does not exist yet" in capsys.readouterr().out
+    (tmp_path / "out").write_text("")
+    assert run(["config", "check", str(tmp_path / "tierd.toml")]) == 6
     assert "out as run r  not a directory" in capsys.readouterr().out
+    (tmp_path / "out").unlink()
     (tmp_path / "out").mkdir()
     assert run(["config", "check", str(tmp_path / "tierd.toml")]) == 0

@@ -60,10 +60,13 @@ def test_a_watch_that_did_not_take_everything_ends_with_9(root: Path, caplog: py
 
 
 def test_a_directory_that_vanished_ends_a_watch_with_6(root: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(Path, "is_dir", lambda path: True)
-    assert watched(root.parent / "absent") == 6
+    layouts.torch_save(root)
+    assert watched(root) == 0
+    root.rename(root.parent / "elsewhere")
+    timed(monkeypatch, appear_s=0.2)
+    assert watched(root) == 6
     reported = capsys.readouterr().err
-    assert f"{root.parent}/absent: it cannot be watched: it does not exist; mount it, make it again" in reported
+    assert f"{root}: it cannot be watched: it does not exist; mount it, make it again" in reported
 
 
 def test_a_trainers_run_is_not_watched(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +103,8 @@ def test_a_status_names_what_is_not_taken_or_listed(root: Path) -> None:
 
 
 def test_the_alert_of_a_watch_that_was_taken_out_ends(root: Path) -> None:
-    watch = WatchConfig(directory=str(root / "absent"), run="r")
+    (root / "file").write_text("")
+    watch = WatchConfig(directory=str(root / "file"), run="r")
     with Daemon(root.parent / "spool", lambda: {"file": FileStore(root.parent / "tier")}, watch=(watch,)) as daemon:
         reconciler = daemon.reconciler
 

@@ -547,9 +547,23 @@ MUTANTS = (
     Mutant(
         "a directory that vanished is waited for",
         "tierd/daemon/intake/intake.py",
-        "            if one.error is not None and one.tries >= TRIES:\n",
+        "            if one.error is not None and one.has_failed(self._reconciler.timings.appear_s):\n",
         "            if False:\n",
         "pytest tests/watching/test_watch_ends.py -k vanished",
+    ),
+    Mutant(
+        "a watch ends when its directory has been missing for hours",
+        "tierd/daemon/intake/intake.py",
+        "min(one.tries, 10)",
+        "one.tries",
+        "pytest tests/watching/test_watch_waits.py --timeout 90 -k missing_for_a_day",
+    ),
+    Mutant(
+        "a watch of a directory that appears ends before its first unit",
+        "tierd/daemon/intake/intake.py",
+        "                one.awaited_s = None if watch.sees_units else one.awaited_s\n",
+        "                one.awaited_s = None\n",
+        "pytest tests/watching/test_watch_waits.py --timeout 90 -k backed_up",
     ),
     Mutant(
         "a new node forgets what the tiers' times contradict",

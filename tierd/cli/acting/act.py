@@ -207,7 +207,8 @@ def config_check(
             key = f"encrypted with key {keys[tier.name].id}  " if tier.name in keys else ""
             out.print(f"  {tier.name}  {parse_url(tier.url)}  {key}{_describe_reach(reached.get(tier.name))}")
         for index, watch in enumerate(found.watch):
-            there = "" if Path(watch.directory).is_dir() else "  not a directory"
+            where = Path(watch.directory)
+            there = "" if where.is_dir() else "  not a directory" if where.exists() else "  does not exist yet"
             out.print(f"  watch[{index}]  {watch.directory} as run {watch.run}{there}")
         for index, receiver in enumerate(without_addresses(found).notify):
             out.print(f"  notify[{index}]  {receiver.url or (receiver.command or ('',))[0]}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import stat
 from pathlib import Path
 from typing import Annotated
 
@@ -39,11 +41,11 @@ def watch(
     key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Take the checkpoints that another program writes below DIR, until SIGTERM. DIR is never written to. The spool is
-    `.NAME.tierd` beside DIR unless you name another. With --json, each event is a line on stdout."""
+    """Take the checkpoints that another program writes below DIR, until SIGTERM. A DIR that does not exist yet is waited
+    for. DIR is never written to. The spool is `.NAME.tierd` beside DIR unless you name another. With --json, each event
+    is a line on stdout."""
     where = directory.absolute()
-    if not where.is_dir():
-        raise ConfigError(f"{directory}: not a directory; make it, or name the one that the program writes to")
+    _check_directory(directory)
     key = str(key_file.absolute()) if key_file else None
     config = from_urls(
         str((spool or default_spool(where)).absolute()),
@@ -54,6 +56,22 @@ def watch(
     )
     if asyncio.run(serve(config, until_idle=until_idle, on_event=print_event if json else None)):
         raise typer.Exit(EXIT_UNFINISHED)  # the log says what is left
+
+
+def _check_directory(directory: Path) -> None:
+    """Refuse a path that is no directory. One where nothing is yet is waited for, because a job may start its program
+    and this command at once.
+    """
+    try:
+        mode = directory.stat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        raise ConfigError(f"{directory}: {error.strerror}; name the directory that the program writes to") from error
+    if not stat.S_ISDIR(mode):
+        raise ConfigError(f"{directory}: not a directory; name the directory that the program writes to")
 
 
 def default_spool(directory: Path) -> Path:

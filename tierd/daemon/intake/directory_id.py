@@ -45,17 +45,21 @@ class DirectoryId(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.node}:{self.path}"
 
 
+class DirectoryAbsent(StoreRefused):
+    """A watched directory does not exist: its program has yet to make it, or its mount is missing."""
+
+
 def identify(directory: Path) -> DirectoryId:
     """Describe a directory.
 
     Raises:
-        StoreRefused: it does not exist.
+        DirectoryAbsent: it does not exist.
         OSError: it cannot be reached.
     """
     try:
         found = directory.stat()
     except FileNotFoundError:
-        raise StoreRefused("it does not exist; mount it, make it again, or end this watch") from None
+        raise DirectoryAbsent("it does not exist; mount it, make it again, or end this watch") from None
     mount, boot = mount_of(directory), ""
     with suppress(OSError):
         boot = _BOOT.read_text().strip()

@@ -23,18 +23,19 @@ from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable, Tierd
 from tierd.core.ids import CheckpointId, PartId, pin_key
 from tierd.core.planning.place import SPOOL
 from tierd.core.retention.policy import seconds
-from tierd.daemon.intake.directory_id import identify
+from tierd.daemon.intake.directory_id import DirectoryAbsent, identify
 from tierd.daemon.intake.manifests import first_manifest
 from tierd.daemon.intake.other_watches import OtherWatches
 from tierd.daemon.intake.reports import ToReconciler
 from tierd.daemon.intake.taker import Taker
 from tierd.daemon.intake.unit_watch import UnitWatch
-from tierd.daemon.intake.watch_at_work import SILENT_S, TRIES, RunNotWatched, WatchAtWork, run_in
+from tierd.daemon.intake.watch_at_work import SILENT_S, RunNotWatched, WatchAtWork, run_in
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.timings import DaemonTimings
 from tierd.priority import lower
 from tierd.spool.commit import Room
 from tierd.stores.base import Store
+from tierd.stores.directory_overlap import check_apart
 from tierd.watching.naming import history, stepless_run
 from tierd.watching.unit_file import UNIT_NAME
 
@@ -76,7 +77,8 @@ class Intake:
     @property
     def busy(self) -> bool:
         """Whether a directory holds a unit that may still be taken."""
-        return any(one not in self._watching or not self._watching[one].is_at_rest for one in self._wanted())
+        appear_s = self._reconciler.timings.appear_s
+        return any(one not in self._watching or not self._watching[one].is_at_rest(appear_s) for one in self._wanted())
 
     def _wanted(self) -> dict[WatchConfig, bool]:
         """Return the watches that are to be at work, and whether each takes only the units without a step."""
@@ -92,7 +94,7 @@ class Intake:
         for one in self._watching.values():
             if isinstance(one.error, RunNotWatched):
                 return one.error
-            if one.error is not None and one.tries >= TRIES:
+            if one.error is not None and one.has_failed(self._reconciler.timings.appear_s):
                 return StoreRefused(f"{one.watch.directory}: it cannot be watched: {one.error}")
         return None
 
@@ -160,28 +162,60 @@ class Intake:
                     await self._check_run(run)
                     watch = await run_in(one, self._make, one, reports)
                 directory = await run_in(one, identify, Path(one.watch.directory))
+                await self._appeared(one)
                 if alone := await others.may_go_on(directory, time.monotonic()):
                     await self._observe_watch(one, watch, taker)
                     await self._share_pins(run, but=await watch.pins.share())
                 one.idle, one.tries, one.error = alone and not watch.waiting, 0, None
                 one.leaves_stepless = one.leaves_stepless or watch.leaves_stepless
+                one.awaited_s = None if watch.sees_units else one.awaited_s
                 self._warn(one, watch, others)
                 rest_s = rest_until_next(self._reconciler.timings, watch.listing_s, is_waiting=watch.waiting)
+            except DirectoryAbsent as error:
+                rest_s = self._wait_for(one, error, is_new=watch is None or watch.is_new)
             except Exception as error:  # also what nobody foresaw: a watch that ended would end without a word
                 if not isinstance(error, OSError | StoreRefused | ConfigError):
                     log.exception("%s: a look failed", one.watch.directory)
-                self._failed(one, error)
-                rest_s = min(_RETRY_S, self._reconciler.timings.watch_s * 2**one.tries)
+                rest_s = self._failed(one, error)
             else:
                 self._reconciler.journal.worked(("watch", run))
             await asyncio.sleep(rest_s)
 
-    def _failed(self, one: WatchAtWork, error: Exception) -> None:
-        """Report that a directory cannot be watched now."""
+    async def _appeared(self, one: WatchAtWork) -> None:
+        """Take up a directory that exists. One that appeared only now is compared with the spool and the tiers, as all
+        are at the daemon's start, because it may be a link into one of them.
+        """
+        if one.awaited_s is not None and not one.was_there:
+            await check_apart(self._reconciler.config)
+        if isinstance(one.error, DirectoryAbsent):
+            one.awaited_s = time.monotonic()
+            log.info("%s is there now, and is watched", one.watch.directory)
+        one.was_there = True
+
+    def _wait_for(self, one: WatchAtWork, error: DirectoryAbsent, *, is_new: bool) -> float:
+        """Wait for a directory, and return the seconds until the next try. One that existed before may be a mount that
+        is missing, which is a failure; a program has yet to make any other.
+        """
+        fresh, one.idle = not isinstance(one.error, DirectoryAbsent), False
+        if fresh:
+            one.awaited_s = time.monotonic()
+        if one.was_there or not is_new:
+            return self._failed(one, error)
+        directory, timings = one.watch.directory, self._reconciler.timings
+        one.error = DirectoryAbsent("it does not exist; name the directory that the program writes to, or make it")
+        self._reconciler.journal.warnings["watch", one.watch.run] = f"{directory} does not exist yet, and is waited for"
+        if fresh:
+            log.info("%s does not exist yet: waiting for it; --until-idle waits %g s", directory, timings.appear_s)
+        return timings.watch_s
+
+    def _failed(self, one: WatchAtWork, error: Exception) -> float:
+        """Report that a directory cannot be watched now, and return the seconds until the next try."""
         one.tries, one.error = one.tries + 1, error
         thing, directory = ("watch", one.watch.run), one.watch.directory
-        self._reconciler.journal.failed(thing, "observe", SPOOL, directory, str(error))
+        self._reconciler.journal.failed(thing, "observe", SPOOL, directory, f"{directory}: {error}")
         log.warning("%s: it cannot be watched now: %s", directory, error)
+        # Without a limit on the exponent, the product of a mount that is missing for hours is no float any more.
+        return min(_RETRY_S, self._reconciler.timings.watch_s * 2.0 ** min(one.tries, 10))
 
     def _report_silence(self, one: WatchAtWork) -> None:
         """Report a call that may hang, as a failed try, and again if it goes on."""

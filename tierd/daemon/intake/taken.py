@@ -71,6 +71,11 @@ class TakenUnits:
         ):
             self._record = _decoder.decode(file.read())
 
+    @property
+    def is_new(self) -> bool:
+        """Whether no listing has shown a unit yet, also to an earlier daemon of the spool."""
+        return self._record is None
+
     def has(self, path: str, shape: Shape) -> bool:
         """Whether a unit was taken as it is now."""
         return self._record is not None and self._record.taken.get(path) == _sizes(shape)

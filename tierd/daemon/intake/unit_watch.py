@@ -137,6 +137,16 @@ class UnitWatch:
         """
         return self._settling.is_waiting(self._unread)
 
+    @property
+    def is_new(self) -> bool:
+        """Whether no listing of the directory has shown a unit yet, also to an earlier daemon of the spool."""
+        return self._taken.is_new
+
+    @property
+    def sees_units(self) -> bool:
+        """Whether the last listing shows a unit, complete or not."""
+        return bool(self._settling.units)
+
     def observe(self, known: History, now_s: float, *, may_take: bool = True) -> None:
         """List the directory, and take every unit that is due.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +16,7 @@ from typing import ParamSpec, TypeVar
 
 from tierd.core.config import WatchConfig
 from tierd.core.errors import ConfigError
+from tierd.daemon.intake.directory_id import DirectoryAbsent
 from tierd.own_thread import in_own_thread
 
 log = logging.getLogger("tierd.daemon")
@@ -49,6 +51,9 @@ class WatchAtWork:
         idle: whether its last listing left nothing to take.
         tries: how many times in a row the directory could not be watched.
         error: why it cannot be watched.
+        was_there: whether the directory existed at an earlier try.
+        awaited_s: since when the watch waits for the directory, or for a first unit in it after that, by the monotonic
+            clock; None: it does not.
         refused: the units that are not taken as they are, by path, and why.
         silent_s: for how many seconds the call that runs has given no sign of life, or has not counted as a failed try,
             without time in which the daemon was stopped. Negative while it may be silent for longer. None if none runs.
@@ -61,14 +66,28 @@ class WatchAtWork:
     idle: bool = False
     tries: int = 0
     error: Exception | None = None
+    was_there: bool = False
+    awaited_s: float | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     silent_s: float | None = None
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether nothing is left to take, or the directory cannot be watched."""
-        return self.idle or self.tries >= TRIES or isinstance(self.error, RunNotWatched)
+    def is_at_rest(self, appear_s: float) -> bool:
+        """Whether nothing is left to take, or the directory cannot be watched.
+
+        Args:
+            appear_s: how long a directory that does not exist, and then its first unit, are waited for.
+        """
+        return self.has_failed(appear_s) or (self.idle and not self._is_awaiting(appear_s))
+
+    def has_failed(self, appear_s: float) -> bool:
+        """Whether no further try is waited for; `appear_s` as for `is_at_rest`."""
+        if isinstance(self.error, DirectoryAbsent):
+            return not self._is_awaiting(appear_s)
+        return isinstance(self.error, RunNotWatched) or (self.error is not None and self.tries >= TRIES)
+
+    def _is_awaiting(self, appear_s: float) -> bool:
+        return self.awaited_s is not None and time.monotonic() - self.awaited_s < appear_s
 
     def has_hung(self, passed_s: float) -> bool:
         """Count the time since the last question, and return whether a call runs that may hang."""
