@@ -8,6 +8,7 @@ EXIT_NOT_EXACT = 8
 EXIT_UNFINISHED = 9
 EXIT_WARNING, EXIT_ALERT = 10, 11
 EXIT_UNDELIVERED = 12
+EXIT_NOTHING_TAKEN = 13
 
 EXIT_CODES: dict[int, str] = {
     0: "done; nothing wrong was found",
@@ -26,5 +27,7 @@ EXIT_CODES: dict[int, str] = {
     "`advise --notice`: the state is not in time",
     EXIT_ALERT: "`status --check`: an alert: somebody has to act, or checkpoints may be lost; "
     "`doctor`: something that is needed will fail",
+    EXIT_NOTHING_TAKEN: "`--until-idle`: no checkpoint of a watched directory was ever taken, because it has none that "
+    "tierd knows, or is empty",
     EXIT_UNDELIVERED: "`follow --once`: a checkpoint could not be delivered, or its command failed",
 }

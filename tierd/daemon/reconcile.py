@@ -38,6 +38,7 @@ from tierd.daemon.reconciling.requests import ClientRequests
 from tierd.daemon.reconciling.setup import Setup
 from tierd.daemon.reconciling.worker_loop import WORKER, WorkerLoop
 from tierd.daemon.reports.problems import Problem
+from tierd.daemon.reports.watches import WatchStatus
 from tierd.daemon.scrub.repairer import Repairer
 from tierd.daemon.scrub.scrubber import Scrubber
 from tierd.daemon.spool_space import SpoolSpace
@@ -74,6 +75,7 @@ class Reconciler:
         pause: whether the tiers are paused.
         journal: the events, alerts and counters.
         save_events: reports what becomes of saves and restores.
+        watches: by run, what its watch last saw.
         timings: the durations that nobody configures.
 
     Args:
@@ -112,6 +114,7 @@ class Reconciler:
             self.timings.room_s,
         )
         self.save_events = SaveEvents(self.journal)
+        self.watches: dict[str, WatchStatus] = {}
         self._moved = asyncio.Condition()  # notified after every observation and every action
         self._planner = Planner()
         self._random = jitter or random.Random()  # noqa: S311

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierd.core.config import Config
+from tierd.core.errors import NothingTaken
 from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
 from tierd.core.planning.unflushed import Remaining
@@ -99,6 +100,7 @@ async def serve(
         ConfigError: as `open_all`; or two tiers are one place under two names; or a watched run is a trainer's, and
             nothing else can be served.
         StoreRefused: with `until_idle`: a watched directory cannot be watched.
+        NothingTaken: with `until_idle`: no checkpoint of a watched directory was ever taken, and nothing else is wrong.
     """
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
@@ -178,6 +180,8 @@ async def serve(
             elif not work.done():
                 failure, left = intake.failure, intake.refused
                 undone = reconciler.undone()
+                if not (failure or left or undone) and (why := intake.untaken):
+                    failure = NothingTaken("; ".join(why))
         finally:
             tasks = (work, taking, life, idle, refusing, comparing, stopped, reloading, recording, answering)
             for task in tasks:

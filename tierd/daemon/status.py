@@ -18,6 +18,7 @@ from tierd.core.timeline.launches import Lease, Rival, beside, leases
 from tierd.core.urls import parse_url
 from tierd.daemon.peers import THIS
 from tierd.daemon.reports.problems import Problem, all_problems
+from tierd.daemon.reports.watches import WatchStatus
 from tierd.daemon.scrub.scrub_status import ScrubStatus
 from tierd.events.journal import AlertStatus, now
 from tierd.events.notifier import NotifyStatus
@@ -120,6 +121,7 @@ class Status:
         events: the last events.
         alerts: failures that go on.
         notify: the receivers of events.
+        watches: the watched directories.
     """
 
     at: str
@@ -143,6 +145,7 @@ class Status:
     events: tuple[Event, ...]
     alerts: tuple[AlertStatus, ...]
     notify: tuple[NotifyStatus, ...]
+    watches: tuple[WatchStatus, ...] = ()
 
 
 def status(
@@ -173,6 +176,7 @@ def status(
         events=tuple(reconciler.journal.events),
         alerts=reconciler.journal.alerts(),
         notify=notify,
+        watches=tuple(reconciler.watches[run] for run in sorted(reconciler.watches)),
     )
     return replace(found, problems=(*all_problems(found, reconciler.journal), *reconciler.undone()))
 

@@ -51,6 +51,7 @@ class DaemonTimings:
         tick_s: between two polls of the hand-off socket.
         watch_s: between two listings of a watched directory.
         appear_s: how long `--until-idle` waits for a watched directory that does not exist, then for its first unit.
+        untaken_s: how long a watched directory has files, and nothing of it is taken, until that is reported.
         settle_s: how long a unit of a watched directory has to be unchanged before it is taken.
         renew_s: between two announcements of the node that takes the units of a watched run.
         idle_renew_s: the longest time between two records of a watch that has nothing to take.
@@ -89,6 +90,7 @@ class DaemonTimings:
     tick_s: float = 0.5
     watch_s: float = 3.0
     appear_s: float = 600.0
+    untaken_s: float = 900.0
     settle_s: float = 10.0
     renew_s: float = 30.0
     idle_renew_s: float = 600.0

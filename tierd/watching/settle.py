@@ -133,6 +133,12 @@ class Settling:
         left = (unit for path, unit in self.units.items() if self._seen[path].left and not unit.begun)
         return {unit.path: unit.missing for unit in left if unit.missing and unit.layout in UNCERTAIN}
 
+    @property
+    def left(self) -> dict[str, str]:
+        """The units at rest that are incomplete or mixed from two saves, by path, and why."""
+        mixed = "its files seem to be of two saves"
+        return {path: self.units[path].missing or mixed for path, seen in self._seen.items() if seen.left}
+
     def restless(self, now_s: float, for_s: float) -> list[str]:
         """The units of the last listing that have kept changing for so many seconds, without a rest of `settle_s`."""
         return [path for path, seen in self._seen.items() if not seen.rested and now_s - seen.changing_s >= for_s]

@@ -560,9 +560,9 @@ MUTANTS = (
     ),
     Mutant(
         "a watch of a directory that appears ends before its first unit",
-        "tierd/daemon/intake/intake.py",
-        "                one.awaited_s = None if watch.sees_units else one.awaited_s\n",
-        "                one.awaited_s = None\n",
+        "tierd/daemon/intake/reports.py",
+        "    one.awaited_s = None if status.checkpoints else one.awaited_s\n",
+        "    one.awaited_s = None\n",
         "pytest tests/watching/test_watch_waits.py --timeout 90 -k backed_up",
     ),
     Mutant(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,13 +13,15 @@ from tierd.cli.acting.watch import DirectoryArgument, default_spool
 from tierd.cli.known import note_unknown
 from tierd.cli.options import JsonOption, KeyFileOption, Places, SpoolOption, ToOption, check_whose
 from tierd.cli.reading.restore import with_tiers
-from tierd.cli.tables import console, print_json, table
+from tierd.cli.tables import complain, console, print_json, table
 from tierd.core.config import from_urls
 from tierd.core.ids import check_run
 from tierd.daemon.intake.prepare import Prepared, PreparedUnit
 from tierd.daemon.intake.prepare import prepare as prepare_directory
 from tierd.daemon.transfer.download import Progress
 from tierd.spool.spool import Spool
+from tierd.watching.files import Tree
+from tierd.watching.passed_over import passed_over
 
 
 def register(app: typer.Typer) -> None:
@@ -43,11 +47,30 @@ def prepare(
     found = asyncio.run(with_tiers(config, moved, lambda stores: prepare_directory(where, run, own, stores, moved)))
     if not any(one.verdict in ("verified", "missing") for one in found.units):
         note_unknown(Places(own, config, policy=False), run)
+    if not found.units and (text := _nothing(directory)):
+        complain(text)
     print_json(found) if json else _show(found)
+
+
+def _nothing(directory: Path) -> str:
+    """Say that a directory has files and no checkpoint; empty if it has no files, as before a first launch."""
+    with Tree(directory, skip=True) as tree:
+        listing = tree.listing()
+    files, groups = passed_over(listing, ())
+    names = "; ".join(str(group) for group in groups[:2])
+    return (
+        f"{directory}: it has no checkpoint that tierd knows, and {files} files were left as they are: {names}; "
+        f"`tierd watch --explain {shlex.quote(str(directory))}` says why"
+        if files
+        else ""
+    )
 
 
 def _show(found: Prepared) -> None:
     out = console()
+    if not found.units:
+        out.print("no checkpoint is there, and no place has one of this run: nothing was done")
+        return
     rows = [(one.path, str(one.step), one.verdict, _done(one)) for one in found.units]
     out.print(table(None, ("PATH", "STEP", "FOUND", "DONE"), rows))
     for one in found.units:

@@ -41,7 +41,7 @@ def watch(
     key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Take the checkpoints that another program writes below DIR, until SIGTERM. A DIR that does not exist yet is waited
+    """Take the checkpoints that another program writes below DIR, until SIGTERM. A DIR that does not exist is waited
     for. DIR is never written to. The spool is `.NAME.tierd` beside DIR unless you name another. With --json, each event
     is a line on stdout."""
     where = directory.absolute()

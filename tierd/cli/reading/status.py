@@ -23,8 +23,10 @@ from tierd.events.alerts import ANSWER, BACKLOG, READ
 from tierd.ipc import messages, replies
 from tierd.ipc.client import Link
 from tierd.spool.spool import Spool
+from tierd.watching.passed_over import PassedOver
 
 Members = dict[str, Any]
+_SHOWN = 5  # reasons and groups of files of a watched directory
 
 
 def register(app: typer.Typer) -> None:
@@ -195,6 +197,17 @@ def _policies(answer: Members) -> Iterator[str]:
     yield from disagreements(answer.get("policies", []))
 
 
+def _watches(answer: Members) -> Iterator[str]:
+    for one in answer.get("watches", []):
+        waits = f"; it waits: {one['waits']}" if one["waits"] else ""
+        counts = f"{one['checkpoints']} checkpoints there, {one['not_taken']} of them not taken"
+        yield f"watching {one['directory']} as run {one['run']}: {counts}; {one['files']} files belong to none{waits}"
+        for unit in one["reasons"][:_SHOWN]:
+            yield f"  {unit['path']} is not taken: {unit['why']}"
+        for group in one["passed_over"][:_SHOWN]:
+            yield f"  passed over: {msgspec.convert(group, PassedOver)}"
+
+
 def _notify(answer: Members) -> Iterator[str]:
     for one in answer["notify"]:
         failed = f", the last failed: {one['last_error']}" if one["last_error"] else ""
@@ -232,6 +245,7 @@ SECTIONS: tuple[Callable[[Members], Iterator[str | Table]], ...] = (
     _tiers,
     _compression,
     _policies,
+    _watches,
     _notify,
     _alerts,
     _events,

@@ -80,6 +80,23 @@ function showTier(tier) {
     throughput(tier.name), make("dl", {}, facts.map(([name, value]) => [make("dt", {}, name), make("dd", {}, value)])));
 }
 
+function showWatch(watch) {
+  const counts = `${watch.checkpoints} checkpoints, ${watch.not_taken} of them not taken; ${watch.files} files belong to none`;
+  const left = watch.reasons.map((one) => make("li", {}, chip("not taken", "warning"), `${one.path}: ${one.why}`));
+  const over = watch.passed_over.map((one) => {
+    const more = one.count > one.names.length ? ` and ${one.count - one.names.length} more` : "";
+    return make("li", {}, chip("passed over"), `${one.names.join(", ")}${more}${one.directory ? ` in ${one.directory}` : ""}: ${one.why}`);
+  });
+  return make("div", { class: "card" }, make("div", { class: "head" }, make("h3", {}, watch.run), make("span", { class: "soft" }, watch.directory)),
+    watch.waits ? chip(`waits: ${watch.waits}`, "warning") : "", make("p", { class: "soft" }, counts), make("ul", {}, left, over));
+}
+
+function showWatches() {
+  const found = status.watches || [];
+  document.getElementById("watched").hidden = !found.length;
+  put("watches", found.map(showWatch));
+}
+
 function showEvents() {
   const list = status.events.slice(-60).reverse().map((one) => {
     const kind = { failing: "alert", "persist failed": "alert", corrupt: "alert", quarantined: "alert", "given up": "alert",
@@ -216,6 +233,7 @@ async function refresh() {
     showDaemon();
     showProblems();
     put("tiers", make("div", { class: "grid" }, status.tiers.map(showTier)));
+    showWatches();
     showRuns();
     showEvents();
   } catch (error) {

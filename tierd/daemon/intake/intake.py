@@ -26,11 +26,12 @@ from tierd.core.retention.policy import seconds
 from tierd.daemon.intake.directory_id import DirectoryAbsent, identify
 from tierd.daemon.intake.manifests import first_manifest
 from tierd.daemon.intake.other_watches import OtherWatches
-from tierd.daemon.intake.reports import ToReconciler
+from tierd.daemon.intake.reports import ToReconciler, forget, report, report_absent
 from tierd.daemon.intake.taker import Taker
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.daemon.intake.watch_at_work import SILENT_S, RunNotWatched, WatchAtWork, run_in
 from tierd.daemon.reconcile import Reconciler
+from tierd.daemon.reports.watches import nothing_taken
 from tierd.daemon.timings import DaemonTimings
 from tierd.priority import lower
 from tierd.spool.commit import Room
@@ -103,6 +104,13 @@ class Intake:
         """The units that are not taken as they are, as paths."""
         return tuple(f"{one.watch.directory}/{path}" for one in self._watching.values() for path in one.refused)
 
+    @property
+    def untaken(self) -> tuple[str, ...]:
+        """The directories of which nothing was ever taken, in words that say why."""
+        return tuple(
+            nothing_taken(self._reconciler.watches[one.watch.run]) for one in self._watching.values() if one.is_untaken
+        )
+
     async def run(self) -> None:
         """Watch until cancelled."""
         asked_s = time.monotonic()
@@ -126,7 +134,7 @@ class Intake:
 
     async def _end(self, one: WatchAtWork) -> None:
         one.ending = True
-        self._reconciler.journal.warnings.pop(("watch", one.watch.run), None)
+        forget(self._reconciler, one)
         if one.task is not None:
             one.task.cancel()
             await asyncio.gather(one.task, return_exceptions=True)
@@ -168,8 +176,7 @@ class Intake:
                     await self._share_pins(run, but=await watch.pins.share())
                 one.idle, one.tries, one.error = alone and not watch.waiting, 0, None
                 one.leaves_stepless = one.leaves_stepless or watch.leaves_stepless
-                one.awaited_s = None if watch.sees_units else one.awaited_s
-                self._warn(one, watch, others)
+                report(self._reconciler, one, watch, others.awaited)
                 rest_s = rest_until_next(self._reconciler.timings, watch.listing_s, is_waiting=watch.waiting)
             except DirectoryAbsent as error:
                 rest_s = self._wait_for(one, error, is_new=watch is None or watch.is_new)
@@ -203,7 +210,7 @@ class Intake:
             return self._failed(one, error)
         directory, timings = one.watch.directory, self._reconciler.timings
         one.error = DirectoryAbsent("it does not exist; name the directory that the program writes to, or make it")
-        self._reconciler.journal.warnings["watch", one.watch.run] = f"{directory} does not exist yet, and is waited for"
+        report_absent(self._reconciler, one)
         if fresh:
             log.info("%s does not exist yet: waiting for it; --until-idle waits %g s", directory, timings.appear_s)
         return timings.watch_s
@@ -280,19 +287,6 @@ class Intake:
             manifest = await first_manifest(part, self._reconciler.spool, self._reconciler.stores)
         if manifest is not None and all(file.path != UNIT_NAME for file in manifest.files):
             raise RunNotWatched(f"run {run!r}: a trainer saved {part.checkpoint}; give --run another name")
-
-    def _warn(self, one: WatchAtWork, watch: UnitWatch, others: OtherWatches) -> None:
-        """Have the status show what is not taken or not readable, or for what the watch waits."""
-        directory, thing = one.watch.directory, ("watch", one.watch.run)
-        one.refused = dict(watch.refused)
-        texts = [f"{directory}: {others.awaited}"] if others.awaited else []
-        texts += [f"{directory}/{path} is not taken: {why}" for path, why in watch.refused.items()]
-        texts += [f"{directory}/{path} cannot be listed, and is skipped" for path in watch.unreadable]
-        if texts:
-            more = f"; and {len(texts) - 1} more" if texts[1:] else ""
-            self._reconciler.journal.warnings[thing] = f"{texts[0]}{more}"
-        else:
-            self._reconciler.journal.warnings.pop(thing, None)
 
     async def _share_pins(self, run: str, but: Set[CheckpointId]) -> None:
         """Put the pins that only the spool has on every tier, because a spool may be lost."""

@@ -76,6 +76,11 @@ class TakenUnits:
         """Whether no listing has shown a unit yet, also to an earlier daemon of the spool."""
         return self._record is None
 
+    @property
+    def has_any(self) -> bool:
+        """Whether a unit was taken, also by an earlier daemon of the spool."""
+        return self._record is not None and bool(self._record.taken)
+
     def has(self, path: str, shape: Shape) -> bool:
         """Whether a unit was taken as it is now."""
         return self._record is not None and self._record.taken.get(path) == _sizes(shape)

@@ -25,6 +25,7 @@ from tierd.daemon.intake.series_pins import SeriesPins
 from tierd.daemon.intake.taken import TakenUnits
 from tierd.daemon.intake.taking import Busy, check_closed, stage_unit
 from tierd.daemon.intake.watch_at_work import Stopped
+from tierd.daemon.reports.watches import WatchStatus, reasons
 from tierd.formats.byte_source import ByteSource
 from tierd.priority import cpu_wait_s
 from tierd.spool.commit import CommittedPart, Room
@@ -37,6 +38,7 @@ from tierd.watching.files import Tree
 from tierd.watching.inspect import Changed, Inspected, Opener, inspect_unit
 from tierd.watching.listing import Listing
 from tierd.watching.naming import History, Named, is_in_range, name_unit, order_of, series_of, step_of
+from tierd.watching.passed_over import PassedOver, passed_over
 from tierd.watching.pointers import may_point, points_to
 from tierd.watching.settle import Due, Settling, is_unchanged
 from tierd.watching.unit import Unit
@@ -127,6 +129,8 @@ class UnitWatch:
         self._restless: frozenset[str] = frozenset()  # units that were reported because they never rest
         self._incomplete: frozenset[str] = frozenset()  # units that were reported because they lack a file
         self._links = OutwardLinks(directory)
+        self._all: Sequence[Unit] = ()  # the units of the last listing, also those that this watch does not take
+        self._passed_over: tuple[int, tuple[PassedOver, ...]] = (0, ())  # by the last listing
         self._doubted = False  # whether a doubt about the order was reported
 
     @property
@@ -143,9 +147,23 @@ class UnitWatch:
         return self._taken.is_new
 
     @property
-    def sees_units(self) -> bool:
-        """Whether the last listing shows a unit, complete or not."""
-        return bool(self._settling.units)
+    def has_taken(self) -> bool:
+        """Whether a unit was taken, also by an earlier daemon of the spool or by another node."""
+        return self._taken.has_any or bool(self._known.made)
+
+    @property
+    def status(self) -> WatchStatus:
+        """What the last listing shows."""
+        not_taken = {**self._settling.left, **self.refused}
+        return WatchStatus(
+            directory=str(self._directory),
+            run=self._run,
+            checkpoints=len(self._settling.units),
+            not_taken=len(not_taken),
+            reasons=reasons(not_taken),
+            files=self._passed_over[0],
+            passed_over=self._passed_over[1],
+        )
 
     def observe(self, known: History, now_s: float, *, may_take: bool = True) -> None:
         """List the directory, and take every unit that is due.
@@ -163,9 +181,10 @@ class UnitWatch:
         with Tree(self._directory, skip=True, going=self._going) as tree:
             began_s = time.monotonic() - cpu_wait_s()
             listing = self._listing = tree.names()
+            due = self._settling.observe(listing, now_s)
+            self._passed_over = (0, ()) if self._stepless else passed_over(listing, self._all)
             self.listing_s = time.monotonic() - cpu_wait_s() - began_s
             self.unreadable = tuple(tree.unreadable)
-            due = self._settling.observe(listing, now_s)
             self._forget()
             self._refuse_names(tree.unnamed)
             self._refuse_restless()
@@ -181,6 +200,7 @@ class UnitWatch:
 
     def _choose(self, found: Sequence[Unit]) -> Sequence[Unit]:
         """Return the units of a listing that this watch takes."""
+        self._all = found
         if self._stepless:
             return [unit for unit in found if unit.step is None]
         stepped = [unit for unit in found if unit.step is not None]

@@ -51,6 +51,9 @@ class WatchAtWork:
         idle: whether its last listing left nothing to take.
         tries: how many times in a row the directory could not be watched.
         error: why it cannot be watched.
+        is_untaken: whether the last listing was made and nothing of the directory was ever taken.
+        untaken_s: since when it has files and nothing of it was taken, by the monotonic clock; None: that is not so.
+        untaken_reported: whether an event reported that.
         was_there: whether the directory existed at an earlier try.
         awaited_s: since when the watch waits for the directory, or for a first unit in it after that, by the monotonic
             clock; None: it does not.
@@ -66,6 +69,9 @@ class WatchAtWork:
     idle: bool = False
     tries: int = 0
     error: Exception | None = None
+    is_untaken: bool = False
+    untaken_s: float | None = None
+    untaken_reported: bool = False
     was_there: bool = False
     awaited_s: float | None = None
     refused: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,66 @@
+"""What the watches of a daemon see, in words: for the status, and at the end of a watch that took nothing."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tierd.watching.passed_over import PassedOver
+
+_MOST = 20  # units that a status names
+
+
+@dataclass(frozen=True, slots=True)
+class NotTaken:
+    """A checkpoint in a watched directory that is not taken as it is.
+
+    Attributes:
+        path: its path in the directory.
+        why: the reason, for people.
+    """
+
+    path: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class WatchStatus:
+    """A watched directory, as it was last listed.
+
+    Attributes:
+        directory: the directory.
+        waits: for what the watch waits, as for the directory itself; empty: for nothing.
+        checkpoints: how many checkpoints lie there, complete or not.
+        not_taken: how many of them are not taken as they are.
+        reasons: the first 20 of these, and why.
+        files: how many files belong to no checkpoint.
+        passed_over: these files, in at most 20 groups.
+    """
+
+    directory: str
+    run: str
+    waits: str = ""
+    checkpoints: int = 0
+    not_taken: int = 0
+    reasons: tuple[NotTaken, ...] = ()
+    files: int = 0
+    passed_over: tuple[PassedOver, ...] = ()
+
+
+def reasons(not_taken: Mapping[str, str]) -> tuple[NotTaken, ...]:
+    """Return the first units that are not taken, by path, and why."""
+    return tuple(NotTaken(path, not_taken[path]) for path in sorted(not_taken)[:_MOST])
+
+
+def nothing_taken(found: WatchStatus) -> str:
+    """Say why nothing was taken from a directory, and what to do about it."""
+    explain = f"`tierd watch --explain {shlex.quote(found.directory)}` says why"
+    if found.reasons:
+        first = found.reasons[0]
+        return f"{found.directory}: nothing was taken; {first.path}: {first.why}; {explain}"
+    if not found.files:
+        return f"{found.directory}: nothing was taken: it has no file; does the program write to another directory?"
+    names = "; ".join(str(group) for group in found.passed_over[:2])
+    of = "its only file belongs to none" if found.files == 1 else f"its {found.files} files belong to none"
+    return f"{found.directory}: nothing was taken: it has no checkpoint that tierd knows, and {of}: {names}; {explain}"

@@ -1,0 +1,90 @@
+"""Group the files of a listing that belong to no unit, so that a person sees what a watch leaves. Pure.
+
+Invariant: the answer has at most `_GROUPS` groups of `_NAMES` names, however many files there are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tierd.watching.listing import Kind, Listing
+from tierd.watching.unit import Unit
+
+_GROUPS = 20
+_NAMES = 3
+# The endings of what programs write beside checkpoints. Such names are grouped last, because they are seldom missed.
+_BESIDE = frozenset(
+    (
+        *(".log", ".out", ".err", ".csv", ".tsv", ".json", ".jsonl", ".yaml", ".yml", ".txt", ".md", ".html", ".py"),
+        *(".png", ".jpg", ".jpeg", ".gif", ".svg", ".mp4", ".wav", ".flac", ".pdf", ".tfevents"),
+    )
+)
+_EVENTS = "events.out.tfevents."  # of TensorBoard; a host's name follows
+_ENDING = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,15}")
+_WHY: dict[Kind, str] = {
+    "link": "links are not followed",
+    "other": "it is neither a file nor a directory that can be read",
+}
+_HIDDEN = "a name that begins with a dot is not a checkpoint's"
+_USUAL = "such names are of logs, settings, texts and pictures"
+_UNKNOWN = "no layout that tierd knows has such names"
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """Files of one directory that belong to no checkpoint.
+
+    Attributes:
+        directory: the directory, from the watched one; empty for the watched one itself.
+        ending: the ending of their names, with its dot; empty if they have none.
+        count: how many there are.
+        names: the first names.
+        why: why no checkpoint has them.
+    """
+
+    directory: str
+    ending: str
+    count: int
+    names: tuple[str, ...]
+    why: str
+
+    def __str__(self) -> str:
+        more = f" and {self.count - len(self.names)} more" if self.count > len(self.names) else ""
+        where = f" in {self.directory}" if self.directory else ""
+        return f"{', '.join(self.names)}{more}{where}: {self.why}"
+
+
+def passed_over(listing: Listing, units: Iterable[Unit]) -> tuple[int, tuple[PassedOver, ...]]:
+    """Return how many files, links and special files belong to no unit, and groups of them.
+
+    Names of no known kind come first, then the largest groups.
+    """
+    taken = {path for unit in units for path in (*unit.files, *unit.strange, *unit.markers)}
+    groups: dict[tuple[str, str, Kind, bool], list[str]] = {}
+    for path, entry in listing.entries.items():
+        if entry.kind != "directory" and path not in taken:
+            directory, _, name = path.rpartition("/")
+            groups.setdefault((directory, _ending(name), entry.kind, name.startswith(".")), []).append(name)
+    found = [
+        PassedOver(directory, ending, len(names), tuple(sorted(names)[:_NAMES]), _why(ending, kind, hidden))
+        for (directory, ending, kind, hidden), names in groups.items()
+    ]
+    found.sort(key=lambda group: (group.why in (_USUAL, _HIDDEN), -group.count, group.directory, group.ending))
+    return sum(group.count for group in found), tuple(found[:_GROUPS])
+
+
+def _ending(name: str) -> str:
+    if name.startswith(_EVENTS):
+        return ".tfevents"
+    _, dot, ending = name.rpartition(".")
+    return f".{ending}" if dot and _ENDING.fullmatch(ending) else ""
+
+
+def _why(ending: str, kind: Kind, hidden: bool) -> str:
+    if kind != "file":
+        return _WHY[kind]
+    if hidden:
+        return _HIDDEN
+    return _USUAL if ending.lower() in _BESIDE else _UNKNOWN
