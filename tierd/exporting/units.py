@@ -28,6 +28,7 @@ from tierd.exporting.tensors import Piece, SavedTensor
 from tierd.formats.byte_source import Damaged, Unchecked
 from tierd.formats.safetensors import check_safetensors, looks_like_safetensors, read_header
 from tierd.state.containers import replaced
+from tierd.watching.step_in_name import is_weights
 from tierd.watching.unit_file import UNIT_NAME
 
 _MODEL = "model"  # the entry under which weights in safetensors stand
@@ -62,7 +63,8 @@ def read_unit(files: PartRanges, first: PartId, only: str | None) -> Contents:
     if tensors:
         return _of_tensors(reader, first, tensors, only)
     weights = [path for path in paths if names[path].startswith("pytorch_model") and path.endswith(".bin")]
-    archives = weights or (paths if len(paths) == 1 else [])
+    alone = [path for path in paths if is_weights(names[path])] if len(paths) > 1 else paths
+    archives = weights or (alone if len(alone) == 1 else [])
     if form := other_form(reader, first, archives or paths):
         raise StateRefused(f"{first.checkpoint}: {form}")
     if archives:

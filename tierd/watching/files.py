@@ -50,6 +50,7 @@ class Tree:
 
     def __init__(self, directory: Path, *, skip: bool = False, going: Callable[[], None] = lambda: None) -> None:
         self._shown, self._skip, self._going = directory, skip, going
+        self._passes_over = skip  # a directory that may not be read
         self.unreadable: list[str] = []
         self.unnamed: list[str] = []
         self.unfollowed: dict[str, tuple[Status, str]] = {}
@@ -166,7 +167,7 @@ class Tree:
         except OSError as error:
             if path and error.errno in _REPLACED:
                 return []  # since the parent was listed
-            if isinstance(error, PermissionError) and path and (self._skip or path == _LOST_FOUND):
+            if isinstance(error, PermissionError) and path and (self._passes_over or path == _LOST_FOUND):
                 self._pass_over(path, entries)
                 return []
             raise StoreRefused(f"{self._shown / path}: it cannot be listed: {error.strerror}") from error
@@ -209,7 +210,7 @@ class Tree:
                         entries[path] = status(name, descriptor)
                         del paths[path]
         except PermissionError as error:  # its names may be read, and its files may not
-            if not directory or not self._skip:
+            if not directory or not self._passes_over:
                 raise StoreRefused(f"{self._shown / directory}: it cannot be listed: {error.strerror}") from error
             paths = {path: path for path in entries if path.startswith(f"{directory}/")}
             self._pass_over(directory, entries)

@@ -93,7 +93,8 @@ def _snapshot(real: Path) -> Path:
 class FollowingTree(Tree):
     """A directory that is listed with its links to files as those files.
 
-    A link beside a checkpoint that leads to one of its files stays a link: it only points to what is listed anyway.
+    A link beside a checkpoint that leads to one of its files stays a link: it only points to what is listed anyway. A
+    directory that may not be read is noted in `unfollowed`, too.
 
     Args:
         directory: the real path of the directory.
@@ -106,6 +107,7 @@ class FollowingTree(Tree):
 
     def __init__(self, directory: Path, named: Path, given: Path) -> None:
         super().__init__(directory)
+        self._passes_over = True
         self._real = str(directory)
         self._named = str(named if named.is_dir() else directory)
         self._given = str(given.absolute() if named.is_dir() else given.absolute().parent)
@@ -132,7 +134,8 @@ class FollowingTree(Tree):
         return self._followed(super().files())
 
     def stray(self, units: Iterable[Unit]) -> dict[str, tuple[Status, str]]:
-        """Return the links of the last listing that are no unit's and would be weights, as `unfollowed` has them."""
+        """Return, as `unfollowed` has them, the last listing's links that are no unit's and would be weights, and the
+        directories that may not be read."""
         inside = {path for unit in units for path in unit.strange}
         return {path: why for path, why in self.unfollowed.items() if path in self._content - inside}
 
@@ -152,6 +155,9 @@ class FollowingTree(Tree):
         inside = {path for unit in found for path in unit.strange}
         members = {f"{self._real}/{path}" for unit in found for path in unit.files}
         followed = dict(entries)
+        for path in self.unreadable:
+            self.unfollowed[path] = "unreadable", "a directory that may not be listed"
+            self._content.add(path)
         for path in [path for path, entry in entries.items() if entry.kind == "link"]:
             try:
                 leads_to, entry = self._resolve(path)

@@ -475,6 +475,20 @@ MUTANTS = (
         f"{_TEST_IMPORT} -k changes_while",
     ),
     Mutant(
+        "a damaged checkpoint hides a sound one of its step in another directory",
+        _IMPORTING,
+        "            if imported is None:\n",
+        "            if one is candidates[0]:\n",
+        "pytest tests/watching/test_twins.py -k 'imported and another_directory'",
+    ),
+    Mutant(
+        "a damaged form of a step hides the sound one",
+        "tierd/watching/twins.py",
+        "if len(twins.keys() - {\"\"}) > 1 else ():",
+        "if len(twins.keys() - {\"\"}) > 9 else ():",
+        "pytest tests/watching/test_twins.py -k another_format",
+    ),
+    Mutant(
         "a link leads out of what was named",
         "tierd/watching/followed.py",
         "            if not is_within(at, within):\n",

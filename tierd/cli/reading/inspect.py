@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,7 @@ from tierd.watching.followed import FollowingTree, NamedPlace, named_place
 from tierd.watching.inspect import Finding, Inspected, Opener, Status, inspect_unit
 from tierd.watching.layouts import lone_file, units, units_of
 from tierd.watching.listing import ListedEntry, Listing
+from tierd.watching.twins import without_twins
 from tierd.watching.unit import Unit
 
 _EXIT_CODES: tuple[tuple[Status, int], ...] = (
@@ -96,6 +98,7 @@ def _inspect(place: _Place) -> Iterator[Inspected]:
             time.sleep(_PAUSE_S)
             again = _list(tree, place)
             found = [_unless_changed(unit, one, listing, again) for unit, one in zip(chosen, found, strict=True)]
+        apart = [_twins(tree, listing, unit, one) for unit, one in zip(chosen, found, strict=True)]
     strays = tree.stray(chosen)
     for path, (status, reason) in strays.items():
         yield _named(Inspected(path, None, None, status, 0, 0, (Finding(path, None, status, reason),), ()), place)
@@ -103,8 +106,16 @@ def _inspect(place: _Place) -> Iterator[Inspected]:
         reason = "no checkpoint of a program that is known lies there"
         unknown = Finding(place.given, None, "unknown", reason)
         yield Inspected(place.given, None, None, "unknown", 0, 0, (unknown,), ())
-    for one in found:
+    for one in chain.from_iterable(apart):
         yield _named(one, place)
+
+
+def _twins(tree: FollowingTree, listing: Listing, unit: Unit, whole: Inspected) -> list[Inspected]:
+    """Return the results of a unit's twins, each without the others, if one is sound; else that of the whole unit."""
+    if whole.status in ("sound", "changing"):
+        return [whole]
+    apart = [_checked(tree, listing, alone) for _, alone in without_twins(unit, listing)]
+    return apart if any(one.status == "sound" for one in apart) else [whole]
 
 
 def _list(tree: FollowingTree, place: _Place) -> Listing:

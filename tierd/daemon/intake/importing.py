@@ -42,6 +42,7 @@ from tierd.watching.inspect import Changed, inspect_unit
 from tierd.watching.layouts import units, units_of
 from tierd.watching.listing import ListedEntry, Listing
 from tierd.watching.naming import made_at
+from tierd.watching.twins import without, without_twins
 from tierd.watching.unit import Unit
 from tierd.watching.unit_file import UNIT_NAME
 
@@ -100,12 +101,13 @@ class ImportedRun:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A unit with its step, and its files as listed."""
+    """A unit with its step, and its files as listed. `left_out` are its twins, which it was listed without."""
 
     unit: Unit
     step: int
     described: Described
     entries: Mapping[str, ListedEntry]
+    left_out: tuple[str, ...] = ()
 
     @property
     def made(self) -> datetime:
@@ -138,26 +140,37 @@ async def import_units(
     places = {
         name: await TierObserver(store).observe({run}, {run: (0,)}, chunks=False) for name, store in stores.items()
     }
-    found, refused = await to_the_end(_ordered, origin, await origin.listing(), step)
+    listing = await origin.listing()
+    found, refused = await to_the_end(_ordered, origin, listing, step)
     if not found and not refused:
         raise CheckpointNotFound(f"{origin.shown}: no checkpoint of a program that is known lies there")
-    work = _Import(origin, stores, spool, run, _attempt(run, places, found), places)
-    progress.begin(sum(one.size for one in found))
+    attempt = _attempt(run, places, [candidates[0] for candidates in found])
+    work = _Import(origin, listing, stores, spool, run, attempt, places)
+    progress.begin(sum(one.size for candidates in found for one in candidates))
     done: list[ImportedUnit] = []
-    for one in found:
-        unit = await work.unit(one)
-        refused += [unit] if isinstance(unit, RefusedUnit) else []
-        done += [unit] if isinstance(unit, ImportedUnit) else []
-        progress.done += one.size
-        progress.on_progress(progress)
+    for candidates in found:
+        imported: ImportedUnit | None = None
+        for one in candidates:
+            if imported is None:
+                imported, why_not = await work.first_sound(one)
+                refused += why_not
+            elif step is None:
+                refused.append(_taken(one.unit.path, one.step, imported.path))
+            progress.done += one.size
+            progress.on_progress(progress)
+        done += [imported] if imported else []
     return ImportedRun(run, tuple(done), tuple(refused))
 
 
-def _ordered(origin: Origin, listing: Listing, step: int | None) -> tuple[list[_Found], list[RefusedUnit]]:
-    """Return the units to import, in the order of their steps, and those that have none of their own."""
+def _taken(path: str, step: int, by: str) -> RefusedUnit:
+    return RefusedUnit(path, "taken", f"step {step} is that of {by}, too; import it alone")
+
+
+def _ordered(origin: Origin, listing: Listing, step: int | None) -> tuple[list[list[_Found]], list[RefusedUnit]]:
+    """Return the units to import, those of each step together, in the order of steps; and those that have no step."""
     name = origin.name
     there = units(listing) if name is None else units_of(listing, name) if name in listing.entries else []
-    found: dict[int, _Found] = {}
+    found: dict[int, list[_Found]] = {}
     strays = origin.stray(there)
     refused = [RefusedUnit(path, status, f"{path}: {why}") for path, (status, why) in strays.items()]
     for unit in there:
@@ -171,11 +184,9 @@ def _ordered(origin: Origin, listing: Listing, step: int | None) -> tuple[list[_
         own = step if described.step is None and len(there) == 1 else described.step
         if own is None:
             refused.append(RefusedUnit(unit.path, "stepless", "nothing says its step; import it alone, with --step"))
-        elif own in found:
-            other = found[own].unit.path
-            refused.append(RefusedUnit(unit.path, "taken", f"step {own} is that of {other}, too; import it alone"))
         else:
-            found[own] = _Found(unit, own, described, {path: listing.entries[path] for path in unit.files})
+            entries = {path: listing.entries[path] for path in unit.files}
+            found.setdefault(own, []).append(_Found(unit, own, described, entries))
     if step is not None and found and step not in found:
         raise CheckpointNotFound(f"step {step}: there is no such checkpoint\n  {steps_there(step, list(found))}")
     if step is not None and found:
@@ -207,11 +218,26 @@ class _Import:
     """An import at work. `places` shows the tiers, with the parts that were sent."""
 
     origin: Origin
+    listing: Listing
     stores: Mapping[str, Store]
     spool: Spool
     run: str
     attempt: str
     places: dict[str, Place]
+
+    async def first_sound(self, one: _Found) -> tuple[ImportedUnit | None, list[RefusedUnit]]:
+        """Import a unit or, if it is not sound, the unit without one of its twins; and say what was not imported."""
+        whole = await self.unit(one)
+        if isinstance(whole, ImportedUnit):
+            return whole, []
+        for left_out, unit in await to_the_end(list, without_twins(one.unit, self.listing)):
+            entries = {path: one.entries[path] for path in unit.files}
+            found = await self.unit(replace(one, unit=unit, entries=entries, left_out=left_out))
+            if isinstance(found, ImportedUnit):
+                if whole.status == "taken":  # by this same unit, so that the tier has nothing of the twin
+                    return found, [_taken(path, one.step, found.path) for path in left_out]
+                return found, [RefusedUnit(path, whole.status, whole.reason) for path in left_out]
+        return None, [whole]
 
     async def unit(self, one: _Found) -> ImportedUnit | RefusedUnit:
         """Import a unit, or say why not."""
@@ -291,6 +317,7 @@ def _unforeseen(unit: Unit, error: Exception) -> RefusedUnit:
 
 
 def _check_unchanged(one: _Found, after: Listing) -> None:
+    after = without(one.left_out, after)
     again = next((unit for unit in units(after) if unit.path == one.unit.path), one.unit)
     if again.files != one.unit.files or any(after.entries.get(path) != entry for path, entry in one.entries.items()):
         raise Changed("it was written to, renamed or deleted")

@@ -1,0 +1,62 @@
+"""Find entries of a unit that hold the same in two forms: `model-100.safetensors` and `model-100.bin`, or `step_100/`
+and `step_100.pt`. Pure.
+
+Both are taken if both are sound. If one is not, the unit without it is one of its own, so that nothing hides the other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from posixpath import dirname
+
+from tierd.watching.completeness import SHARD
+from tierd.watching.layouts import units
+from tierd.watching.listing import Listing, joined
+from tierd.watching.unit import Unit
+
+# Forms of a whole model. A Paddle model's `.pdparams` and `.pdopt`, for example, are two parts of one.
+_FORM = re.compile(r"(.+?)((?:\.weights)?\.(?:safetensors|bin|pt|pth|ckpt|h5|hdf5|keras|msgpack|onnx|gguf|nemo))")
+_INDEX = re.compile(r"(.+)\.(safetensors|bin)\.index\.json")
+
+
+def without_twins(unit: Unit, listing: Listing) -> Iterator[tuple[tuple[str, ...], Unit]]:
+    """Yield the unit without each of its twins, and the paths that are left out then."""
+    home = dirname(unit.path)
+    inside = (*unit.files, *unit.strange)
+    names = {joined(home, path[len(home) :].lstrip("/").partition("/")[0]) for path in inside}
+    entries = sorted(names | ({unit.path} & listing.entries.keys()))  # that one may be a directory without a file
+    forms: dict[str, dict[str, list[str]]] = {}
+    for entry in entries:
+        stem, form = _form(entry, listing)
+        forms.setdefault(stem, {}).setdefault(form, []).append(entry)
+    for twins in forms.values():
+        for form, paths in twins.items() if len(twins.keys() - {""}) > 1 else ():
+            if form:
+                beside = tuple(f"{path}." for path in paths if form != "/")  # `model.pt.yml` belongs to `model.pt`
+                left_out = tuple(entry for entry in entries if entry in paths or entry.startswith(beside))
+                yield from ((left_out, one) for one in _without(left_out, inside, listing))
+
+
+def _form(entry: str, listing: Listing) -> tuple[str, str]:
+    """Return an entry's path without its ending, and the ending; an empty one if it has none of a form."""
+    if listing.entries[entry].kind == "directory":
+        return entry, "/"
+    match = SHARD.fullmatch(entry) or _INDEX.fullmatch(entry)
+    if match:
+        return match[1], f".{match[2]}"
+    match = _FORM.fullmatch(entry)
+    return (match[1], match[2]) if match else (entry, "")
+
+
+def _without(left_out: tuple[str, ...], inside: tuple[str, ...], listing: Listing) -> list[Unit]:
+    others = without(left_out, listing)
+    wanted = {path for path in inside if path in others.entries}
+    return [one for one in units(others) if {*one.files, *one.strange} == wanted]
+
+
+def without(left_out: tuple[str, ...], listing: Listing) -> Listing:
+    """Return a listing without these entries and all below them."""
+    below = tuple(f"{entry}/" for entry in left_out)
+    kept = {path: one for path, one in listing.entries.items() if path not in left_out and not path.startswith(below)}
+    return Listing(kept, listing.texts)
