@@ -119,7 +119,7 @@ def test_the_commands_of_the_page_about_watching_do_what_they_say(tmp_path: Path
         (tmp_path / name).mkdir()
     optimizer = layouts.trainer(tmp_path / "out") / "optimizer.pt"
     right = optimizer.read_bytes()
-    watch, restore, prepare = (one for one in typed("watch") if " DIR " in f"{one} " and "EMPTY" not in one)
+    watch, explain, restore, prepare = (one for one in typed("watch") if " DIR " in f"{one} " and "EMPTY" not in one)
     words = {"DIR": f"{tmp_path}/out", "RUN": "r", "URL": f"{tmp_path}/tier"}
 
     def typed_in(command: str) -> int:
@@ -127,6 +127,8 @@ def test_the_commands_of_the_page_about_watching_do_what_they_say(tmp_path: Path
             command = re.sub(rf"(?<![\w/]){word}(?![\w/])", value, command)
         return run(shlex.split(command)[1:])
 
+    assert typed_in(explain) == 0
+    assert "checkpoint-500/trainer_state.json is there" in capsys.readouterr().out
     assert typed_in(f"{watch} --until-idle") == 0
     optimizer.write_bytes(right[:-20])
     assert typed_in(f"{prepare} --json") == 0

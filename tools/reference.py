@@ -50,6 +50,7 @@ from tierd.daemon.status import COUNTERS, Status
 from tierd.daemon.transfer.export import Exported
 from tierd.reading.commands import Delivery
 from tierd.reading.exports import StateExport
+from tierd.watching.explain import Explained
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs"
@@ -73,6 +74,7 @@ SHAPES: dict[str, Any] = {
     "import": Imported,
     "prepare": Prepared,
     "watch": Event,
+    "watch --explain": Explained,
     "export": StateExport,
     "follow": Delivery,
     "prune": {"verdicts": list[Judged]},

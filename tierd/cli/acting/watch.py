@@ -13,10 +13,14 @@ import typer
 from tierd.cli.acting.act import print_event
 from tierd.cli.exit_codes import EXIT_UNFINISHED
 from tierd.cli.options import JsonOption, KeyFileOption, SpoolOption, ToOption
+from tierd.cli.tables import console, print_json, size, table
 from tierd.core.config import WatchConfig, from_urls
 from tierd.core.errors import ConfigError
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.daemon.service import serve
+from tierd.watching.explain import Explained, ExplainedUnit
+from tierd.watching.explain import explain as explain_listing
+from tierd.watching.files import Tree
 
 DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The directory below which the program writes.")]
 
@@ -28,7 +32,10 @@ def register(app: typer.Typer) -> None:
 
 def watch(
     directory: DirectoryArgument,
-    name: Annotated[str, typer.Option("--run", metavar="RUN", help="The run that the checkpoints become.")],
+    name: Annotated[
+        str | None,
+        typer.Option("--run", metavar="RUN", help="The run that the checkpoints become; needed to take any."),
+    ] = None,
     to: ToOption = None,
     spool: SpoolOption = None,
     keep_last: Annotated[
@@ -39,13 +46,22 @@ def watch(
         bool, typer.Option("--until-idle", help="End when every complete checkpoint there is taken and flushed.")
     ] = False,
     key_file: KeyFileOption = None,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Print which checkpoints lie there, why, and what would not be taken."),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Take the checkpoints that another program writes below DIR, until SIGTERM. A DIR that does not exist is waited
     for. DIR is never written to. The spool is `.NAME.tierd` beside DIR unless you name another. With --json, each event
-    is a line on stdout."""
+    is a line on stdout. With --explain, nothing is taken, and neither --run nor --to is needed."""
     where = directory.absolute()
     _check_directory(directory)
+    if explain:
+        _explain(directory, json=json)
+        return
+    if name is None:
+        raise typer.BadParameter("name the run that the checkpoints become", param_hint="--run")
     key = str(key_file.absolute()) if key_file else None
     config = from_urls(
         str((spool or default_spool(where)).absolute()),
@@ -56,6 +72,46 @@ def watch(
     )
     if asyncio.run(serve(config, until_idle=until_idle, on_event=print_event if json else None)):
         raise typer.Exit(EXIT_UNFINISHED)  # the log says what is left
+
+
+def _explain(directory: Path, *, json: bool) -> None:
+    """Print what a watch of a directory sees."""
+    try:
+        tree = Tree(directory, skip=True)
+    except FileNotFoundError:
+        raise ConfigError(f"{directory}: it does not exist, so there is nothing to explain") from None
+    with tree:
+        listing = tree.listing()
+        found = explain_listing(str(directory), listing, tree.opened, tuple(tree.unreadable), tuple(tree.unnamed))
+    print_json(found) if json else _show(found)
+
+
+_COLUMNS = ("PATH", "PROGRAM", "STEP", "FROM", "FILES", "BYTES", "WHY")
+
+
+def _show(found: Explained) -> None:
+    out = console()
+    left = sum(bool(one.not_taken) for one in found.units)
+    out.print(
+        f"{found.directory}: {len(found.units)} checkpoints, {left} of them would not be taken; "
+        f"{found.files} files belong to none",
+        soft_wrap=True,
+    )
+    rows = [
+        (one.path, one.program, _step(one), one.order, str(one.files), size(one.bytes), one.why) for one in found.units
+    ]
+    if rows:
+        out.print(table(None, _COLUMNS, rows))
+    lines = [f"{one.path} would not be taken: {one.not_taken}" for one in found.units if one.not_taken]
+    lines += [f"passed over: {group}" for group in found.passed_over]
+    lines += [f"{path} cannot be listed, and is skipped" for path in found.unreadable]
+    lines += [f"{path} is skipped, because its name is not UTF-8" for path in found.unnamed]
+    for line in lines:
+        out.print(line, soft_wrap=True)
+
+
+def _step(one: ExplainedUnit) -> str:
+    return "-" if one.step is None else str(one.step)
 
 
 def _check_directory(directory: Path) -> None:
