@@ -67,9 +67,9 @@ def test_explain_says_why_files_that_no_program_identifies_are_one_checkpoint(ro
         "runs/step_7": ("a directory with a step in its name", 7, "its name"),
         "solo/net_epoch3.pt": ("a file with the name of weights", 3, "its name"),
         "apart/*": (
-            "what has no step in its name, together, because no name there has one",
+            "what lies in one directory and has no step in its name, together",
             None,
-            "the time of its last write, because nothing in it says a step",
+            "the time of its last write, in a run of its own: its name has no step, and others there have one",
         ),
     }
 
@@ -78,6 +78,15 @@ def test_explain_reads_a_step_that_a_file_says(root: Path, capsys) -> None:  # t
     layouts.trainer(root).rename(root / "final")
     found = of(root, capsys)["final"]
     assert (found["step"], found["order"]) == (500, "a file in it")
+
+
+def test_explain_says_that_what_has_no_step_beside_steps_is_a_run_of_its_own(root: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    layouts.pt(root / "model_step3.pt")
+    layouts.pt(root / "last.ckpt")
+    found = of(root, capsys)
+    assert (found["model_step3.pt"]["step"], found["model_step3.pt"]["order"]) == (3, "its name")
+    (last,) = (unit for path, unit in found.items() if path != "model_step3.pt")
+    assert last["step"] is None and "in a run of its own" in last["order"] and last["not_taken"] == ""
 
 
 def test_explain_names_what_would_not_be_taken_and_why(root: Path, capsys) -> None:  # type: ignore[no-untyped-def]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from posixpath import dirname
 
 from tierd.formats.byte_source import ByteSource
 from tierd.watching.describe import describe
@@ -20,8 +19,8 @@ from tierd.watching.programs import DIRECTORY, FILE
 from tierd.watching.series import UNCERTAIN
 from tierd.watching.unit import WITHOUT_STEP, Unit
 
-_STEPLESS = "it has no step, and other checkpoints there have one"
 _ORDER = "the time of its last write, because nothing in it says a step"
+_STEPLESS = "the time of its last write, in a run of its own: its name has no step, and others there have one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +93,13 @@ def explain(
 def _explained(
     unit: Unit, step: int | None, entries: Mapping[str, ListedEntry], found: Sequence[Unit], unnamed: tuple[str, ...]
 ) -> ExplainedUnit:
-    has_steps = any(other.step is not None for other in found)
     order = _ORDER if step is None else "its name" if step == unit.step else "a file in it"
+    if unit.step is None and any(other.step is not None for other in found):
+        step, order = None, _STEPLESS
     size = sum(entries[path].size for path in unit.files)
-    not_taken = _not_taken(unit, unnamed) or (_STEPLESS if step is None and has_steps else _repeated(unit, step, found))
-    return ExplainedUnit(unit.path, unit.layout.program, why(unit), step, order, len(unit.files), size, not_taken)
+    return ExplainedUnit(
+        unit.path, unit.layout.program, why(unit), step, order, len(unit.files), size, _not_taken(unit, unnamed)
+    )
 
 
 def why(unit: Unit) -> str:
@@ -108,21 +109,12 @@ def why(unit: Unit) -> str:
         return f"{proof} is there, which {unit.layout.program} writes"
     outside = [path for path in (*unit.files, *unit.strange) if not path.startswith(f"{unit.path}/")]
     if unit.path.rpartition("/")[2] == WITHOUT_STEP:
-        return "what has no step in its name, together, because no name there has one"
+        return "what lies in one directory and has no step in its name, together"
     if unit.layout is DIRECTORY and not outside:
         return "a directory with a step in its name" if unit.step is not None else "a directory with weights, whole"
     if unit.layout in (FILE, DIRECTORY):
         return "what has this step in its name, together" if len(outside) > 1 else "a file with the name of weights"
     return f"it has the layout of {unit.layout.program}: {unit.layout.unit.replace('`', '')}"
-
-
-def _repeated(unit: Unit, step: int | None, found: Sequence[Unit]) -> str:
-    """Name the unit beside this one whose name has the step that this one has inside; empty if there is none."""
-    if unit.step is not None or step is None:
-        return ""
-    beside = (other for other in found if other.step == step and not other.missing)
-    same = next((other.path for other in beside if dirname(other.path) == dirname(unit.path)), "")
-    return f"{same} has its step" if same else ""
 
 
 def _not_taken(unit: Unit, unnamed: tuple[str, ...]) -> str:

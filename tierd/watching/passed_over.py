@@ -24,10 +24,14 @@ _BESIDE = frozenset(
 _EVENTS = "events.out.tfevents."  # of TensorBoard; a host's name follows
 _ENDING = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,15}")
 _WHY: dict[Kind, str] = {
-    "link": "links are not followed",
+    "link": "links are not followed, and one that leads to a checkpoint is recorded with it",
     "other": "it is neither a file nor a directory that can be read",
 }
 _HIDDEN = "a name that begins with a dot is not a checkpoint's"
+_POINTERS = frozenset(
+    ("latest", "last", "checkpoint", "last_checkpoint", "latest_checkpoint", "latest_checkpointed_iteration.txt")
+)
+_POINTS = "it is recorded with the checkpoint that it names"
 _USUAL = "such names are of logs, settings, texts and pictures"
 _UNKNOWN = "no layout that tierd knows has such names"
 
@@ -62,16 +66,17 @@ def passed_over(listing: Listing, units: Iterable[Unit]) -> tuple[int, tuple[Pas
     Names of no known kind come first, then the largest groups.
     """
     taken = {path for unit in units for path in (*unit.files, *unit.strange, *unit.markers)}
-    groups: dict[tuple[str, str, Kind, bool], list[str]] = {}
+    groups: dict[tuple[str, str, str], list[str]] = {}
     for path, entry in listing.entries.items():
         if entry.kind != "directory" and path not in taken:
             directory, _, name = path.rpartition("/")
-            groups.setdefault((directory, _ending(name), entry.kind, name.startswith(".")), []).append(name)
+            ending = _ending(name)
+            groups.setdefault((directory, ending, _why(name, ending, entry.kind)), []).append(name)
     found = [
-        PassedOver(directory, ending, len(names), tuple(sorted(names)[:_NAMES]), _why(ending, kind, hidden))
-        for (directory, ending, kind, hidden), names in groups.items()
+        PassedOver(directory, ending, len(names), tuple(sorted(names)[:_NAMES]), why)
+        for (directory, ending, why), names in groups.items()
     ]
-    found.sort(key=lambda group: (group.why in (_USUAL, _HIDDEN), -group.count, group.directory, group.ending))
+    found.sort(key=lambda group: (group.why != _UNKNOWN, -group.count, group.directory, group.ending))
     return sum(group.count for group in found), tuple(found[:_GROUPS])
 
 
@@ -82,9 +87,11 @@ def _ending(name: str) -> str:
     return f".{ending}" if dot and _ENDING.fullmatch(ending) else ""
 
 
-def _why(ending: str, kind: Kind, hidden: bool) -> str:
+def _why(name: str, ending: str, kind: Kind) -> str:
     if kind != "file":
         return _WHY[kind]
-    if hidden:
+    if name.startswith("."):
         return _HIDDEN
+    if name in _POINTERS:
+        return _POINTS
     return _USUAL if ending.lower() in _BESIDE else _UNKNOWN

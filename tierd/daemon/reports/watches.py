@@ -34,7 +34,7 @@ class WatchStatus:
         checkpoints: how many checkpoints lie there, complete or not.
         not_taken: how many of them are not taken as they are.
         reasons: the first 20 of these, and why.
-        files: how many files belong to no checkpoint.
+        files: how many files belong to no checkpoint; 0 for a run of checkpoints without a step.
         passed_over: these files, in at most 20 groups.
     """
 
