@@ -79,4 +79,4 @@ def test_one_series_is_not_pinned(root: Path, tier: Path) -> None:
     for step in (1, 2, 3):
         save(root, step, "actor")
         watched(root, tier)
-    assert [one.step for one in on_tier(tier)] == [3] and not (tier / RUN / "pins").exists()
+    assert not (tier / RUN / "pins").exists()

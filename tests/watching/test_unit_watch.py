@@ -145,7 +145,7 @@ def test_hard_link_of_another_owners_private_file_is_not_taken(
     assert bool(reported.parts) == is_taken
     assert bool(watch.refused) != is_taken
     if not is_taken:
-        assert "hard link of a file of uid 1234" in watch.refused[path.name]
+        assert "link of a file of uid 1234" in watch.refused[path.name]
 
 
 def test_a_unit_that_stays_open_for_writing_is_not_read_and_is_reported_after_an_hour(

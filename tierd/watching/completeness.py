@@ -81,7 +81,22 @@ def absent_name(here: Directory, *names: str) -> str | None:
 
 def absent_index(here: Directory) -> str | None:
     """Return the missing index of a sharded model, if any."""
-    return absent_name(here, *sorted({f"{match[1]}.{match[2]}.index.json" for match in here.files(SHARD.pattern)}))
+    shards = {(match[1], match[2]) for match in here.files(SHARD.pattern)}
+    named = sorted(f"{stem}.{ending}.index.json" for stem, ending in shards if needs_index(here, stem, ending))
+    return absent_name(here, *named)
+
+
+def needs_index(here: Directory, stem: str, ending: str) -> bool:
+    """Return whether an index belongs to shards: it is there, or `save_pretrained` names its shards so.
+
+    Others write one shard for each rank, mostly from 0 on, and no index.
+    """
+    return here.has(f"{stem}.{ending}.index.json") or _is_of_model(here, stem)
+
+
+def _is_of_model(here: Directory, stem: str) -> bool:
+    from_zero = any(name.startswith(f"{stem}-") and re.match(r"0+-of-", name[len(stem) + 1 :]) for name in here.names)
+    return not from_zero and re.fullmatch(r"(.*[-_])?model([._].+)?", stem) is not None
 
 
 def absent_rank(here: Directory, pattern: str, first: int | None = None) -> str | None:
@@ -131,6 +146,37 @@ def not_tracked(here: Directory, tracker: str) -> str | None:
         if newest <= here.listing.entries[path].mtime_ns:
             return None
     return f"{tracker} names {name[:100]!a}"
+
+
+_TEMPORARY = re.compile(
+    r"\.?te?mp[-_.](?P<after>.+)"
+    r"|\.?(?P<before>.+?)(?:[-_.](?:tmp|incomplete)|\.(?:temp|part|partial|writing)|\.tmp[-_.]\w+)",
+    re.IGNORECASE,
+)
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a name is one under which programs write, before they rename what is whole."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def temporary_name(name: str) -> str | None:
+    """Return a message about a temporary name; None if the name is none."""
+    return "its name is a temporary one, which its program had yet to change" if is_temporary(name) else None
+
+
+def absent_goal(files: Sequence[str]) -> str | None:
+    """Return a message about a file that was not renamed from its temporary name; None if there is none.
+
+    A temporary file beside the one whose name it would get is left from an earlier save.
+    """
+    there = set(files)
+    for path in files:
+        directory, _, name = path.rpartition("/")
+        match = _TEMPORARY.fullmatch(name)
+        if match and joined(directory, match["after"] or match["before"]) not in there:
+            return f"{name} has a temporary name, which its program had yet to change"
+    return None
 
 
 def unfinished(siblings: Mapping[str, ListedEntry], name: str) -> str | None:

@@ -18,9 +18,13 @@ from tierd.watching.completeness import (
     SHARD,
     WEIGHTS,
     Directory,
+    absent_goal,
     absent_index,
     absent_name,
     absent_of_count,
+    is_temporary,
+    needs_index,
+    temporary_name,
     unfinished,
 )
 from tierd.watching.directory_layouts import Claim, claim
@@ -44,7 +48,7 @@ from tierd.watching.programs import (
     TRAINER,
     UnitLayout,
 )
-from tierd.watching.series import compare_series
+from tierd.watching.series import compare_nested, compare_series
 from tierd.watching.step_in_name import directory_step, is_log, is_weights, step_in, without_ending
 from tierd.watching.unit import WITHOUT_STEP, Unit
 
@@ -52,7 +56,8 @@ from tierd.watching.unit import WITHOUT_STEP, Unit
 def units(listing: Listing) -> list[Unit]:
     """Return the units in a listing, sorted by path."""
     tree = listing.tree()
-    return sorted(_units_in(Directory("", tree[""], listing, tree)), key=lambda unit: unit.path)
+    found = _units_in(Directory("", tree[""], listing, tree))
+    return sorted(compare_nested(found), key=lambda unit: unit.path)
 
 
 def names_of_units(listing: Listing) -> dict[str, set[str]]:
@@ -76,12 +81,24 @@ def _units_in(here: Directory) -> list[Unit]:
         if claimed is not None:
             own.append(_unit_in(child, claimed))
             continue
+        step = _step_beside(own, name)
+        if step is not None and _has_weights(child):
+            own.append(replace(_unit_in(child, Claim(DIRECTORY, None)), step=step))
+            continue
         found = _units_in(child)
-        if _is_one(child, found):
+        if _is_one(child, found) or (is_temporary(name) and child.candidates):
             own.append(_unit_in(child, Claim(DIRECTORY, None)))
+        elif len(found) == 1 and _is_all_below(child, found[0]) and found[0].step is None:
+            own += found
         else:
             inner += found
     return [*compare_series(_joined(here.path, own), last_written=_MARKERS), *inner]
+
+
+def _step_beside(units: Sequence[Unit], name: str) -> int | None:
+    """Return the step of a directory that has the name of a file beside it and more, as `lora-000004-state`."""
+    stems = ((unit.step, path.rpartition("/")[2].partition(".")[0]) for unit in units for path in unit.files)
+    return next((step for step, stem in stems if step is not None and re.match(rf"{re.escape(stem)}[-_.]", name)), None)
 
 
 def _is_whole(here: Directory) -> bool:
@@ -122,13 +139,23 @@ def _is_one(here: Directory, found: Sequence[Unit]) -> bool:
 
     A directory with logs is one of results, which change for as long as its program runs.
     """
-    if not found or any(unit.step is not None or unit.layout not in (FILE, SHARDED, DIRECTORY) for unit in found):
+    if not found or any(unit.step is not None or not _is_unknown(unit) for unit in found):
         return False
     inside = [path for path, _ in below(here.tree, here.path)]
     is_named = found[0].path.rpartition("/")[2] != WITHOUT_STEP
-    if is_named and len(found) == 1 and sorted((*found[0].files, *found[0].strange)) == inside:
+    if is_named and len(found) == 1 and _is_all_below(here, found[0]):
         return False  # a unit of its own has all of it
     return not any(is_log(path.rpartition("/")[2]) for path in inside)
+
+
+def _is_unknown(unit: Unit) -> bool:
+    """Whether a unit without a step is of no program, or a file whose format others write as well."""
+    is_file = len(unit.files) == 1 and unit.files[0] == unit.path
+    return unit.layout in (FILE, SHARDED, DIRECTORY) or (is_file and unit.layout in (LIGHTNING, KERAS))
+
+
+def _is_all_below(here: Directory, unit: Unit) -> bool:
+    return sorted((*unit.files, *unit.strange)) == [path for path, _ in below(here.tree, here.path)]
 
 
 def _unit_in(here: Directory, claimed: Claim) -> Unit:
@@ -137,11 +164,17 @@ def _unit_in(here: Directory, claimed: Claim) -> Unit:
     strange = tuple(path for path, entry in inside if entry.kind != "file")
     layout, missing, begun = claimed
     missing = (
-        missing or _nested(here) or absent_of_count(files) or (absent_index(here) if layout is DIRECTORY else None)
+        missing
+        or _nested(here)
+        or absent_of_count(files)
+        or ((absent_index(here) or absent_goal(files)) if layout is DIRECTORY else None)
     )
-    if not missing and (missing := unfinished(here.tree[here.parent], here.name)):
-        begun = True
+    marked = None if begun else temporary_name(here.name)
     step = directory_step(here.name) if layout is DIRECTORY else step_in(here.name)
+    if marked:
+        missing, begun = marked, step is not None  # else it may be a person's own directory
+    elif not missing and (missing := unfinished(here.tree[here.parent], here.name)):
+        begun = True
     return Unit(layout, here.path, step, files, strange, missing, _markers(here, layout, files), begun)
 
 
@@ -157,8 +190,14 @@ def _joined(directory: str, found: Sequence[Unit]) -> list[Unit]:
         if unit.step is None and unit.layout is DIRECTORY and (step := step_in(unit.path.rpartition("/")[2])) in steps:
             unit = replace(unit, step=step)  # `lora-000004-state/` beside `lora-000004.safetensors`
         alone = unit.step is None and (unit.missing or not (steps or unit.layout in (FILE, DIRECTORY)))
+        alone = alone or is_temporary(unit.path.rpartition("/")[2])
         groups.setdefault(unit.path if alone else unit.step, []).append(unit)
-    return [group[0] if len(group) == 1 else _as_one(directory, group) for group in groups.values()]
+    joint = (group[0] if len(group) == 1 else _as_one(directory, group) for group in groups.values())
+    return [replace(unit, missing=unit.missing or _absent_file(unit)) for unit in joint]
+
+
+def _absent_file(unit: Unit) -> str | None:
+    return absent_of_count(unit.files) if unit.layout is FILE else None
 
 
 def _as_one(directory: str, group: Sequence[Unit]) -> Unit:
@@ -231,7 +270,7 @@ def _groups(here: Directory) -> list[Unit]:
         if (match := _BUNDLE.fullmatch(name)) and match[1] in bundles:
             key = TENSORFLOW, match[1]
         elif match := _INDEXED.fullmatch(name) or SHARD.fullmatch(name):
-            key = SHARDED, f"{match[1]}.{match[2]}"
+            key = (SHARDED if needs_index(here, match[1], match[2]) else FILE), f"{match[1]}.{match[2]}"
         elif (match := _RANKED.fullmatch(name)) and match[3]:
             key = COMPOSER, f"{match[1]}-rank*{match[3]}"
         elif is_weights(name):
@@ -282,7 +321,8 @@ def _model(here: Directory) -> Unit:
 
 
 def _group(here: Directory, layout: UnitLayout, name: str, names: list[str]) -> Unit:
-    missing = absent_of_count(names) or unfinished(here.names, name)
+    counted = None if layout is FILE else absent_of_count(names)  # of these, several names make a unit
+    missing = counted or temporary_name(name) or unfinished(here.names, name)
     if layout is TENSORFLOW:
         temporary = here.name.endswith("_temp")
         missing = "it lies where TensorFlow gathers a save's shards" if temporary else missing

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from tierd.watching.completeness import WEIGHTS
 from tierd.watching.programs import COMPOSER, DIRECTORY, FILE, UnitLayout
-from tierd.watching.step_in_name import RANK, without_step
+from tierd.watching.step_in_name import RANK, directory_step, without_step
 from tierd.watching.unit import Unit
 
 UNCERTAIN = (DIRECTORY, FILE, COMPOSER)  # no program's own file identifies these
@@ -30,6 +30,29 @@ def compare_series(units: Sequence[Unit], last_written: Container[UnitLayout]) -
     return [_compared(unit, whole, names, last_written) if unit.path in names else unit for unit in units]
 
 
+def compare_nested(units: Sequence[Unit]) -> list[Unit]:
+    """Return all units, after comparing those that lie alone in a directory of a step, as `epoch_1/step_20`, with
+    those in the other directories of its series."""
+    names: dict[str, dict[str, frozenset[str]]] = {}
+    for unit in units:
+        if unit.layout is DIRECTORY and unit.missing in (None, _ALONE) and (home := _home(unit)) is not None:
+            names.setdefault(home, {})[unit.path] = _names(unit)
+    return [_compared_nested(unit, names.get(_home(unit) or "", {})) for unit in units]
+
+
+def _compared_nested(unit: Unit, names: Mapping[str, frozenset[str]]) -> Unit:
+    own = names.get(unit.path, frozenset())
+    others = [other for path, other in names.items() if path != unit.path and own & other]
+    return _lacking(replace(unit, missing=None), own, others) if others else unit
+
+
+def _home(unit: Unit) -> str | None:
+    """Return the path of a unit's directory, with a mark in the place of each step; None if it has no step."""
+    parents = unit.path.split("/")[:-1]
+    home = "/".join(name if directory_step(name) is None else without_step(name) for name in parents)
+    return None if home == "/".join(parents) else home
+
+
 def _compared(
     unit: Unit, whole: Sequence[Unit], names: Mapping[str, frozenset[str]], last_written: Container[UnitLayout]
 ) -> Unit:
@@ -43,8 +66,13 @@ def _compared(
         if other.layout in last_written and own < names[other.path]:
             why = f"it lacks the file that {other.layout.program} writes last, and {other.path} has it"
             return replace(unit, layout=other.layout, missing=why, begun=True)
-    # Files beside each other are no series of saves that have all the same files: only those of ranks are.
-    counted = [name for name in frozenset.union(*names.values()) if unit.layout is DIRECTORY or RANK.search(name)]
+    # Of files beside each other, a program may remove some, as older optimizer states: those of a rank it does not. The
+    # newest save has yet to lose any.
+    is_newest = all((unit.step or 0) > (other.step or 0) for other in others)
+    counted = frozenset.union(*names.values())
+    if unit.layout is not DIRECTORY:
+        needed = _EACH_TIME if is_newest else RANK
+        counted = frozenset(name for name in counted if needed.search(name))
     return _lacking(unit, own, [names[other.path].intersection(counted) for other in others])
 
 
@@ -59,6 +87,7 @@ def _beside(names: frozenset[str]) -> frozenset[str]:
     return frozenset(name.partition("/")[0] for name in names)
 
 
+_EACH_TIME = re.compile(r"^(?!.*best)", re.IGNORECASE)  # the best is not written in each save
 _ALONE = (
     "it may be a save that Trainer or Accelerate began: neither trainer_state.json nor random_states_0.pkl is there, "
     "and no other checkpoint beside it has its files"

@@ -44,6 +44,7 @@ _FOLLOWS = tuple(
         (r"(.+)\.index", r"(.+)\.data-\d+-of-\d+"),
     )
 )
+_MIXED = "some of its files are those of the save before, and the others are not, or are gone"
 _MOST_DOUBLINGS = 6  # of the wait for a unit that changes each time while it is taken
 
 
@@ -131,7 +132,7 @@ class Settling:
     def incomplete(self) -> dict[str, str]:
         """The units at rest that no program's file identifies and that seem incomplete, by path, and why."""
         left = (unit for path, unit in self.units.items() if self._seen[path].left and not unit.begun)
-        return {unit.path: unit.missing for unit in left if unit.missing and unit.layout in UNCERTAIN}
+        return {unit.path: unit.missing or _MIXED for unit in left if unit.layout in UNCERTAIN}
 
     @property
     def left(self) -> dict[str, str]:
@@ -186,6 +187,8 @@ def _is_one_save(unit: Unit, entries: Mapping[str, ListedEntry], former: Mapping
     Args:
         former: the unit's files and markers when it was last due.
     """
+    if unit.path.rpartition("/")[2] == WITHOUT_STEP:  # files that are not of one save: each may be removed alone
+        return True
     if any(_is_older(unit, entries, last, before) for last, before in _FOLLOWS):
         return False
     if unit.path.rpartition("/")[2] == WITHOUT_STEP:

@@ -41,10 +41,11 @@ WEIGHT_ENDINGS = (
     *(".params", ".states", ".model", "_model", ".weights", ".joblib", ".ubj", ".cbm", ".mdlus", ".meta"),
     *(".caffemodel", ".solverstate"),
 )
-_ENDING = re.compile(r"(\.weights)?({}|\.gz)$".format("|".join(map(re.escape, WEIGHT_ENDINGS))))
+_ENDING = re.compile(r"(\.weights)?({}|\.gz)+$".format("|".join(map(re.escape, WEIGHT_ENDINGS))))
 # The rank, the number of ranks or a shard's number, as the programs in `programs` and others write them.
 RANK = re.compile(
-    r"(?:[-_.]?(?:mp_|dp_|tp_|pp_|zero_pp_|fsdp_)?(?:global_|local_)?rank|[-_.]?world_size|[-_.]?shard|[-_.]?part)"
+    r"(?:[-_.]?(?:mp_|dp_|tp_|pp_|zero_pp_|fsdp_)?(?:global_|local_)?rank|[-_.]?world_size|[-_.]?shard|[-_.]?part"
+    r"|[-_.]?(?:data|tensor|pipeline|expert)_parallel|[-_.]?gpu|[-_.]?worker)"
     r"[-_=.]?(?:\d+|\*)(?:_of_\d+)?|[-_.]?\d+-of-\d+",
     re.IGNORECASE,
 )

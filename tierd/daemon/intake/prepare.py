@@ -40,6 +40,7 @@ from tierd.watching.files import Tree
 from tierd.watching.layouts import units
 from tierd.watching.listing import Listing
 from tierd.watching.naming import History, history, series_of, stepless_run
+from tierd.watching.programs import DIRECTORY
 from tierd.watching.unit import Unit
 
 _LISTINGS = 3  # because a checkpoint may be pruned between a listing and the reading
@@ -191,7 +192,8 @@ def _entries(one: Judged, listing: Listing) -> list[str]:
     own = {*unit.files, *unit.strange}
     below = {path for path, entry in listing.entries.items() if entry.kind != "directory" and _is_below(path, unit)}
     bad = set(one.damaged) or {path for path in own if not unit.is_directory or _is_below(path, unit)}
-    if unit.is_directory and below <= own:
+    is_of_many = unit.step is None and unit.layout is DIRECTORY and one.damaged  # it may hold other checkpoints
+    if unit.is_directory and below <= own and not is_of_many:
         inside = [unit.path] if unit.begun or any(_is_below(path, unit) for path in bad) else []
         return [*inside, *sorted(path for path in bad if not _is_below(path, unit))]
     return sorted(bad & own)

@@ -1,0 +1,176 @@
+"""A save in which an unknown program was killed is no checkpoint, and one that it finished is, whatever lies beside it.
+
+Judged by the words of docs/howto/watch.md. The gate's kind `watched` found each of these.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.watched_run import RUN, Home, Reported, files, flush, observed, take
+from support.whole_layouts import Files, pt, tensors, text, write
+
+from tierd.daemon.intake.unit_watch import UnitWatch
+from tierd.spool.spool import Spool
+from tierd.watching.files import Tree
+from tierd.watching.layouts import units
+from tierd.watching.step_in_name import step_in
+from tierd.watching.unit import Unit
+
+
+def save(step: int) -> Files:
+    return {f"step_{step}/{name}.pt": pt(step) for name in "ab"}
+
+
+def listed(root: Path) -> dict[str, Unit]:
+    with Tree(root) as tree:
+        return {unit.path: unit for unit in units(tree.listing())}
+
+
+def complete(root: Path) -> list[str]:
+    return [path for path, unit in listed(root).items() if not unit.missing]
+
+
+TEMPORARY = ("step_10.tmp", "tmp_step_10", "tmp-step_10", ".step_10.tmp", "step_10.incomplete", "step_10.partial")
+
+
+@pytest.mark.parametrize("name", TEMPORARY)
+def test_directory_with_a_temporary_name_is_no_checkpoint(root: Path, name: str) -> None:
+    write(root, save(20) | {f"{name}/model.pt": pt(10)}, 10)
+    assert complete(root) == ["step_20"]
+
+
+@pytest.mark.parametrize("name", TEMPORARY)
+def test_directory_with_a_temporary_name_keeps_no_finished_one_from_being_taken(root: Path, name: str) -> None:
+    write(root, save(10) | {f"{name}/model.pt": pt(10)}, 10)
+    assert complete(root) == ["step_10"]
+
+
+@pytest.mark.parametrize("name", ["save_5.tmp", "tmp_save_5", ".v5.tmp"])
+def test_directory_with_a_temporary_name_and_no_step_is_left(home: Home, name: str, capsys) -> None:
+    flush(home.spool, home.tier)
+    write(home.root, {f"{name}/config.json": text({}), f"{name}/w_1.pth": pt(1)}, 10)
+    assert not complete(home.root)
+    before = files(home.root)
+    assert {unit["verdict"] for unit in home.prepare(capsys).values()} == {"unknown"}
+    assert files(home.root) == before
+
+
+@pytest.mark.parametrize("name", ["b.pt.tmp", ".b.pt.tmp", "tmp_b.pt", "b.pt.part"])
+def test_directory_with_a_file_that_was_not_renamed_is_no_checkpoint(root: Path, name: str) -> None:
+    write(root, {"step_10/a.pt": pt(10), f"step_10/{name}": pt(10)}, 10)
+    assert not complete(root)
+    write(root, {"step_10/b.pt": pt(10)}, 10)
+    assert complete(root) == ["step_10"]
+
+
+@pytest.mark.parametrize("where", ["step_10/", ""])
+def test_shards_of_ranks_need_no_index(root: Path, where: str) -> None:
+    names = [f"{where}{'' if where else 'step_10_'}net-0000{rank}-of-00002.bin" for rank in (0, 1)]
+    write(root, dict.fromkeys(names, pt(10)), 10)
+    assert len(complete(root)) == 1
+    (root / names[1]).unlink()
+    assert not complete(root)
+
+
+@pytest.mark.parametrize("where", ["step_10/", "step_10_"])
+def test_shards_of_a_model_need_their_index(root: Path, where: str) -> None:
+    names = [f"{where}model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    write(root, dict.fromkeys(names, tensors(10)), 10)
+    assert not complete(root)
+
+
+def test_shards_with_the_step_behind_their_number_are_one_checkpoint(root: Path) -> None:
+    names = [f"net-0000{rank}-of-00002-step10.bin" for rank in (0, 1)]
+    write(root, dict.fromkeys(names, pt(10)), 10)
+    (path,) = complete(root)
+    assert listed(root)[path].files == tuple(names)
+
+
+def test_state_of_an_unknown_program_belongs_to_the_file_beside_it(root: Path) -> None:
+    for step in (4, 8):
+        write(root, {f"lora-{step:06}.safetensors": tensors(step), f"lora-{step:06}-state/model.pt": pt(step)}, step)
+    found = listed(root)
+    assert {(unit.step, len(unit.files), unit.missing) for unit in found.values()} == {(4, 2, None), (8, 2, None)}
+    write(root, {"lora-000012.safetensors": tensors(12)}, 12)
+    assert listed(root)["lora-000012.safetensors"].missing
+
+
+def test_newest_of_files_beside_each_other_is_no_checkpoint_without_what_all_others_have(root: Path) -> None:
+    for step in (10, 20):
+        write(root, {f"G_{step}.pth": pt(step), f"D_{step}.pth": pt(step)}, step)
+    write(root, {"G_30.pth": pt(30)}, 30)
+    assert len(complete(root)) == 2
+    write(root, {"D_30.pth": pt(30)}, 30)
+    (root / "D_10.pth").unlink()  # older states may be removed
+    assert len(complete(root)) == 3
+
+
+def test_lone_directories_in_directories_of_steps_are_one_series(root: Path) -> None:
+    whole = {"model.pt": pt(1), "optimizer.pt": pt(1)}
+    for epoch in (1, 2):
+        write(root, {f"epoch_{epoch}/step_{epoch}0/{name}": data for name, data in whole.items()}, 10)
+    assert complete(root) == ["epoch_1/step_10", "epoch_2/step_20"]
+    write(root, {"epoch_3/step_30/model.pt": pt(1)}, 10)
+    assert complete(root) == ["epoch_1/step_10", "epoch_2/step_20"]
+
+
+def test_directory_without_a_step_is_one_checkpoint_with_its_ckpt_file(root: Path) -> None:
+    write(root, {"best/trainer.ckpt": pt(1), "best/unet/model.pt": pt(1), "best/rng.dat": b"\1"}, 10)
+    assert [unit.files for unit in listed(root).values()] == [
+        ("best/rng.dat", "best/trainer.ckpt", "best/unet/model.pt")
+    ]
+
+
+def test_file_and_directory_without_a_step_are_one_checkpoint(root: Path) -> None:
+    write(root, {"best.pt": pt(1), "latest/ema.pt": pt(1)}, 10)
+    assert [unit.files for unit in listed(root).values()] == [("best.pt", "latest/ema.pt")]
+
+
+def test_prepare_leaves_what_is_good_beside_a_damaged_file_in_a_directory_without_a_step(home: Home, capsys) -> None:
+    flush(home.spool, home.tier)
+    write(home.root, {f"exp/v{step}/unet/{name}.pt": pt(step) for step in (1, 2) for name in "ab"}, 10)
+    write(home.root, {"exp/v2/unet/b.pt": pt(2)[:-40]}, 10)
+    before = files(home.root)
+    home.prepare(capsys)
+    assert files(home.root) == {name: data for name, data in before.items() if name != "exp/v2/unet/b.pt"}
+
+
+def looked(watch: UnitWatch, spool: Spool, *times_s: float) -> None:
+    for now_s in times_s:
+        watch.observe(observed(spool), now_s)
+
+
+def test_files_without_a_step_are_taken_again_after_one_was_removed(root: Path, spool: Spool) -> None:
+    write(root, {"last.pt": pt(1), "best.pt": pt(1), "ema.pt": pt(1)}, 10)
+    reported = Reported()
+    watch = UnitWatch(spool, root, RUN, reported, settle_s=1.0)
+    looked(watch, spool, 1.0, 3.0)
+    (root / "best.pt").unlink()
+    write(root, {"last.pt": pt(2)}, 20)
+    looked(watch, spool, 5.0, 7.0)
+    assert len(reported.parts) == 2
+
+
+def test_half_deleted_checkpoint_of_an_unknown_program_is_reported(root: Path, spool: Spool) -> None:
+    for step in (10, 20):
+        write(root, save(step), step)
+    reported = Reported()
+    watch = UnitWatch(spool, root, RUN, reported, settle_s=1.0)
+    looked(watch, spool, 1.0, 3.0)
+    for step in (10, 20):
+        (root / f"step_{step}" / "a.pt").unlink()
+    looked(watch, spool, 5.0, 7.0)
+    assert set(reported.reasons) == {"step_10", "step_20"} and len(reported.parts) == 2
+
+
+@pytest.mark.parametrize(("name", "step"), [("data_parallel_1.pkl", None), ("ema_10_steps.pth.tar", 10)])
+def test_step_in_name(name: str, step: int | None) -> None:
+    assert step_in(name) == step
+
+
+def test_take_reports_the_save_that_was_not_renamed(home: Home) -> None:
+    write(home.root, save(20) | {"step_30/b.pt.tmp": pt(30), "step_30/a.pt": pt(30)}, 10)
+    reported = take(home.spool, home.root)
+    assert list(reported.reasons) == ["step_30"] and "temporary name" in reported.reasons["step_30"]
