@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from support import layouts
 from support.watched_run import RUN, files, flush, take
 from support.world import commit, part

@@ -484,8 +484,8 @@ MUTANTS = (
     Mutant(
         "a damaged form of a step hides the sound one",
         "tierd/watching/twins.py",
-        "if len(twins.keys() - {\"\"}) > 1 else ():",
-        "if len(twins.keys() - {\"\"}) > 9 else ():",
+        'if len(twins.keys() - {""}) > 1 else ():',
+        'if len(twins.keys() - {""}) > 9 else ():',
         "pytest tests/watching/test_twins.py -k another_format",
     ),
     Mutant(
