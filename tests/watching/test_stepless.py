@@ -189,3 +189,20 @@ def test_pointer_names_the_newest_of_several_series(home: Home) -> None:
     flush(home.spool, home.tier)
     restore(home)
     assert files(home.root)["last_checkpoint"] == b"./out/epoch_20.pt"
+
+
+@pytest.mark.parametrize("command", ["prepare", "restore"])
+def test_version_from_before_any_step_gives_way_to_a_newer_one(home: Home, capsys, command: str) -> None:
+    """sam2: `checkpoint.pt` after each epoch, and `checkpoint_10.pt` later."""
+    write(home.root, {"checkpoint.pt": pt(9)}, 1_000_009)
+    take(home.spool, home.root)
+    write(home.root, {"checkpoint.pt": pt(10), "checkpoint_10.pt": pt(10)}, 1_000_010)
+    take(home.spool, home.root)
+    flush(home.spool, home.tier)
+    shutil.rmtree(home.root)
+    if command == "prepare":
+        home.prepare(capsys)
+    else:
+        home.root.mkdir()
+        restore(home)
+    assert files(home.root) == {"checkpoint.pt": pt(10), "checkpoint_10.pt": pt(10)}

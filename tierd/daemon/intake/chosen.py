@@ -76,7 +76,7 @@ async def put_back_chosen(
         if step is None and attempt is None and best is None:
             (directory / NAME).unlink(missing_ok=True)
             placed = [put]
-            for name in (run, stepless_run(run)):
+            for name in (stepless_run(run), run):  # `run` may have versions without a step from before any had one
                 placed += await put_back_each(stores, name, directory, progress, placed=placed)
             return replace(put, beside=tuple(placed[1:]))
         known = history(await observe_places(None, stores, run, chunks=False), run)

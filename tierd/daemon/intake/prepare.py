@@ -264,12 +264,12 @@ async def _others(
         behind = fetched or all(known.made.get(checkpoint, NEVER) > one.made for one in good)
         return bool(behind) and all(is_newer(checkpoint, known, one) for one in rivals)
 
-    put = list[PutBack]()
+    placed, stepless = [*fetched], stepless_run(run)
+    if any(one.run == stepless for one in known.made):  # first, because `run` may have older versions of these files
+        placed += await put_back_each(stores, stepless, directory, progress, is_wanted, placed)
     if fetched:
-        put += await put_back_each(stores, run, directory, progress, is_wanted, fetched)
-    if any(one.run == stepless_run(run) for one in known.made):
-        put += await put_back_each(stores, stepless_run(run), directory, progress, is_wanted, [*fetched, *put])
-    return put
+        placed += await put_back_each(stores, run, directory, progress, is_wanted, placed)
+    return placed[len(fetched) :]
 
 
 def _keeps_pointer(one: Judged, newest: CheckpointId, known: History, directory: Path) -> bool:
