@@ -206,3 +206,15 @@ def test_version_from_before_any_step_gives_way_to_a_newer_one(home: Home, capsy
         home.root.mkdir()
         restore(home)
     assert files(home.root) == {"checkpoint.pt": pt(10), "checkpoint_10.pt": pt(10)}
+
+
+def test_pointer_to_a_moved_checkpoint_names_the_newest_whole_one(home: Home, capsys) -> None:
+    saves(home, 10, 20)
+    flush(home.spool, home.tier)
+    (home.root / "epoch_30.pt").write_bytes(pt(30)[:-50])
+    (home.root / "last_checkpoint").write_text("out/epoch_30.pt\n")
+    (home.root / "newest").unlink()
+    (home.root / "newest").symlink_to("epoch_30.pt")
+    assert home.prepare(capsys)["epoch_30.pt"]["moved"]
+    assert (home.root / "last_checkpoint").read_text() == "out/epoch_20.pt\n"
+    assert str((home.root / "newest").readlink()) == "epoch_20.pt"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +30,7 @@ from tierd.stores.base import Store
 from tierd.watching.listing import MAX_MARKER, joined
 from tierd.watching.pointers import Pointer, pointers
 from tierd.watching.programs import SHARDED
+from tierd.watching.step_in_name import without_ending
 from tierd.watching.unit import WITHOUT_STEP
 from tierd.watching.unit_file import MAX_SIZE, UNIT_NAME, UnitFile, decode_unit
 
@@ -163,9 +165,25 @@ def point_to(directory: Path, program: str, path: str, files: Sequence[str]) -> 
 
 
 def write_lost(directory: Path, recorded: Iterable[Pointer]) -> list[str]:
-    """Write the recorded pointers where nothing lies, or a link that leads nowhere; return their paths."""
-    lost = [pointer for pointer in recorded if not (directory / pointer.path).exists()]
+    """Write the recorded pointers where nothing lies, or what names nothing that is there; return their paths."""
+    lost = [pointer for pointer in recorded if _is_lost(directory, pointer)]
     return [pointer.path for pointer in lost if _write_pointer(directory, pointer)]
+
+
+def _is_lost(directory: Path, pointer: Pointer) -> bool:
+    path = directory / pointer.path
+    if pointer.link or not path.exists():
+        return not path.exists()
+    text = _named(path, pointer)
+    # A text of the same form whose names are gone. Whether a number names something, nobody can tell.
+    same_form = text is not None and re.sub(r"\d+", "#", text) == re.sub(r"\d+", "#", _first_line(pointer.text).strip())
+    return same_form and _names_any(path.parent, pointer.text) and not _names_any(path.parent, text or "")
+
+
+def _names_any(home: Path, text: str) -> bool:
+    """Whether a text has the name of a file or directory beside it, also without its ending."""
+    names = {name for path in home.iterdir() for name in (path.name, without_ending(path.name))}
+    return any(token.rstrip("/").rpartition("/")[2] in names for token in re.split(r"[\s\"',:=\[\]{}]+", text) if token)
 
 
 def quarantine_files(directory: Path, paths: Iterable[str]) -> list[str]:
