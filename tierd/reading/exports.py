@@ -57,7 +57,7 @@ def export_state(
 ) -> StateExport:
     """Export the first checkpoint, in the order of a restore, that verifies. Raises as `Reader.export`."""
     search = Search(tiers.run, Ranks(0, 1), TierView(tiers, () if best is None else (best.metric,)))
-    for candidate in search.whole(step, attempt, best):
+    for candidate in search.whole(step, attempt, best, other_launches=True):
         files = TierFiles(tiers, candidate.checkpoint, candidate.world, search.resume.origins)
         found, error = _try(tiers, candidate, files, target, options)
         unfit = isinstance(error, StateMismatch | StateRefused | ConfigError)

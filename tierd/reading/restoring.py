@@ -68,7 +68,7 @@ def restore(
     chosen(state, names)
     metrics = (goal.metric,) if goal is not None and isinstance(goal.metric, str) else ()
     search = Search(tiers.run, Ranks(0, 1), TierView(tiers, metrics))
-    for candidate in search.whole(step, attempt, goal, at_least):
+    for candidate in search.whole(step, attempt, goal, at_least, other_launches=True):
         files = TierFiles(tiers, candidate.checkpoint, candidate.world, search.resume.origins)
         found, error = _try(tiers, candidate, files, chosen(state, names), names, rank, ignore_prefixes)
         unfit = isinstance(error, StateMismatch | ConfigError)

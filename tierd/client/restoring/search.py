@@ -20,22 +20,24 @@ from tierd.core.errors import CheckpointNotFound, DaemonUnavailable, StoreUnavai
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import Manifest
 from tierd.core.save_policy import Goal
-from tierd.core.timeline.candidates import UNKNOWN_METRIC, Candidate, RestoreOrder, because, not_found
+from tierd.core.timeline.candidates import (
+    INCOMPLETE,
+    QUARANTINED,
+    UNKNOWN_METRIC,
+    UNVOUCHED,
+    Candidate,
+    RestoreOrder,
+    because,
+    not_found,
+)
 from tierd.core.timeline.chain import check_origin
 from tierd.core.timeline.run_view import RunView
 from tierd.ipc.messages import MAX_REASON, MOST_REASONS, FellBack, Request
 
 log = logging.getLogger("tierd")
 
-INCOMPLETE = "incomplete: not every rank's part is there"
 PRUNED = "pruned while it was read"
 GONE = "gone: it was whole once, as this node or a tier remembers, and no place has it any more"
-UNVOUCHED = (
-    "unreadable: no manifest of its launch, or of so many ranks, can be read, so that its name alone says that it is "
-    "newer (it is damaged, of a newer tierd, of another key, or not tierd's; if it is nobody's, "
-    "`tierd disown RUN ATTEMPT URL`)"
-)
-_QUARANTINED = "quarantined before: some of it was proven corrupt, and no place had it right"
 _LISTINGS = 3  # how often to list, if parts vanish between a listing and their reading
 # How often to try one checkpoint, because another node's spool may hold a right copy of what was quarantined here.
 _TRIES = 2
@@ -101,7 +103,13 @@ class Search:
         self.resume = RestoreOrder((), (), (), None, (), ())  # as of the last listing
 
     def whole(
-        self, step: int | None, attempt: str | None, best: Goal | None = None, at_least: int | None = None
+        self,
+        step: int | None,
+        attempt: str | None,
+        best: Goal | None = None,
+        at_least: int | None = None,
+        *,
+        other_launches: bool = False,
     ) -> Iterator[Candidate]:
         """Yield the checkpoints to try, in the order of `restore`, if each rank needs every rank's part.
 
@@ -109,8 +117,14 @@ class Search:
         other nodes' spools are flushed first. After each candidate, every rank calls `settle` with its result. The next
         candidate follows only if all ranks have to try an older one; the iteration ends if the run has none. `source`
         reads parts, and `close` ends it. Raises as `restore`.
+
+        Args:
+            other_launches: of a step that is asked for, try also what other launches have of it. A trainer must not,
+                because its next save would continue another history.
         """
-        return self.candidates(step, attempt, everything=True, best=best, at_least=at_least)
+        return self.candidates(
+            step, attempt, everything=True, best=best, at_least=at_least, other_launches=other_launches
+        )
 
     def settle(self, candidate: Candidate, error: Exception | None, *, unfit: bool = False) -> Settled:
         """Report this rank's result for `candidate` to all ranks. Raises as `Agreement.settle`."""
@@ -130,7 +144,7 @@ class Search:
         count if they would have been tried before `until`.
         """
         resume, order = self.resume, self.resume.order
-        unusable = dict.fromkeys(resume.quarantined, _QUARANTINED)
+        unusable = dict.fromkeys(resume.quarantined, QUARANTINED)
         if resume.goal:
             unusable |= dict.fromkeys(resume.incomplete, INCOMPLETE)
         passed = {} if resume.goal else dict.fromkeys(resume.incomplete, INCOMPLETE)
@@ -159,6 +173,7 @@ class Search:
         best: Goal | None = None,
         at_least: int | None = None,
         only: Collection[str] | None = None,
+        other_launches: bool = False,
     ) -> Iterator[Candidate]:
         """Yield as `whole` does. Without `everything`, each rank needs only its own part, or of that part only the
         entries in `only`.
@@ -181,7 +196,7 @@ class Search:
             else:
                 self._check_metric(best)
             again, old = False, None
-            for candidate in resume.candidates:
+            for candidate in (*resume.candidates, *(resume.same_step if other_launches else ())):
                 one = candidate.checkpoint
                 if again := self._is_cut(one):
                     break

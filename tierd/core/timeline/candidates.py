@@ -27,6 +27,13 @@ from tierd.core.timeline.combined_views import (
 from tierd.core.timeline.run_view import RunView, named, run_view_of
 
 _MOST = 5  # items that a message lists
+INCOMPLETE = "incomplete: not every rank's part is there"
+QUARANTINED = "quarantined before: some of it was proven corrupt, and no place had it right"
+UNVOUCHED = (
+    "unreadable: no manifest of its launch, or of so many ranks, can be read, so that its name alone says that it is "
+    "newer (it is damaged, of a newer tierd, of another key, or not tierd's; if it is nobody's, "
+    "`tierd disown RUN ATTEMPT URL`)"
+)
 UNKNOWN_METRIC = "rank 0's manifest is corrupt wherever it was seen: how good it is cannot be told"
 
 
@@ -45,6 +52,8 @@ class RestoreOrder:
 
     Attributes:
         candidates: the checkpoints to try, in order.
+        same_step: with a step: the checkpoints of other launches that have it, newest first, for a reader that finds
+            the candidate corrupt, and that continues no history.
         branches: complete checkpoints that are not on the timeline.
         incomplete: checkpoints newer than the first candidate that lack a rank's part.
         lost: the attempt at which the timeline ends because its origin is unknown; None if there is none.
@@ -89,6 +98,7 @@ class RestoreOrder:
     unvouched: tuple[CheckpointId, ...] = ()
     silent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     down_to: CheckpointId | None = None
+    same_step: tuple[Candidate, ...] = ()
 
     @property
     def goes_deep_enough(self) -> bool:
@@ -155,7 +165,7 @@ def restore_order(
         for attempt, origin in view.origins.items()
     }
     line = timeline(known, complete, origins)
-    order = line.path
+    order, others = line.path, tuple[CheckpointId, ...]()
     if step is not None or attempt is not None:
         order = tuple(
             checkpoint
@@ -163,7 +173,7 @@ def restore_order(
             if step in (None, checkpoint.step) and attempt in (None, checkpoint.attempt)
         )
         # A requested attempt is ordered by itself, newest first, whether it was abandoned or not.
-        order = order[:1] if step is not None else tuple(sorted(order, reverse=True))
+        order, others = (order[:1], order[1:]) if step is not None else (tuple(sorted(order, reverse=True)), ())
     values = metric_values(views, run)
     numbers, reach = values.get(best.metric, {}) if best else {}, order
     if best is not None:
@@ -217,6 +227,7 @@ def restore_order(
         unvouched=tuple(sorted((one for one in unvouched if one not in order), reverse=True)),
         silent=silent_places(views),
         down_to=max((CheckpointId(run, *one.down_to) for one in views if one.down_to), default=None),
+        same_step=tuple(Candidate(one, complete[one], lacking.get(one, ())) for one in others),
     )
 
 

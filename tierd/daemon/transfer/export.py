@@ -19,7 +19,16 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import MANIFEST_NAME, Manifest
 from tierd.core.manifest_codec import encode as encode_manifest
 from tierd.core.save_policy import Goal
-from tierd.core.timeline.candidates import UNKNOWN_METRIC, Candidate, RestoreOrder, not_found, restore_candidates
+from tierd.core.timeline.candidates import (
+    INCOMPLETE,
+    QUARANTINED,
+    UNKNOWN_METRIC,
+    UNVOUCHED,
+    Candidate,
+    RestoreOrder,
+    not_found,
+    restore_candidates,
+)
 from tierd.core.timeline.chain import check_origin
 from tierd.daemon.tiers.objects import is_there
 from tierd.daemon.tiers.observe import observe_places
@@ -133,6 +142,14 @@ def _room(target: Path) -> Iterator[None]:
         raise kind(f"{target}: {error.strerror}{way_out}; then run the same command again") from error
 
 
+def _unusable(resume: RestoreOrder, step: int | None) -> dict[CheckpointId, str]:
+    """Return what would have been taken as this step, and is not whole, with the reason."""
+    first = resume.candidates[0].checkpoint if resume.candidates else None
+    found = dict.fromkeys(resume.incomplete, INCOMPLETE) | dict.fromkeys(resume.quarantined, QUARANTINED)
+    found |= dict.fromkeys(resume.unvouched, UNVOUCHED)
+    return {one: why for one, why in found.items() if one.step == step and (first is None or one > first)}
+
+
 @dataclass(frozen=True, slots=True)
 class _Export:
     stores: Mapping[str, Store]
@@ -156,8 +173,9 @@ class _Export:
 
         After None the caller lists the tiers again.
         """
-        skipped = [f"step {one.step} (attempt {one.attempt}): {UNKNOWN_METRIC}" for one in resume.corrupt]
-        for candidate in resume.candidates:
+        known = {**dict.fromkeys(resume.corrupt, UNKNOWN_METRIC), **_unusable(resume, step)}
+        skipped = [f"step {one.step} (attempt {one.attempt}): {why}" for one, why in known.items()]
+        for candidate in (*resume.candidates, *resume.same_step):
             one = candidate.checkpoint
             try:
                 return await self.one(candidate, home, skipped, resume.origins)
