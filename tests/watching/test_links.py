@@ -168,6 +168,35 @@ def test_link_within_the_named_directory_is_followed(tmp_path: Path, capsys: pyt
         assert (code, Path(unit["path"]).name, unit["files"]) == (0, "step_10", 2)
 
 
+def test_named_link_is_the_checkpoint_to_which_it_leads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lightning's `last.ckpt`, for example, whose target's name says the step; also if the user's link leads out."""
+    (tmp_path / "out").mkdir()
+    torch.save({"global_step": 10}, tmp_path / "out" / "epoch=1-step=10.ckpt")
+    (tmp_path / "out" / "last.ckpt").symlink_to("epoch=1-step=10.ckpt")
+    (tmp_path / "mine.ckpt").symlink_to("out/epoch=1-step=10.ckpt")
+    for link in (tmp_path / "out" / "last.ckpt", tmp_path / "mine.ckpt"):
+        code, [unit] = inspected(link, capsys)
+        assert (code, unit["step"], unit["path"]) == (0, 10, str(link))
+
+
+def test_import_of_a_revision_leaves_nothing_in_its_repository(tmp_path: Path, monkeypatch) -> None:
+    """`huggingface_hub.scan_cache_dir` reads each directory of a repository."""
+    snapshot = hub(tmp_path / "hub")
+    (tmp_path / "tier").mkdir()
+    seen = set[str]()
+    listdir = FollowingTree.listing
+
+    def listing(tree: FollowingTree, name: str | None = None):  # type: ignore[no-untyped-def]
+        seen.update(str(path.relative_to(tmp_path)) for path in tmp_path.rglob(".tierd-import-*"))
+        return listdir(tree, name)
+
+    monkeypatch.setattr(FollowingTree, "listing", listing)
+    main = snapshot.parents[1] / "refs" / "main"
+    assert run(["import", str(main), "--run", RUN, "--to", str(tmp_path / "tier"), "--step", "1"]) == 0
+    assert {Path(path).parent.name for path in seen} == {"hub"}
+    assert not list(tmp_path.rglob(".tierd-import-*"))
+
+
 def test_link_out_of_the_named_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = linked_tree(tmp_path)
     code, [unit] = inspected(out / "step_10", capsys)

@@ -186,7 +186,7 @@ def _saved_model(here: Directory) -> Claim | None:
     return Claim(SAVED_MODEL, missing or None)
 
 
-_SNAPSHOT = re.compile(r"(.*/)?(models|datasets|spaces)--[^/]+/snapshots/[0-9a-f]{40}")
+_SNAPSHOT = re.compile(r"(.*/)?(models|datasets|spaces)--[^/]+/snapshots/[^/]+")
 
 
 def _hub_snapshot(here: Directory) -> Claim | None:

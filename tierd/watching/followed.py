@@ -25,7 +25,7 @@ from tierd.watching.step_in_name import is_weights
 from tierd.watching.unit import Unit
 
 _MOST_LINKS = 8  # from a name to its file
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+_REVISION = re.compile(r"[0-9A-Za-z]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def named_place(path: Path) -> NamedPlace:
         raise CheckpointNotFound(f"{path}: no such file or directory") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    if real.is_file() and own.is_symlink() and is_within(str(real), limit(str(own), str(own.parent))):
+    if (home := repository(str(own))) and real.is_file() and is_within(str(real), home):
         real = own  # its name says the format, and the others of its checkpoint lie beside it
     return NamedPlace(path, real.parent if real.name else real, real.name or None)
 
@@ -80,12 +80,12 @@ def named_place(path: Path) -> NamedPlace:
 def _snapshot(real: Path) -> Path:
     """Return the snapshot that a file of a Hub cache's `refs` names; any other path as it is."""
     home = repository(str(real))
-    if home is None or not str(real).startswith(f"{home}/refs/") or not real.is_file():
+    if home is None or not is_within(str(real), f"{home}/refs") or not real.is_file():
         return real
     with real.open("rb") as file:
         commit = file.read(64).decode("ascii", "replace").strip()
     snapshot = Path(home, "snapshots", commit)
-    if not _COMMIT.fullmatch(commit) or not snapshot.is_dir():
+    if not _REVISION.fullmatch(commit) or not snapshot.is_dir():
         raise CheckpointNotFound(f"{real}: it names the snapshot {commit[:64]!a}, which {home}/snapshots does not have")
     return snapshot
 

@@ -30,6 +30,7 @@ from tierd.daemon.transfer.copy import CopiedRun, copy_run
 from tierd.daemon.transfer.download import Progress
 from tierd.priority import hasten
 from tierd.stores.open import open_foreign
+from tierd.watching.links import repository
 
 _EXIT_REFUSED, _EXIT_CORRUPT = 4, 5
 
@@ -185,7 +186,9 @@ async def _import(config: Config, shown: str, place: Path | StoreUrl, run: str, 
         moved = Progress()
         origin: Origin
         if isinstance(place, Path):
-            spool = stack.enter_context(import_spool(place.resolve()))
+            real = place.resolve()
+            # Not in a repository of the Hub's cache, because its own tools read each directory there.
+            spool = stack.enter_context(import_spool(Path(repository(str(real)) or real)))
             origin = stack.enter_context(directory_origin(place))
         else:
             spool = stack.enter_context(import_spool(None))
