@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from support import hub_server
 from support.watched_run import RUN, files
 
 from tierd.cli import run
@@ -246,3 +249,20 @@ def test_import_of_a_step_where_nothing_lies_says_so(tmp_path: Path, capsys: pyt
     (tmp_path / "tier").mkdir()
     assert run(["import", str(tmp_path / "out"), "--run", RUN, "--to", str(tmp_path / "tier"), "--step", "1"]) == 4
     assert "no checkpoint of a program that is known lies there" in capsys.readouterr().err
+
+
+@pytest.mark.loaders
+@pytest.mark.parametrize("named", [f"snapshots/{hub_server.COMMIT}", "refs/main", "."])
+def test_what_huggingface_hub_downloads_is_one_checkpoint(
+    named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("huggingface_hub")
+    subprocess.run([sys.executable, hub_server.__file__, str(tmp_path / "hub")], check=True, timeout=120)
+    path = tmp_path / "hub" / "models--org--name" / named
+    code, [unit] = inspected(path, capsys)
+    assert (code, unit["status"], unit["files"]) == (0, "sound", 3)
+    code, answer = imported(path, tmp_path, capsys)
+    assert (code, len(answer["units"]), answer["refused"]) == (0, 1, [])
+    assert run(["restore", str(tmp_path / "tier"), "--run", RUN, "--into", str(tmp_path / "back")]) == 0
+    back = {name.partition(f"{hub_server.COMMIT}/")[2]: data for name, data in files(tmp_path / "back").items()}
+    assert back == hub_server.FILES
