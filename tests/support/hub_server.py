@@ -1,5 +1,6 @@
-"""A server on the loopback of one repository, as the Hugging Face Hub answers for it. Run as a program, it downloads that
-repository with huggingface_hub into the cache that is named.
+"""A server on the loopback of one repository, as the Hugging Face Hub answers for it.
+
+Run as a program, it downloads that repository with huggingface_hub into the cache that is named.
 """
 
 from __future__ import annotations
