@@ -119,7 +119,7 @@ def test_the_commands_of_the_page_about_watching_do_what_they_say(tmp_path: Path
         (tmp_path / name).mkdir()
     optimizer = layouts.trainer(tmp_path / "out") / "optimizer.pt"
     right = optimizer.read_bytes()
-    watch, explain, restore, prepare = (one for one in typed("watch") if " DIR " in f"{one} " and "EMPTY" not in one)
+    watch, explain, _, restore, prepare = (one for one in typed("watch") if " DIR " in f"{one} " and "EMPTY" not in one)
     words = {"DIR": f"{tmp_path}/out", "RUN": "r", "URL": f"{tmp_path}/tier"}
 
     def typed_in(command: str) -> int:

@@ -123,10 +123,19 @@ class WatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         directory: the absolute path of the directory below which the program writes; it is never written to.
         run: the name of the run that they become; no trainer and no other `[[watch]]` saves to it.
+        unit: globs of paths below the directory; each path that matches is one checkpoint, and nothing else is one;
+            empty: the layouts that tierd knows.
+        step: with `unit`, a regular expression with one group: its last match in a checkpoint's path is the step;
+            None: the number in its name.
+        complete_when: with `unit`, a file within a checkpoint, or beside it, with `{name}` for the checkpoint's
+            name: without it, the checkpoint is not complete; None: nothing says that.
     """
 
     directory: Annotated[str, Meta(pattern=_DIRECTORY)]
     run: str
+    unit: tuple[str, ...] = ()
+    step: str | None = None
+    complete_when: str | None = None
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -300,6 +309,7 @@ def _checked(config: Config, where: str) -> Config:
             check_run(watch.run)
         except ConfigError as error:
             raise ConfigError(f"{where}: watch[{index}].run: {error}") from error
+        check_own_layout(watch, f"{where}: watch[{index}]")
         if watch.run in watched:
             raise ConfigError(
                 f"{where}: watch[{index}].run: {watch.run!r} is the run of {watched[watch.run]}; "
@@ -307,6 +317,35 @@ def _checked(config: Config, where: str) -> Config:
             )
         watched[watch.run] = watch.directory
     return config
+
+
+def check_own_layout(watch: WatchConfig, where: str) -> None:
+    """Check the rules of a watch about which paths are checkpoints.
+
+    Raises:
+        ConfigError: one cannot be used; the message begins with `where` and the key.
+    """
+    if not watch.unit and (watch.step is not None or watch.complete_when is not None):
+        raise ConfigError(f"{where}.unit: give it with step and complete_when, because these are about its paths")
+    for glob in watch.unit:
+        if not _is_below(glob):
+            raise ConfigError(f"{where}.unit: {glob!r}: write a path from the directory, as in 'checkpoints/*'")
+    if watch.complete_when is not None and not _is_below(watch.complete_when):
+        raise ConfigError(
+            f"{where}.complete_when: {watch.complete_when!r}: write a file's name within the checkpoint, or beside it "
+            "with {name}, as in '{name}.done'"
+        )
+    try:
+        groups = re.compile(watch.step or "()").groups
+    except re.error as error:
+        raise ConfigError(f"{where}.step: {watch.step!r}: not a regular expression: {error}") from error
+    if groups != 1:
+        raise ConfigError(f"{where}.step: {watch.step!r}: write one group around the step, as in 'step_([0-9]+)'")
+
+
+def _is_below(path: str) -> bool:
+    """Whether a path leads from a directory to something below it."""
+    return all(name not in ("", ".", "..") for name in path.split("/")) and "\0" not in path
 
 
 def _check_apart(where: str, url: StoreUrl, name: str, place: StoreUrl) -> None:

@@ -20,7 +20,7 @@ from tierd.formats.pickles import find_int
 from tierd.formats.texts import read_json
 from tierd.formats.zips import read_record
 from tierd.watching.inspect import Changed, Opener
-from tierd.watching.programs import LIGHTNING
+from tierd.watching.programs import LIGHTNING, OWN
 from tierd.watching.unit import Unit
 
 _STATE = "trainer_state.json"
@@ -52,7 +52,7 @@ def describe(unit: Unit, opener: Opener) -> Described:
     step, metrics = unit.step, _named(basename(unit.path))
     state = next((path for path in unit.files if basename(path) == _STATE), None)
     if state is not None and isinstance(written := _read(opener, state, read_json), dict):
-        step = _step(written.get("global_step"), step)
+        step = step if unit.layout is OWN else _step(written.get("global_step"), step)
         metrics |= _logged(written.get("log_history"))
     elif unit.layout is LIGHTNING and len(unit.files) == 1 and "step=" not in basename(unit.path):
         data = _read(opener, unit.files[0], lambda source: read_record(source, "/data.pkl", _MAX_PICKLE))

@@ -15,7 +15,7 @@ from tierd.watching.describe import describe
 from tierd.watching.layouts import units
 from tierd.watching.listing import ListedEntry, Listing
 from tierd.watching.passed_over import PassedOver, passed_over
-from tierd.watching.programs import DIRECTORY, FILE
+from tierd.watching.programs import DIRECTORY, FILE, OWN
 from tierd.watching.series import UNCERTAIN
 from tierd.watching.unit import WITHOUT_STEP, Unit
 
@@ -93,7 +93,8 @@ def explain(
 def _explained(
     unit: Unit, step: int | None, entries: Mapping[str, ListedEntry], found: Sequence[Unit], unnamed: tuple[str, ...]
 ) -> ExplainedUnit:
-    order = _ORDER if step is None else "its name" if step == unit.step else "a file in it"
+    named = "its path" if unit.layout is OWN else "its name"
+    order = _ORDER if step is None else named if step == unit.step else "a file in it"
     if unit.step is None and any(other.step is not None for other in found):
         step, order = None, _STEPLESS
     size = sum(entries[path].size for path in unit.files)
@@ -105,6 +106,8 @@ def _explained(
 def why(unit: Unit) -> str:
     """Say why the files of a unit are one checkpoint."""
     proof = next((path for path in unit.markers if len(unit.markers) < len(unit.files) or path not in unit.files), "")
+    if unit.layout is OWN:
+        return f"a glob of --unit matches it{f'; {proof} is there' if proof else ''}"
     if unit.layout not in UNCERTAIN and proof:
         return f"{proof} is there, which {unit.layout.program} writes"
     outside = [path for path in (*unit.files, *unit.strange) if not path.startswith(f"{unit.path}/")]

@@ -19,6 +19,7 @@ from tierd.watching.entries import Describe, entry_of, kind, printable, status
 from tierd.watching.inspect import Changed, Status
 from tierd.watching.layouts import names_of_units
 from tierd.watching.listing import MARKERS, MAX_MARKER, ListedEntry, Listing, joined
+from tierd.watching.own_layout import OwnLayout
 from tierd.watching.pointers import Pointer
 from tierd.watching.unit import Unit
 
@@ -37,6 +38,7 @@ class Tree:
         directory: the directory.
         skip: list a directory below it that may not be read as one special file, instead of raising, and skip names
             that are not UTF-8, because no manifest can have them.
+        own: a person's own rules about which paths are checkpoints; None: the usual ones.
         going: called before each name is listed and before each read; what it raises ends the work.
 
     Attributes:
@@ -48,8 +50,15 @@ class Tree:
         OSError: the directory cannot be opened.
     """
 
-    def __init__(self, directory: Path, *, skip: bool = False, going: Callable[[], None] = lambda: None) -> None:
-        self._shown, self._skip, self._going = directory, skip, going
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        skip: bool = False,
+        own: OwnLayout | None = None,
+        going: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._shown, self._skip, self._own, self._going = directory, skip, own, going
         self._passes_over = skip  # a directory that may not be read
         self.unreadable: list[str] = []
         self.unnamed: list[str] = []
@@ -234,7 +243,9 @@ class Tree:
 
     def _with_texts(self, entries: dict[str, ListedEntry]) -> Listing:
         marked = (path for path in entries if path.endswith(MARKERS) and path.rpartition("/")[2] in MARKERS)
-        return Listing(entries, {path: text for path in marked if (text := self._text(path, entries)) is not None})
+        return Listing(
+            entries, {path: text for path in marked if (text := self._text(path, entries)) is not None}, self._own
+        )
 
     def _text(self, path: str, entries: Mapping[str, ListedEntry]) -> str | None:
         if entries[path].kind != "file":

@@ -25,7 +25,7 @@ from tierd.formats.safetensors import check_safetensors
 from tierd.formats.tensorflow import check_shard, read_index
 from tierd.formats.texts import read_json
 from tierd.watching.listing import joined
-from tierd.watching.programs import DIRECTORY, SAVED_MODEL, TENSORFLOW
+from tierd.watching.programs import DIRECTORY, OWN, SAVED_MODEL, TENSORFLOW
 from tierd.watching.unit import Unit
 
 Status: TypeAlias = Literal["sound", "damaged", "incomplete", "changing", "unknown", "unreadable"]
@@ -249,14 +249,15 @@ class _Inspection:
         except OSError as error:
             self._find(path, "unreadable", error.strerror or str(error))
         except Damaged as error:
-            if self._unit.layout is DIRECTORY and path.endswith(".json"):  # it may be lines of JSON, or a dialect
+            # A JSON file of no known program may be lines of JSON, or a dialect.
+            if self._unit.layout in (DIRECTORY, OWN) and path.endswith(".json"):
                 self.uncovered.append(Uncovered(path, str(error)))
             else:
                 self._find(path, "damaged", error.reason, error.offset)
         except Unfinished as error:
             self._find(path, "incomplete", str(error))
         except Unchecked as error:
-            if isinstance(error, NoFormat) or self._unit.layout is DIRECTORY:
+            if isinstance(error, NoFormat) or self._unit.layout in (DIRECTORY, OWN):
                 self.uncovered.append(Uncovered(path, str(error)))
             else:
                 self._find(path, "unknown", str(error))

@@ -29,6 +29,7 @@ from tierd.watching.completeness import (
 )
 from tierd.watching.directory_layouts import Claim, claim
 from tierd.watching.listing import Listing, below, gap, joined
+from tierd.watching.own_layout import own_units
 from tierd.watching.programs import (
     ACCELERATE,
     COMPOSER,
@@ -55,6 +56,8 @@ from tierd.watching.unit import WITHOUT_STEP, Unit
 
 def units(listing: Listing) -> list[Unit]:
     """Return the units in a listing, sorted by path."""
+    if listing.own is not None:
+        return own_units(listing, listing.own)
     tree = listing.tree()
     found = _units_in(Directory("", tree[""], listing, tree))
     return sorted(compare_nested(found), key=lambda unit: unit.path)

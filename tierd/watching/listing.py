@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
+from tierd.watching.own_layout import OwnLayout
+
 Kind: TypeAlias = Literal["file", "directory", "link", "other"]
 MARKERS = ("latest", "latest_checkpointed_iteration.txt")  # their text names the complete unit
 MAX_MARKER = 4096  # bytes of a marker's text
@@ -33,10 +35,12 @@ class Listing:
     Attributes:
         entries: by path from the directory, with components separated by "/".
         texts: the markers' texts, by path.
+        own: a person's own rules about which of its paths are checkpoints; None: the rules of `layouts`.
     """
 
     entries: Mapping[str, ListedEntry]
     texts: Mapping[str, str] = field(default_factory=dict)
+    own: OwnLayout | None = None
 
     def tree(self) -> dict[str, dict[str, ListedEntry]]:
         """Return each directory's own entries by its path; the listing's directory is ""."""

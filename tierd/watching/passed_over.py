@@ -33,6 +33,7 @@ _POINTERS = frozenset(
 )
 _POINTS = "it is recorded with the checkpoint that it names"
 _USUAL = "such names are of logs, settings, texts and pictures"
+_UNMATCHED = "no glob of --unit, or of `unit` in a [[watch]], matches it"
 _UNKNOWN = "no layout that tierd knows has such names"
 
 
@@ -71,12 +72,13 @@ def passed_over(listing: Listing, units: Iterable[Unit]) -> tuple[int, tuple[Pas
         if entry.kind != "directory" and path not in taken:
             directory, _, name = path.rpartition("/")
             ending = _ending(name)
-            groups.setdefault((directory, ending, _why(name, ending, entry.kind)), []).append(name)
+            why = _UNMATCHED if listing.own and entry.kind == "file" else _why(name, ending, entry.kind)
+            groups.setdefault((directory, ending, why), []).append(name)
     found = [
         PassedOver(directory, ending, len(names), tuple(sorted(names)[:_NAMES]), why)
         for (directory, ending, why), names in groups.items()
     ]
-    found.sort(key=lambda group: (group.why != _UNKNOWN, -group.count, group.directory, group.ending))
+    found.sort(key=lambda group: (group.why not in (_UNKNOWN, _UNMATCHED), -group.count, group.directory, group.ending))
     return sum(group.count for group in found), tuple(found[:_GROUPS])
 
 

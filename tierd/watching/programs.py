@@ -141,6 +141,12 @@ DIRECTORY = UnitLayout(
     "each file with a known format is whole, and no file is missing that all others of its series have",
     "-",
 )
+OWN = UnitLayout(
+    "own layout",
+    "a path that a `--unit` or `[[watch]] unit` matches",
+    "the file of `complete_when` is there, if that is given, and each file with a known format is whole",
+    "-",
+)
 LAYOUTS = (
     *(TRAINER, ACCELERATE, LIGHTNING, DCP, TORCHTITAN, TORCH_CHECKPOINTING, DEEPSPEED, MEGATRON, NEMO),
     *(ORBAX, KERAS, TENSORFLOW, SAVED_MODEL, HUB, COMPOSER, SHARDED, FILE, DIRECTORY),

@@ -9,18 +9,20 @@ from typing import Annotated
 
 import typer
 
-from tierd.cli.acting.watch import DirectoryArgument, default_spool
+from tierd.cli.acting.watch import CompleteOption, DirectoryArgument, StepOption, UnitOption, default_spool
 from tierd.cli.known import note_unknown
 from tierd.cli.options import JsonOption, KeyFileOption, Places, SpoolOption, ToOption, check_whose
 from tierd.cli.reading.restore import with_tiers
 from tierd.cli.tables import complain, console, print_json, table
-from tierd.core.config import from_urls
+from tierd.core.config import WatchConfig, check_own_layout, from_urls
 from tierd.core.ids import check_run
+from tierd.daemon.intake.own import own_layout
 from tierd.daemon.intake.prepare import Prepared, PreparedUnit
 from tierd.daemon.intake.prepare import prepare as prepare_directory
 from tierd.daemon.transfer.download import Progress
 from tierd.spool.spool import Spool
 from tierd.watching.files import Tree
+from tierd.watching.own_layout import OwnLayout
 from tierd.watching.passed_over import passed_over
 
 
@@ -34,27 +36,35 @@ def prepare(
     name: Annotated[str, typer.Option("--run", metavar="RUN", help="The run as which it is watched.")],
     to: ToOption = None,
     spool: SpoolOption = None,
+    unit: UnitOption = None,
+    step: StepOption = None,
+    complete_when: CompleteOption = None,
     key_file: KeyFileOption = None,
     json: JsonOption = False,
 ) -> None:
     """Before a launch: verify every checkpoint below DIR, move damaged and unfinished ones to DIR/.tierd-quarantine,
     and fetch replacements."""
     where, run, moved = directory.absolute(), check_run(name), Progress()
+    watched = WatchConfig(directory=str(where), run=run, unit=tuple(unit or ()), step=step, complete_when=complete_when)
+    check_own_layout(watched, "prepare")
+    rules = own_layout(watched)
     home = (spool or default_spool(where)).absolute()
     check_whose(home)
     own = Spool(home, write=False) if (home / ".tierd").is_dir() else None
     config = from_urls(str(home), to or [], None, str(key_file.absolute()) if key_file else None)
-    found = asyncio.run(with_tiers(config, moved, lambda stores: prepare_directory(where, run, own, stores, moved)))
+    found = asyncio.run(
+        with_tiers(config, moved, lambda stores: prepare_directory(where, run, own, stores, moved, rules))
+    )
     if not any(one.verdict in ("verified", "missing") for one in found.units):
         note_unknown(Places(own, config, policy=False), run)
-    if not found.units and (text := _nothing(directory)):
+    if not found.units and (text := _nothing(directory, rules)):
         complain(text)
     print_json(found) if json else _show(found)
 
 
-def _nothing(directory: Path) -> str:
+def _nothing(directory: Path, own: OwnLayout | None) -> str:
     """Say that a directory has files and no checkpoint; empty if it has no files, as before a first launch."""
-    with Tree(directory, skip=True) as tree:
+    with Tree(directory, skip=True, own=own) as tree:
         listing = tree.listing()
     files, groups = passed_over(listing, ())
     names = "; ".join(str(group) for group in groups[:2])

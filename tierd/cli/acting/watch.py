@@ -14,15 +14,35 @@ from tierd.cli.acting.act import print_event
 from tierd.cli.exit_codes import EXIT_UNFINISHED
 from tierd.cli.options import JsonOption, KeyFileOption, SpoolOption, ToOption
 from tierd.cli.tables import console, print_json, size, table
-from tierd.core.config import WatchConfig, from_urls
+from tierd.core.config import WatchConfig, check_own_layout, from_urls
 from tierd.core.errors import ConfigError
 from tierd.core.retention.policy import RetentionPolicy
+from tierd.daemon.intake.own import own_layout
 from tierd.daemon.service import serve
 from tierd.watching.explain import Explained, ExplainedUnit
 from tierd.watching.explain import explain as explain_listing
 from tierd.watching.files import Tree
+from tierd.watching.own_layout import OwnLayout
 
 DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The directory below which the program writes.")]
+
+
+UnitOption = Annotated[
+    list[str] | None,
+    typer.Option("--unit", metavar="GLOB", help="Paths below DIR that are one checkpoint each; nothing else is one."),
+]
+StepOption = Annotated[
+    str | None,
+    typer.Option("--step", metavar="REGEX", help="With --unit: finds the step in the path, by its one group."),
+]
+CompleteOption = Annotated[
+    str | None,
+    typer.Option(
+        "--complete-when",
+        metavar="NAME",
+        help="With --unit: a file without which a checkpoint is not complete; `{name}` is the checkpoint's name.",
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -42,6 +62,9 @@ def watch(
         int | None,
         typer.Option("--keep-last", min=1, help="Checkpoints to keep in each place; not given: the run's own policy."),
     ] = None,
+    unit: UnitOption = None,
+    step: StepOption = None,
+    complete_when: CompleteOption = None,
     until_idle: Annotated[
         bool, typer.Option("--until-idle", help="End when every complete checkpoint there is taken and flushed.")
     ] = False,
@@ -57,8 +80,12 @@ def watch(
     is a line on stdout. With --explain, nothing is taken, and neither --run nor --to is needed."""
     where = directory.absolute()
     _check_directory(directory)
+    watched = WatchConfig(
+        directory=str(where), run=name or "", unit=tuple(unit or ()), step=step, complete_when=complete_when
+    )
+    check_own_layout(watched, "watch")
     if explain:
-        _explain(directory, json=json)
+        _explain(directory, own_layout(watched), json=json)
         return
     if name is None:
         raise typer.BadParameter("name the run that the checkpoints become", param_hint="--run")
@@ -68,16 +95,16 @@ def watch(
         to or [],
         RetentionPolicy(keep_last=keep_last) if keep_last else None,
         key,
-        watch=[WatchConfig(directory=str(where), run=name)],
+        watch=[watched],
     )
     if asyncio.run(serve(config, until_idle=until_idle, on_event=print_event if json else None)):
         raise typer.Exit(EXIT_UNFINISHED)  # the log says what is left
 
 
-def _explain(directory: Path, *, json: bool) -> None:
+def _explain(directory: Path, own: OwnLayout | None, *, json: bool) -> None:
     """Print what a watch of a directory sees."""
     try:
-        tree = Tree(directory, skip=True)
+        tree = Tree(directory, skip=True, own=own)
     except FileNotFoundError:
         raise ConfigError(f"{directory}: it does not exist, so there is nothing to explain") from None
     with tree:

@@ -22,7 +22,7 @@ from tierd.daemon.transfer.replicas import Replicas
 from tierd.stores.base import Store
 from tierd.watching.naming import series_of
 from tierd.watching.pointers import Pointer
-from tierd.watching.unit_file import MAX_SIZE, UNIT_NAME, decode_unit
+from tierd.watching.unit_file import MAX_SIZE, UNIT_NAME, UnitFile, decode_unit
 
 Wanted: TypeAlias = Callable[[CheckpointId, str, Set[str]], bool]
 
@@ -82,6 +82,12 @@ def _files(manifest: Manifest) -> set[str]:
 
 async def recorded_pointers(stores: Mapping[str, Store], checkpoint: CheckpointId) -> tuple[Pointer, ...]:
     """Return the pointers that named a watched checkpoint when it was taken; none if no tier has its `unit.json`."""
+    about = await recorded_unit(stores, checkpoint)
+    return (about.pointers or ()) if about else ()
+
+
+async def recorded_unit(stores: Mapping[str, Store], checkpoint: CheckpointId) -> UnitFile | None:
+    """Return the description of a watched checkpoint; None if no tier has its `unit.json`."""
     copies = Replicas(PartId(checkpoint, 0, 1), stores)
     await copies.ask()
     for manifest in copies.contents()[:1]:
@@ -89,11 +95,11 @@ async def recorded_pointers(stores: Mapping[str, Store], checkpoint: CheckpointI
         sizes = {file.path: (number, file.size) for number, file in enumerate(manifest.files)}
         number, size = sizes.get(UNIT_NAME, (0, MAX_SIZE + 1))
         if size > MAX_SIZE:
-            return ()
+            return None
         chunks = manifest.files[number].chunks
         try:
             data = b"".join([bytes(await copies.chunk(number, index, UNIT_NAME)) for index, _ in enumerate(chunks)])
-            return decode_unit(data, f"{checkpoint}: {UNIT_NAME}").pointers or ()
+            return decode_unit(data, f"{checkpoint}: {UNIT_NAME}")
         except (CorruptChunk, ManifestError):
-            return ()
-    return ()
+            return None
+    return None

@@ -18,6 +18,8 @@ from collections.abc import Callable, Set
 from contextlib import suppress
 from pathlib import Path
 
+from msgspec import structs
+
 from tierd.core.config import WatchConfig
 from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, pin_key
@@ -26,6 +28,7 @@ from tierd.core.retention.policy import seconds
 from tierd.daemon.intake.directory_id import DirectoryAbsent, identify
 from tierd.daemon.intake.manifests import first_manifest
 from tierd.daemon.intake.other_watches import OtherWatches
+from tierd.daemon.intake.own import own_layout
 from tierd.daemon.intake.reports import ToReconciler, forget, report, report_absent
 from tierd.daemon.intake.taker import Taker
 from tierd.daemon.intake.unit_watch import UnitWatch
@@ -86,7 +89,7 @@ class Intake:
         wanted = dict.fromkeys(self._reconciler.config.watch, False)
         for watch in self._reconciler.config.watch:
             if watch in self._watching and self._watching[watch].leaves_stepless:
-                wanted[WatchConfig(directory=watch.directory, run=stepless_run(watch.run))] = True
+                wanted[structs.replace(watch, run=stepless_run(watch.run))] = True
         return wanted
 
     @property
@@ -305,6 +308,7 @@ class Intake:
             one.watch.run,
             reports,
             settle_s=self._reconciler.timings.settle_s,
+            own=own_layout(one.watch),
             stepless=one.stepless,
             room=self._find_room,
             going=one.going,

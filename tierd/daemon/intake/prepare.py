@@ -19,7 +19,7 @@ from tierd.core.planning.inventory import Inventory
 from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.intake.chosen import read_chosen
 from tierd.daemon.intake.directory_lock import alone_in
-from tierd.daemon.intake.each_series import put_back_each, recorded_pointers
+from tierd.daemon.intake.each_series import put_back_each, recorded_pointers, recorded_unit
 from tierd.daemon.intake.in_place import (
     QUARANTINE,
     NotWatched,
@@ -40,7 +40,8 @@ from tierd.watching.files import Tree
 from tierd.watching.layouts import units
 from tierd.watching.listing import Listing
 from tierd.watching.naming import History, history, series_of, stepless_run
-from tierd.watching.programs import DIRECTORY
+from tierd.watching.own_layout import OwnLayout
+from tierd.watching.programs import DIRECTORY, OWN
 from tierd.watching.unit import Unit
 
 _LISTINGS = 3  # because a checkpoint may be pruned between a listing and the reading
@@ -91,7 +92,12 @@ def _fetched(put: PutBack) -> PreparedUnit:
 
 
 async def prepare(
-    directory: Path, run: str, spool: Spool | None, stores: Mapping[str, Store], progress: Progress
+    directory: Path,
+    run: str,
+    spool: Spool | None,
+    stores: Mapping[str, Store],
+    progress: Progress,
+    own: OwnLayout | None = None,
 ) -> Prepared:
     """Verify every unit below a directory, move damaged and unfinished ones away, and fetch replacements.
 
@@ -101,25 +107,33 @@ async def prepare(
         spool: the run's spool, if this node has one; its manifests are used, too.
         stores: the tiers.
         progress: updated while a checkpoint is fetched.
+        own: a person's own rules about which paths are checkpoints, as of the watch; None: the usual ones.
 
     Raises:
-        ConfigError: a program still writes below the directory, this account may not write there, or another command
-            held the directory for an hour.
+        ConfigError: a program still writes below the directory, this account may not write there, another command held
+            the directory for an hour, or the run was taken by other rules.
         StoreUnavailable: a tier did not answer. Nothing was moved.
         StoreRefused: a file cannot be read, which proves nothing. Nothing was moved.
     """
     async with alone_in(directory):
-        return await _prepare(directory, run, spool, stores, progress)
+        return await _prepare(directory, run, spool, stores, progress, own)
 
 
 async def _prepare(
-    directory: Path, run: str, spool: Spool | None, stores: Mapping[str, Store], progress: Progress
+    directory: Path,
+    run: str,
+    spool: Spool | None,
+    stores: Mapping[str, Store],
+    progress: Progress,
+    own: OwnLayout | None,
 ) -> Prepared:
     unmoved, stepless = "; nothing was moved", stepless_run(run)
     inventory = await _observed(spool, stores, run, unmoved)
     beside = history(await _observed(spool, stores, stepless, unmoved), stepless)
     known = history(inventory, run).merged(beside)
-    judged = await _judged(directory, run, stepless if beside.made else run, known, spool, stores)
+    if own is None:
+        await _check_rules(run, known, stores)
+    judged = await _judged(directory, own, run, stepless if beside.made else run, known, spool, stores)
     for one in judged:
         if one.verdict in ("damaged", "unfinished"):
             await _replace(one, directory, stores, progress)
@@ -141,10 +155,16 @@ async def _prepare(
 
 
 async def _judged(
-    directory: Path, run: str, stepless: str, known: History, spool: Spool | None, stores: Mapping[str, Store]
+    directory: Path,
+    own: OwnLayout | None,
+    run: str,
+    stepless: str,
+    known: History,
+    spool: Spool | None,
+    stores: Mapping[str, Store],
 ) -> list[Judged]:
     """Judge every unit of a directory; raises if a program still writes to one, or one cannot be read."""
-    with Tree(directory) as tree:
+    with Tree(directory, own=own) as tree:
         listing = await to_the_end(tree.listing)
         judged = await to_the_end(lambda: [described(tree, unit, listing, run, stepless) for unit in units(listing)])
         for one in judged:
@@ -159,6 +179,22 @@ async def _judged(
             "account, or move it away"
         )
     return judged
+
+
+async def _check_rules(run: str, known: History, stores: Mapping[str, Store]) -> None:
+    """Refuse to find the units of a run by the usual rules if a watch found its newest one by a person's own.
+
+    The usual rules may take a part of such a unit for a whole one.
+    """
+    if not known.made:
+        return
+    newest = max(known.made, key=lambda checkpoint: known.made[checkpoint])
+    about = await recorded_unit(stores, newest)
+    if about is not None and about.program == OWN.program:
+        raise ConfigError(
+            f"run {run!r} was watched with --unit: give prepare the same --unit, --step and --complete-when. "
+            "Nothing was moved"
+        )
 
 
 async def _observed(spool: Spool | None, stores: Mapping[str, Store], run: str, effect: str) -> Inventory:

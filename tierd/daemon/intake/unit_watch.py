@@ -38,6 +38,7 @@ from tierd.watching.files import Tree
 from tierd.watching.inspect import Changed, Inspected, Opener, inspect_unit
 from tierd.watching.listing import Listing
 from tierd.watching.naming import History, Named, is_in_range, name_unit, order_of, series_of, step_of
+from tierd.watching.own_layout import OwnLayout
 from tierd.watching.passed_over import PassedOver, passed_over
 from tierd.watching.pointers import may_point, points_to
 from tierd.watching.settle import Due, Settling, is_unchanged
@@ -77,6 +78,7 @@ class UnitWatch:
         run: the run to save the units as.
         reports: where to report.
         settle_s: as for `Settling`.
+        own: a person's own rules about which paths are checkpoints; None: the usual ones.
         stepless: take the units without a step in their names, and leave the others; otherwise the reverse. Without any
             step, all are taken.
         room: frees disk space when a commit finds the disk full.
@@ -103,6 +105,7 @@ class UnitWatch:
         reports: Reports,
         *,
         settle_s: float,
+        own: OwnLayout | None = None,
         stepless: bool = False,
         room: Room | None = None,
         going: Callable[[], None] = lambda: None,
@@ -113,7 +116,7 @@ class UnitWatch:
         self._spool, self._directory, self._run, self._reports = spool, directory, run, reports
         self._room, self._going, self._writes, self._reads = room, going, writes, reads
         self._settling, self._settle_s = Settling(settle_s, self._choose), settle_s
-        self._stepless, self.leaves_stepless = stepless, False
+        self._own, self._stepless, self.leaves_stepless = own, stepless, False
         self._taken = TakenUnits(spool, run)
         self._ordering = Ordering(self._settling, self._taken)
         self.pins = SeriesPins(spool, self._taken, stores)
@@ -178,7 +181,7 @@ class UnitWatch:
             StoreRefused, ConfigError: it cannot be listed.
         """
         self._known, self._now_s, self.wanted = self._known.merged(known), now_s, None
-        with Tree(self._directory, skip=True, going=self._going) as tree:
+        with Tree(self._directory, skip=True, own=self._own, going=self._going) as tree:
             began_s = time.monotonic() - cpu_wait_s()
             listing = self._listing = tree.names()
             due = self._settling.observe(listing, now_s)
