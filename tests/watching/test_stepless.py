@@ -218,3 +218,12 @@ def test_pointer_to_a_moved_checkpoint_names_the_newest_whole_one(home: Home, ca
     assert home.prepare(capsys)["epoch_30.pt"]["moved"]
     assert (home.root / "last_checkpoint").read_text() == "out/epoch_20.pt\n"
     assert str((home.root / "newest").readlink()) == "epoch_20.pt"
+
+
+def test_restore_brings_back_what_has_no_step_if_nothing_with_a_step_was_taken(home: Home) -> None:
+    """Beside it lies a first save in which the program was killed."""
+    write(home.root, {"last.pt": pt(1), "step_10/model.pt.tmp": pt(10), "step_10/a.pt": pt(10)}, 10)
+    assert [part.checkpoint.run for part in take(home.spool, home.root).parts] == [f"{RUN}.stepless"]
+    flush(home.spool, home.tier)
+    restore(home)
+    assert files(home.root) == {"last.pt": pt(1)}

@@ -5,6 +5,7 @@ Judged by the words of docs/howto/watch.md. The gate's kind `watched` found each
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,17 @@ def test_take_reports_the_save_that_was_not_renamed(home: Home) -> None:
     write(home.root, save(20) | {"step_30/b.pt.tmp": pt(30), "step_30/a.pt": pt(30)}, 10)
     reported = take(home.spool, home.root)
     assert list(reported.reasons) == ["step_30"] and "temporary name" in reported.reasons["step_30"]
+
+
+def test_temporary_directory_without_weights_is_of_no_checkpoint_around_it(root: Path) -> None:
+    saved = {f"exp/v{number}/unet/model.pt": pt(number) for number in (1, 2)}
+    write(root, saved | {"exp/v3.tmp/args.state": b"\1"}, 10)
+    assert [unit.files for unit in listed(root).values()] == [tuple(saved)]
+
+
+def test_temporary_pointer_does_not_come_back(home: Home, capsys) -> None:
+    write(home.root, save(10) | {"latest": b"step_10", "latest.tmp": b"step_10"}, 10)
+    home.taken()
+    shutil.rmtree(home.root)
+    home.prepare(capsys)
+    assert files(home.root) == save(10) | {"latest": b"step_10"}

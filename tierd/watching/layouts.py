@@ -148,7 +148,8 @@ def _is_one(here: Directory, found: Sequence[Unit]) -> bool:
     is_named = found[0].path.rpartition("/")[2] != WITHOUT_STEP
     if is_named and len(found) == 1 and _is_all_below(here, found[0]):
         return False  # a unit of its own has all of it
-    return not any(is_log(path.rpartition("/")[2]) for path in inside)
+    begun = any(is_temporary(name) for path in inside for name in path[len(here.path) :].split("/")[:-1])
+    return not begun and not any(is_log(path.rpartition("/")[2]) for path in inside)
 
 
 def _is_unknown(unit: Unit) -> bool:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tierd.watching.completeness import is_temporary
 from tierd.watching.listing import Listing, joined
 from tierd.watching.programs import COMPOSER, DEEPSPEED, MEGATRON, TENSORFLOW
 from tierd.watching.step_in_name import is_log, is_weights, step_in, without_ending
@@ -66,6 +67,8 @@ def may_point(unit: Unit, listing: Listing) -> list[str]:
 
 
 def _may_point(name: str, kind: str) -> bool:
+    if is_temporary(name):
+        return False
     if kind == "link":
         return True
     return kind == "file" and not name.startswith(".") and not (is_weights(name) or is_log(name) or step_in(name))

@@ -25,7 +25,7 @@ from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
 from tierd.spool.file_io import open_own
 from tierd.stores.base import Store
-from tierd.watching.naming import history, stepless_run
+from tierd.watching.naming import History, history, stepless_run
 
 NAME = ".tierd-chosen"  # begins with `watching.files.OWN`, so a watch does not list it
 _LONGEST = 1 << 12  # bytes
@@ -72,19 +72,26 @@ async def put_back_chosen(
     The directory is made if it does not exist. Raises as `put_back` and `alone_in`.
     """
     async with alone_in(directory):
-        put = await put_back(stores, run, directory, step, attempt, progress, best)
-        if step is None and attempt is None and best is None:
+        placed, is_newest = [], step is None and attempt is None and best is None
+        if is_newest and not (await _known(stores, run)).made:  # all that the directory had may be without a step
+            placed = await put_back_each(stores, stepless_run(run), directory, progress)
+        put = placed[0] if placed else await put_back(stores, run, directory, step, attempt, progress, best)
+        if is_newest:
             (directory / NAME).unlink(missing_ok=True)
-            placed = [put]
+            placed = placed or [put]
             for name in (stepless_run(run), run):  # `run` may have versions without a step from before any had one
                 placed += await put_back_each(stores, name, directory, progress, placed=placed)
             return replace(put, beside=tuple(placed[1:]))
-        known = history(await observe_places(None, stores, run, chunks=False), run)
+        known = await _known(stores, run)
         newest = max({*known.made, *known.unread, CheckpointId(run, put.attempt, put.step)})
         chosen = Chosen(run, put.step, put.attempt, newest_attempt=newest.attempt, newest_step=newest.step)
         text = msgspec.json.encode(chosen).decode()
         await to_the_end(write_whole, directory / NAME, text)
         return put
+
+
+async def _known(stores: Mapping[str, Store], run: str) -> History:
+    return history(await observe_places(None, stores, run, chunks=False), run)
 
 
 def read_chosen(directory: Path, run: str) -> Chosen | None:
