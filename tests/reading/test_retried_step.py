@@ -1,4 +1,4 @@
-"""An unusable checkpoint of a step hides no right one that another launch saved of it from whoever only reads."""
+"""An unusable checkpoint of a step hides no right one that another launch saved of it from commands that only read."""
 
 from __future__ import annotations
 

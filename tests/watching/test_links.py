@@ -132,6 +132,17 @@ def test_link_that_leads_out_is_refused_with_a_sentence(
     assert run(["import", str(snapshot), "--run", RUN, "--to", str(tmp_path / "tier")]) == 4
 
 
+def test_link_that_leads_out_beside_a_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be a part of what is imported, so that an import of the rest alone is not silent."""
+    snapshot = hub(tmp_path / "hub")
+    (snapshot / "config.json").unlink()
+    shutil.copy((snapshot / "model.safetensors").resolve(), tmp_path / "private")
+    (snapshot / "adapter_model.safetensors").symlink_to(tmp_path / "private")
+    code, answer = imported(snapshot, tmp_path, capsys)
+    assert code == 4 and [one["path"] for one in answer["refused"]]
+    assert "outside of" in answer["refused"][0]["reason"]
+
+
 def test_blob_that_is_gone_makes_a_snapshot_incomplete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     snapshot = hub(tmp_path / "hub")
     (snapshot / "model.safetensors").resolve().unlink()

@@ -52,6 +52,17 @@ def another_format_with_companions(out: Path) -> None:
     (out / "model-100.bin.yml").write_text("a: 1\n")
 
 
+def empty_file(out: Path) -> None:
+    archive(out / "step_100" / "net.pt")
+    (out / "step_100.ckpt").touch()
+
+
+def in_a_directory(out: Path) -> None:
+    archive(out / "step_100" / "trained.pt")
+    save_file({"weight": torch.arange(300.0)}, out / "step_100" / "net.safetensors")
+    cut(archive(out / "step_100" / "net.bin"))
+
+
 def another_directory(out: Path) -> None:
     cut(archive(out / "a" / "step_100.pt"))
     archive(out / "b" / "step_100.pt")
@@ -65,6 +76,11 @@ TWINS = {  # the sound files, and what is named
     another_format_with_companions: (
         {"model-100.safetensors"},
         {"model-100.bin": "damaged", "model-100.bin.yml": "damaged"},
+    ),
+    empty_file: ({"step_100/net.pt"}, {"step_100.ckpt": "damaged"}),
+    in_a_directory: (
+        {"step_100/trained.pt", "step_100/net.safetensors"},
+        {"step_100/net.bin": "damaged"},
     ),
     another_directory: ({"b/step_100.pt"}, {"a/step_100.pt": "damaged"}),
 }
@@ -116,6 +132,17 @@ def test_inspect_shows_the_sound_twin_and_why_the_other_is_not(
     [other] = [one for one in units if one["status"] != "sound"]
     assert other["status"] in named.values() and other["findings"]
     assert code == (5 if other["status"] == "damaged" else 4)
+
+
+def test_twins_without_a_step_are_told_apart_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, tier = tmp_path / "out", tmp_path / "tier"
+    out.mkdir()
+    tier.mkdir()
+    save_file({"weight": torch.arange(300.0)}, out / "model.safetensors")
+    cut(archive(out / "model.bin"))
+    code, answer = imported(out, tier, capsys, "--step", "7")
+    assert (code, [one["path"] for one in answer["units"]]) == (5, ["out/model.safetensors"])
+    assert [one["path"] for one in answer["refused"]] == ["out/model.bin"]
 
 
 def test_files_that_are_no_twins_are_one_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

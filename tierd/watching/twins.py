@@ -13,40 +13,52 @@ from posixpath import dirname
 from tierd.watching.completeness import SHARD
 from tierd.watching.layouts import units
 from tierd.watching.listing import Listing, joined
+from tierd.watching.programs import DIRECTORY, HUB, SHARDED
 from tierd.watching.unit import Unit
 
 # Forms of a whole model. A Paddle model's `.pdparams` and `.pdopt`, for example, are two parts of one.
 _FORM = re.compile(r"(.+?)((?:\.weights)?\.(?:safetensors|bin|pt|pth|ckpt|h5|hdf5|keras|msgpack|onnx|gguf|nemo))")
+_UNMARKED = (DIRECTORY, SHARDED, HUB)
 _INDEX = re.compile(r"(.+)\.(safetensors|bin)\.index\.json")
 
 
 def without_twins(unit: Unit, listing: Listing) -> Iterator[tuple[tuple[str, ...], Unit]]:
-    """Yield the unit without each of its twins, and the paths that are left out then."""
-    home = dirname(unit.path)
+    """Yield the unit without each of its twins, and the paths that are left out then.
+
+    Twins lie beside each other, or at the top of a directory whose program left no mark of its own.
+    """
     inside = (*unit.files, *unit.strange)
-    names = {joined(home, path[len(home) :].lstrip("/").partition("/")[0]) for path in inside}
-    entries = sorted(names | ({unit.path} & listing.entries.keys()))  # that one may be a directory without a file
-    forms: dict[str, dict[str, list[str]]] = {}
-    for entry in entries:
-        stem, form = _form(entry, listing)
-        forms.setdefault(stem, {}).setdefault(form, []).append(entry)
-    for twins in forms.values():
-        for form, paths in twins.items() if len(twins.keys() - {""}) > 1 else ():
-            if form:
-                beside = tuple(f"{path}." for path in paths if form != "/")  # `model.pt.yml` belongs to `model.pt`
-                left_out = tuple(entry for entry in entries if entry in paths or entry.startswith(beside))
-                yield from ((left_out, one) for one in _without(left_out, inside, listing))
+    homes = [dirname(unit.path), *([unit.path] if unit.is_directory and unit.layout in _UNMARKED else [])]
+    for home in homes:
+        start = f"{home}/" if home else ""
+        names = {path[len(start) :].partition("/")[0] for path in inside if path.startswith(start)}
+        entries = sorted(
+            {joined(home, name) for name in names} | ({unit.path} & listing.entries.keys())
+        )  # that one may be a directory without a file
+        forms: dict[str, dict[str, list[str]]] = {}
+        for entry in entries:
+            stem, form = _form(entry, listing)
+            forms.setdefault(stem, {}).setdefault(form, []).append(entry)
+        for twins in forms.values():
+            for form, paths in twins.items() if len(twins.keys() - {""}) > 1 else ():
+                if form:
+                    beside = tuple(f"{path}." for path in paths if form != "/")  # `model.pt.yml` belongs to `model.pt`
+                    left_out = tuple(entry for entry in entries if entry in paths or entry.startswith(beside))
+                    yield from ((left_out, one) for one in _without(left_out, inside, listing))
 
 
 def _form(entry: str, listing: Listing) -> tuple[str, str]:
     """Return an entry's path without its ending, and the ending; an empty one if it has none of a form."""
     if listing.entries[entry].kind == "directory":
         return entry, "/"
-    match = SHARD.fullmatch(entry) or _INDEX.fullmatch(entry)
-    if match:
-        return match[1], f".{match[2]}"
-    match = _FORM.fullmatch(entry)
-    return (match[1], match[2]) if match else (entry, "")
+    if match := SHARD.fullmatch(entry) or _INDEX.fullmatch(entry):
+        stem, form = match[1], f".{match[2]}"
+    elif match := _FORM.fullmatch(entry):
+        stem, form = match[1], match[2]
+    else:
+        return entry, ""
+    home, _, name = stem.rpartition("/")
+    return joined(home, "model") if name == "pytorch_model" else stem, form  # transformers writes either of the two
 
 
 def _without(left_out: tuple[str, ...], inside: tuple[str, ...], listing: Listing) -> list[Unit]:

@@ -190,7 +190,7 @@ def _ordered(origin: Origin, listing: Listing, step: int | None) -> tuple[list[l
     if step is not None and found and step not in found:
         raise CheckpointNotFound(f"step {step}: there is no such checkpoint\n  {steps_there(step, list(found))}")
     if step is not None and found:
-        return [found[step]], []
+        return [found[step]], [one for one in refused if one.path in strays]
     return [found[one] for one in sorted(found)], refused
 
 
