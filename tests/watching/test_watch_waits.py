@@ -47,6 +47,7 @@ def test_job_that_starts_watch_and_program_at_once_is_backed_up(below: str, home
         wait_until(lambda: "waiting for it" in caplog.text, 60)
         directory.mkdir(parents=True)
         wait_until(lambda: "is there now" in caplog.text, 60)
+        threading.Event().wait(1.0)  # the program trains; a watch that had nothing to wait for would end meanwhile
         layouts.torch_save(directory)
 
     caplog.set_level("INFO")

@@ -796,4 +796,25 @@ MUTANTS = (
         "        if False:\n            record.newest",
         f"{_TEST_ORDER} -k last_take",
     ),
+    Mutant(
+        "nobody learns of a watch that never took anything",
+        "tierd/daemon/intake/reports.py",
+        "    if not texts and _is_untaken_for_long(reconciler, one, watch, status):\n",
+        "    if False:\n",
+        "pytest tests/watching/test_silence.py --timeout 90 -k warns_once",
+    ),
+    Mutant(
+        "a watch that took everything earlier ends as if it took nothing",
+        "tierd/daemon/intake/reports.py",
+        "    one.is_untaken = not (watch.has_taken or awaited or one.stepless or watch.leaves_stepless)\n",
+        "    one.is_untaken = not (awaited or one.stepless or watch.leaves_stepless)\n",
+        "pytest tests/watching/test_silence.py -k earlier",
+    ),
+    Mutant(
+        "prepare judges a person's own layout by the usual rules",
+        _PREPARE,
+        "    if own is None:\n        await _check_rules(run, known, stores)\n",
+        "",
+        "pytest tests/watching/test_own_layout.py -k without_the_rules",
+    ),
 )

@@ -181,4 +181,25 @@ MUTANTS = (
         "        return any(not seen.judged for path, seen in self._seen.items() if path not in but)\n",
         f"{_TEST_SETTLE} -k incomplete_unit_is_never_due",
     ),
+    Mutant(
+        "the usual rules apply beside a person's own",
+        "tierd/watching/layouts.py",
+        "    if listing.own is not None:\n        return own_units(listing, listing.own)\n",
+        "",
+        "pytest tests/watching/test_own_layout.py -k no_other_rule",
+    ),
+    Mutant(
+        "a file that says that a checkpoint is complete is a checkpoint",
+        "tierd/watching/own_layout.py",
+        "for path in found if path not in markers)",
+        "for path in found)",
+        "pytest tests/watching/test_own_layout.py -k beside_it",
+    ),
+    Mutant(
+        "a status names every file that is passed over",
+        "tierd/watching/passed_over.py",
+        "tuple(found[:_GROUPS])",
+        "tuple(found)",
+        "pytest tests/watching/test_silence.py -k bounded",
+    ),
 )
