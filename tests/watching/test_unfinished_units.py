@@ -166,6 +166,12 @@ def test_half_deleted_checkpoint_of_an_unknown_program_is_reported(root: Path, s
     assert set(reported.reasons) == {"step_10", "step_20"} and len(reported.parts) == 2
 
 
+def test_rank_that_is_the_step_as_well_is_of_the_same_series(root: Path) -> None:
+    for step in (1, 2):
+        write(root, {f"rank{rank}_{step}_steps.pth": pt(step) for rank in (0, 1)}, step)
+    assert len(complete(root)) == 2
+
+
 @pytest.mark.parametrize(("name", "step"), [("data_parallel_1.pkl", None), ("ema_10_steps.pth.tar", 10)])
 def test_step_in_name(name: str, step: int | None) -> None:
     assert step_in(name) == step

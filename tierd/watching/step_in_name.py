@@ -94,7 +94,11 @@ def directory_step(name: str) -> int | None:
 def without_step(name: str) -> str:
     """Return a name with a mark in the place of its step: the checkpoints of one series share it."""
     match = _after_word(name) or _LAST.search(_bare(name))
-    return name.replace(match[1], "#", 1) if match else name
+    ranks = [found.span() for found in RANK.finditer(name)]
+    for found in re.finditer(rf"(?<!\d){match[1]}(?!\d)", name) if match else ():
+        if not any(first <= found.start() < end for first, end in ranks):
+            return f"{name[: found.start()]}#{name[found.end() :]}"
+    return name
 
 
 def without_ending(name: str) -> str:
