@@ -1,8 +1,13 @@
-"""Watched: a writer of each layout that `tierd watch` knows is killed, deletes, renames or rewrites at any point.
+"""Watched: a writer of a layout is killed, deletes, renames or rewrites at any point, beside `tierd watch`.
 
 Files and the spool are real; times are simulated, so that a seed is a history (`support/watched.py`). Required, by the
 judge of `support/watched_trials.py`: no torn checkpoint is taken, no sound one that was left alone is lost or taken
 twice, also by two nodes of which one may be killed, and nothing in the watched directory is written.
+
+Every other life has a layout that no table knows (`support/unknown_layouts.py`), between whose launches `prepare` runs,
+bits flip, and the directory is lost. Required, by the judge of `support/unknown_trials.py`, beside that: no part is
+taken for the whole, no good file is moved, the newest comes back byte for byte, and nothing is passed over without a
+report.
 """
 
 from __future__ import annotations
@@ -16,16 +21,20 @@ from pathlib import Path
 from faults import hands
 from faults.rounds import Mutant, Round
 
-UNIT, SHORT, GATE = "lives of a writer", 40, 2_000
+UNIT, SHORT, GATE = "lives of a writer", 80, 4_000
 _LAYOUTS = (
     *("trainer", "trainer_on_deepspeed", "accelerate", "lightning", "lightning_sharded", "plain_dcp", "torchtitan"),
     *("torch_checkpointing", "deepspeed", "megatron", "megatron_by_ranks", "nemo", "orbax", "tensorflow", "composer"),
     *("hf_model", "shards_alone", "torch_save", "safetensors"),
 )
+_SHAPES = ("directory", "nested", "beside", "state beside", "wordless", "stepless")
+_UNKNOWN = ("killed", "daemon killed", "no daemon for a life", "overtaken while it is taken", "slow between two files")
+_UNKNOWN += ("rotated", "prepare", "flip", "lose", "lose and restore")
 MET = (
     *(f"{name}: whole and taken" for name in _LAYOUTS),
     *("killed", "again", "delete", "delete and save", "rename", "overtaken while it is taken", "ends torn or deleted"),
     *("two nodes", "left to the other node", "a node killed"),
+    *(f"unknown: {name}" for name in (*_SHAPES, *_UNKNOWN)),
 )
 _TAKER = "tierd/daemon/intake/taker.py"
 _ALIVE = "        return any(now_s - since_s < self._timings.silent_s for since_s in self._seen.values())\n"
@@ -46,6 +55,38 @@ MUTANTS: tuple[Mutant, ...] = (
         "watched --trials 400",
         "read by both nodes",
     ),
+    Mutant(
+        "a rank at a name's end is a step",
+        "tierd/watching/step_in_name.py",
+        '    name = RANK.sub("", without_ending(name))\n',
+        "    name = without_ending(name)\n",
+        "watched --trials 200",
+        "is taken | a number is the step",
+    ),
+    Mutant(
+        "prepare moves what lacks a file",
+        "tierd/daemon/intake/judging.py",
+        '"unfinished" if one.unit.begun else "unknown"',
+        '"unfinished"',
+        "watched --trials 400",
+        "was moved without proof | good files moved",
+    ),
+    Mutant(
+        "a directory without what all others of its series have is whole",
+        "tierd/watching/series.py",
+        "    if not lacking:\n",
+        "    if True:\n",
+        "watched --trials 200",
+        "a part for the whole",
+    ),
+    Mutant(
+        "a directory with a temporary name is a checkpoint",
+        "tierd/watching/completeness.py",
+        "    return _TEMPORARY.fullmatch(name) is not None\n",
+        "    return False\n",
+        "watched --trials 200",
+        "under its temporary name",
+    ),
 )
 
 
@@ -58,6 +99,7 @@ def run(work: Round) -> None:
 
     def prepare() -> hands.Trial:
         from support.watched import write_saves
+        from support import unknown_trials
         from support.watched_trials import LAYOUTS, play
 
         assert set(_LAYOUTS) == set(LAYOUTS)
@@ -69,7 +111,9 @@ def run(work: Round) -> None:
             home = written / str(seed)
             home.mkdir()
             try:
-                return 1, play(seed, saves, home)
+                if seed % 2:
+                    return 1, [f"unknown: {note}" for note in unknown_trials.play(seed // 2, home)]
+                return 1, play(seed // 2, saves, home)
             finally:
                 shutil.rmtree(home, ignore_errors=True)
 
