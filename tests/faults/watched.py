@@ -98,8 +98,8 @@ def run(work: Round) -> None:
     room = hands.room(work)
 
     def prepare() -> hands.Trial:
-        from support.watched import write_saves
         from support import unknown_trials
+        from support.watched import write_saves
         from support.watched_trials import LAYOUTS, play
 
         assert set(_LAYOUTS) == set(LAYOUTS)
