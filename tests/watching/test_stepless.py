@@ -163,7 +163,8 @@ def test_link_that_leads_out_is_no_pointer(home: Home) -> None:
 def test_files_that_continue_a_name_are_of_the_checkpoint(home: Home) -> None:
     written: Files = {"model.iter10.pt": pt(10), "model.iter10.pt.yml": b"a: 1", "model.iter10.json": b"{}"}
     written |= {"DONE_10": b""}
-    write(home.root, written | {"train.log": b"10", "notes_10.md": b""}, 1_000_010)
+    write(home.root, {"model.iter0.pt": pt(0), "DONE_0": b""}, 1_000_000)
+    write(home.root, written | {"train.log": b"10", "notes_10.md": b"", "README": b""}, 1_000_010)
     home.taken()
     restore(home)
     assert files(home.root) == written

@@ -134,6 +134,7 @@ def _has_weights(here: Directory) -> bool:
     return any(map(is_weights, names)) or not (here.name.isdecimal() or all(_OTHER.fullmatch(name) for name in names))
 
 
+_NUMBER = re.compile(r"\d{1,18}")
 _OTHER = re.compile(r".*\.(png|jpe?g|gif|svg|mp4|wav|flac|pdf|html|txt|md|csv|tsv|log|jsonl?|ya?ml|py)")
 
 
@@ -300,14 +301,21 @@ def _add_companions(here: Directory, groups: dict[tuple[UnitLayout, str], list[s
             if (step := step_in(name)) is not None:
                 owners.setdefault(without_ending(name), key)
                 steps.setdefault(step, key)
+    heads = {name.partition(".")[0] for name in owners}
     for name, entry in here.names.items() if owners else ():
-        if entry.kind != "file" or name in owners or name.startswith(".") or is_log(name):
+        if entry.kind != "file" or name in owners or name.startswith("."):
             continue
-        stems = (name[: match.start()] for match in re.finditer(r"\.|$", name))
-        found = next((owners[stem] for stem in stems if stem in owners), None)
-        if found is None and not _OTHER.fullmatch(name):
-            found = steps.get(step_in(name) or 0)
-        if found is not None:
+        found = None
+        if name.partition(".")[0] in heads:  # most names of very many are told apart by this alone
+            stems = (name[: match.start()] for match in re.finditer(r"\.|$", name))
+            found = next((owners[stem] for stem in stems if stem in owners), None)
+        if (
+            found is None
+            and not steps.keys().isdisjoint(map(int, _NUMBER.findall(name)))
+            and not _OTHER.fullmatch(name)
+        ):
+            found = steps.get(-1 if (step := step_in(name)) is None else step)
+        if found is not None and not is_log(name):
             groups[found].append(name)
 
 
