@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import hub_server
+from support.users import NOBODY, as_root
 from support.watched_run import RUN, files
 
 from tierd.cli import run
@@ -47,10 +48,10 @@ def inspected(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list
     return code, json.loads(capsys.readouterr().out)["units"]
 
 
-def imported(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict]:
+def imported(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], step: str = "1") -> tuple[int, dict]:
     (tmp_path / "tier").mkdir(exist_ok=True)
     capsys.readouterr()
-    code = run(["import", str(path), "--run", RUN, "--to", str(tmp_path / "tier"), "--step", "1", "--json"])
+    code = run(["import", str(path), "--run", RUN, "--to", str(tmp_path / "tier"), "--step", step, "--json"])
     written = capsys.readouterr()
     assert written.out, written.err
     return code, json.loads(written.out)["imported"]
@@ -260,6 +261,22 @@ def test_import_of_a_step_where_nothing_lies_says_so(tmp_path: Path, capsys: pyt
     (tmp_path / "tier").mkdir()
     assert run(["import", str(tmp_path / "out"), "--run", RUN, "--to", str(tmp_path / "tier"), "--step", "1"]) == 4
     assert "no checkpoint of a program that is known lies there" in capsys.readouterr().err
+
+
+@as_root
+def test_private_file_of_another_user_is_not_imported_through_a_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who may write in a directory could else publish what only its reader may read there."""
+    out = linked_tree(tmp_path)
+    (out / "base" / "shared").chmod(0o600)
+    for path in (out, out / "step_10", out / "step_10" / "trained.pt"):
+        os.chown(path, NOBODY, NOBODY)
+    code, answer = imported(out, tmp_path, capsys, "10")
+    assert (code, answer["units"]) == (4, [])
+    assert "a link of a file of uid 0 that others may not read" in answer["refused"][0]["reason"]
+    (out / "base" / "shared").chmod(0o644)
+    assert imported(out, tmp_path, capsys, "10")[0] == 0
 
 
 @pytest.mark.loaders
