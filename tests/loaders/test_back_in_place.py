@@ -118,8 +118,10 @@ def test_each_program_has_its_row_and_the_page_has_the_rows() -> None:
     sharded = ", sharded"
     assert {one.name.removesuffix(sharded) for one in ROWS} == {one.program for one in LAYOUTS} - {
         "HF model",
+        "Hugging Face Hub",
+        "TensorFlow SavedModel",
         "directory",
-    }
+    }  # no program resumes from these
     assert set(SCRIPTS) <= {one.name for one in ROWS}
     known = {write.__name__: program for write, (program, _) in layouts.WRITERS.items()}
     for row in ROWS:
