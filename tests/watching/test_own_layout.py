@@ -194,6 +194,14 @@ def prepared_at(directory: Path, root: Path, capsys: pytest.CaptureFixture[str])
     return {one["path"]: one for one in json.loads(capsys.readouterr().out)["units"]}
 
 
+def test_checkpoint_that_is_not_complete_yet_is_no_series_of_its_own(root: Path, tmp_path: Path) -> None:
+    """The newest of each series is pinned, and one that lacks its completion file beside it has other paths."""
+    saves(root)
+    assert watched(root, *_RULES) == 0
+    assert list((tmp_path / "tier" / "r" / "manifests").iterdir())
+    assert not list((tmp_path / "tier").rglob("pins/*"))
+
+
 def test_prepare_replaces_damaged_unit_and_leaves_one_that_is_not_complete(root: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     saves(root)
     assert watched(root, *_RULES) == 0

@@ -392,6 +392,11 @@ class UnitWatch:
             self._doubted = True
             self._reports.in_doubt(path, checkpoint)
 
+    def _has_several_series(self) -> bool:
+        """Whether the complete units of the last listing are of several series. Others may lack a file that tells."""
+        whole = (unit for unit in self._settling.units.values() if unit.files and not unit.missing)
+        return len({series_of(unit.files) for unit in whole}) > 1
+
     def _commit(self, tree: Tree, due: Due, described: Described, named: Named, made: datetime) -> None:
         part, entries = PartId(named.checkpoint, 0, 1), dict(due.shape)
         self._writes(max(entry.size for entry in entries.values()))
@@ -404,7 +409,7 @@ class UnitWatch:
                 raise Changed("it was written to, renamed or deleted")
             if self._ordering.is_in_doubt(due.unit.path, named, made, self._known):
                 self._keep(due.unit.path, named.checkpoint)
-            elif len({series_of(unit.files) for unit in self._settling.units.values() if unit.files}) > 1:
+            elif self._has_several_series():
                 self.pins.hold(named.checkpoint)
             stage.commit(Manifest.of(part, named.origin, described.metrics, made, __version__, staged.files))
         self._settling.finish(due, True, after)
