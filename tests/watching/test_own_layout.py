@@ -226,6 +226,14 @@ def test_prepare_without_the_rules_moves_nothing_and_names_them(root: Path, caps
     assert files(root) == right
 
 
+def test_prepare_without_the_rules_knows_a_run_that_only_the_spool_has(root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    saves(root)
+    assert watched(root, *_RULES) == 0
+    (tmp_path / "empty").mkdir()
+    assert run(["prepare", str(root), "--run", "r", "--to", f"file://{tmp_path}/empty"]) == 3
+    assert "give prepare the same --unit" in capsys.readouterr().err
+
+
 def test_explain_honours_the_rules(root: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     saves(root)
     layouts.torch_save(root)

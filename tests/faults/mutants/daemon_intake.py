@@ -813,7 +813,7 @@ MUTANTS = (
     Mutant(
         "prepare judges a person's own layout by the usual rules",
         _PREPARE,
-        "    if own is None:\n        await _check_rules(run, known, stores)\n",
+        "    if own is None:\n        await check_rules(run, known, spool, stores)\n",
         "",
         "pytest tests/watching/test_own_layout.py -k without_the_rules",
     ),

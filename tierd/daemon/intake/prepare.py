@@ -19,7 +19,7 @@ from tierd.core.planning.inventory import Inventory
 from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.intake.chosen import read_chosen
 from tierd.daemon.intake.directory_lock import alone_in
-from tierd.daemon.intake.each_series import put_back_each, recorded_pointers, recorded_unit
+from tierd.daemon.intake.each_series import put_back_each, recorded_pointers
 from tierd.daemon.intake.in_place import (
     QUARANTINE,
     NotWatched,
@@ -31,6 +31,7 @@ from tierd.daemon.intake.in_place import (
     write_lost,
 )
 from tierd.daemon.intake.judging import CHANGING, NEVER, Judged, Verdict, described, is_newer, judge, recorded
+from tierd.daemon.intake.own import check_rules
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
@@ -41,7 +42,7 @@ from tierd.watching.layouts import units
 from tierd.watching.listing import Listing
 from tierd.watching.naming import History, history, series_of, stepless_run
 from tierd.watching.own_layout import OwnLayout
-from tierd.watching.programs import DIRECTORY, OWN
+from tierd.watching.programs import DIRECTORY
 from tierd.watching.unit import Unit
 
 _LISTINGS = 3  # because a checkpoint may be pruned between a listing and the reading
@@ -132,7 +133,7 @@ async def _prepare(
     beside = history(await _observed(spool, stores, stepless, unmoved), stepless)
     known = history(inventory, run).merged(beside)
     if own is None:
-        await _check_rules(run, known, stores)
+        await check_rules(run, known, spool, stores)
     judged = await _judged(directory, own, run, stepless if beside.made else run, known, spool, stores)
     for one in judged:
         if one.verdict in ("damaged", "unfinished"):
@@ -179,22 +180,6 @@ async def _judged(
             "account, or move it away"
         )
     return judged
-
-
-async def _check_rules(run: str, known: History, stores: Mapping[str, Store]) -> None:
-    """Refuse to find the units of a run by the usual rules if a watch found its newest one by a person's own.
-
-    The usual rules may take a part of such a unit for a whole one.
-    """
-    if not known.made:
-        return
-    newest = max(known.made, key=lambda checkpoint: known.made[checkpoint])
-    about = await recorded_unit(stores, newest)
-    if about is not None and about.program == OWN.program:
-        raise ConfigError(
-            f"run {run!r} was watched with --unit: give prepare the same --unit, --step and --complete-when. "
-            "Nothing was moved"
-        )
 
 
 async def _observed(spool: Spool | None, stores: Mapping[str, Store], run: str, effect: str) -> Inventory:
