@@ -61,7 +61,7 @@ MUTANTS: tuple[Mutant, ...] = (
         '    name = RANK.sub("", without_ending(name))\n',
         "    name = without_ending(name)\n",
         "watched --trials 200",
-        "is taken | a number is the step",
+        "is taken | a number is the step | a whole save was not taken",
     ),
     Mutant(
         "prepare moves what lacks a file",
