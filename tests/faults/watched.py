@@ -60,7 +60,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tierd/watching/step_in_name.py",
         '    name = RANK.sub("", without_ending(name))\n',
         "    name = without_ending(name)\n",
-        "watched --trials 200",
+        "watched --trials 400",
         "is taken | a number is the step | a whole save was not taken",
     ),
     Mutant(

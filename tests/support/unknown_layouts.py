@@ -23,7 +23,7 @@ _DIRECTORIES += ("model_step_{}", "ckpt-step={}", "snapshot-{}")
 _WORDLESS = ("save_{}", "v{}", "round-{}")  # a number, and no word that says what it counts
 _FILES = ("{stem}_{step}{ext}", "{stem}-step{step}{ext}", "{stem}.{step:06}{ext}", "{step}_{stem}{ext}")
 _FILES += ("ckpt_{step}_{stem}{ext}", "{stem}_checkpoint-{step}{ext}", "{stem}_{step}_steps{ext}")
-_FILES += ("{stem}-epoch{step:03}-0.{step}{ext}",)
+_FILES += ("{stem}-epoch{step:03}-0.{step}{ext}", "{step:06}-{stem}{ext}")
 _RANKS = ("model_rank_{r}.pt", "rank{r}/shard.pt", "shard-{r:05}-of-{w:05}.bin", "optim_world_size_{w}_rank_{r}.pt")
 _RANKS += ("states_{r}.pth", "dist/mp_rank_{r:02}_states.pt", "data_parallel_{r}.pkl")
 _MEMBERS = ("model.pt", "optimizer.pt", "scheduler.bin", "weights.safetensors", "ema.pth", "trainer.ckpt", "critic.pt")
