@@ -20,7 +20,6 @@ import typer
 from typer.main import get_command
 
 from tierd import __version__
-from tierd.cli.exit_codes import EXIT_NOTHING_TAKEN
 from tierd.cli.tables import complain, print_json
 from tierd.core import errors, manifest
 from tierd.ipc.messages import EXIT_HELD
@@ -59,7 +58,6 @@ _CODES: dict[type[errors.TierdError], int] = {
     errors.StoreRefused: 6,
     errors.DaemonUnavailable: 6,
     errors.SpoolHeld: EXIT_HELD,
-    errors.NothingTaken: EXIT_NOTHING_TAKEN,
 }
 
 

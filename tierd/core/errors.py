@@ -95,10 +95,6 @@ class CheckpointNotFound(TierdError):
     """No verified checkpoint matches the request; the message names skipped checkpoints with reasons, and others."""
 
 
-class NothingTaken(TierdError):
-    """A watch with `--until-idle` ended, and no checkpoint of its directory was ever taken."""
-
-
 class SpoolUnusable(TierdError):
     """The spool is not a directory, or is not readable or writable."""
 

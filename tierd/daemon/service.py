@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierd.core.config import Config
-from tierd.core.errors import NothingTaken
 from tierd.core.event_kinds import Event
 from tierd.core.ids import PartId
 from tierd.core.planning.unflushed import Remaining
@@ -26,7 +25,7 @@ from tierd.daemon.fs_events import watching
 from tierd.daemon.handoff import HandoffServer
 from tierd.daemon.http.start import server_of
 from tierd.daemon.intake.intake import Intake
-from tierd.daemon.intake.watch_at_work import RunNotWatched
+from tierd.daemon.intake.watch_at_work import NothingTaken, RunNotWatched
 from tierd.daemon.opening import open_tiers
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.reload import Reload

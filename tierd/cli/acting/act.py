@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from tierd.cli.exit_codes import EXIT_UNFINISHED
+from tierd.cli.exit_codes import EXIT_NOTHING_TAKEN, EXIT_UNFINISHED
 from tierd.cli.known import answering, no_such
 from tierd.cli.options import (
     AttemptOption,
@@ -28,7 +29,7 @@ from tierd.cli.options import (
     places,
 )
 from tierd.cli.reading.read import choose
-from tierd.cli.tables import console, print_json
+from tierd.cli.tables import complain, console, print_json
 from tierd.core.config import Config, from_urls, without_addresses
 from tierd.core.errors import ConfigError, DaemonUnavailable
 from tierd.core.event_kinds import Event
@@ -38,6 +39,7 @@ from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.timeline.candidates import restore_order
 from tierd.core.timeline.run_view import RunView
 from tierd.core.urls import parse_url
+from tierd.daemon.intake.watch_at_work import NothingTaken
 from tierd.daemon.opening import open_tiers
 from tierd.daemon.service import open_all, serve
 from tierd.daemon.tiers import pins
@@ -90,7 +92,17 @@ def run(
     where = _daemon_config(spool, to, config, keep_last, key_file)
     on_event = print_event if json else None
     reread = (lambda: load_config(config)) if config is not None else None
-    if asyncio.run(serve(where, until_idle=until_idle, await_trainer=await_trainer, reread=reread, on_event=on_event)):
+    run_daemon(serve(where, until_idle=until_idle, await_trainer=await_trainer, reread=reread, on_event=on_event))
+
+
+def run_daemon(serving: Coroutine[Any, Any, Sequence[object]]) -> None:
+    """Run `serve` to its end, and exit with a code of its own if it left something or never took anything."""
+    try:
+        left = asyncio.run(serving)
+    except NothingTaken as error:
+        complain(error)
+        raise typer.Exit(EXIT_NOTHING_TAKEN) from None
+    if left:
         raise typer.Exit(EXIT_UNFINISHED)  # the log says what is left
 
 

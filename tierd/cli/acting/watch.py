@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import stat
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tierd.cli.acting.act import print_event
-from tierd.cli.exit_codes import EXIT_UNFINISHED
+from tierd.cli.acting.act import print_event, run_daemon
 from tierd.cli.options import JsonOption, KeyFileOption, SpoolOption, ToOption
 from tierd.cli.tables import console, print_json, size, table
 from tierd.core.config import WatchConfig, check_own_layout, from_urls
@@ -97,8 +95,7 @@ def watch(
         key,
         watch=[watched],
     )
-    if asyncio.run(serve(config, until_idle=until_idle, on_event=print_event if json else None)):
-        raise typer.Exit(EXIT_UNFINISHED)  # the log says what is left
+    run_daemon(serve(config, until_idle=until_idle, on_event=print_event if json else None))
 
 
 def _explain(directory: Path, own: OwnLayout | None, *, json: bool) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from tierd.core.config import WatchConfig
-from tierd.core.errors import ConfigError
+from tierd.core.errors import ConfigError, TierdError
 from tierd.daemon.intake.directory_id import DirectoryAbsent
 from tierd.own_thread import in_own_thread
 
@@ -33,6 +33,10 @@ _END_S = 20.0  # seconds for which the end of a watch waits for its call
 
 class RunNotWatched(ConfigError):
     """The run that a watch names is a trainer's, or that of another directory."""
+
+
+class NothingTaken(TierdError):
+    """No checkpoint of a watched directory was ever taken."""
 
 
 class Stopped(Exception):
