@@ -60,7 +60,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tierd/watching/step_in_name.py",
         '    name = RANK.sub("", without_ending(name))\n',
         "    name = without_ending(name)\n",
-        "watched --trials 400",
+        "watched --trials 200",
         "is taken | a number is the step | a whole save was not taken",
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tierd/daemon/intake/judging.py",
         '"unfinished" if one.unit.begun else "unknown"',
         '"unfinished"',
-        "watched --trials 400",
+        "watched --trials 200",
         "was moved without proof | good files moved",
     ),
     Mutant(
