@@ -134,6 +134,10 @@ def _has_weights(here: Directory) -> bool:
     return any(map(is_weights, names)) or not (here.name.isdecimal() or all(_OTHER.fullmatch(name) for name in names))
 
 
+_OF_MODEL = re.compile(
+    r"((adapter_|generation_|tokenizer_|preprocessor_|processor_|quantize_)?config|tokenizer|vocab|added_tokens"
+    r"|special_tokens_map|chat_template)\.(json|txt|jinja)|merges\.txt|spiece\.model"
+)
 _NUMBER = re.compile(r"\d{1,18}")
 _OTHER = re.compile(r".*\.(png|jpe?g|gif|svg|mp4|wav|flac|pdf|html|txt|md|csv|tsv|log|jsonl?|ya?ml|py)")
 
@@ -301,6 +305,10 @@ def _add_companions(here: Directory, groups: dict[tuple[UnitLayout, str], list[s
             if (step := step_in(name)) is not None:
                 owners.setdefault(without_ending(name), key)
                 steps.setdefault(step, key)
+    if model := next((owners[match[0]] for match in here.files(WEIGHTS) if match[0] in owners), None):
+        # `save_pretrained` into the watched directory itself, where other files lie, too.
+        groups[model] += [name for name in here.names if name not in owners and _OF_MODEL.fullmatch(name)]
+        owners |= dict.fromkeys(groups[model], model)
     heads = {name.partition(".")[0] for name in owners}
     for name, entry in here.names.items() if owners else ():
         if entry.kind != "file" or name in owners or name.startswith("."):

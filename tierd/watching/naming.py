@@ -13,18 +13,17 @@ watch one directory, and a watcher that starts again, give a unit the same name,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from posixpath import basename, commonpath, dirname
+from posixpath import commonpath, dirname
 
 import xxhash
 
 from tierd.core.ids import MAX_RUN, CheckpointId, is_attempt, next_attempt
 from tierd.core.planning.inventory import Inventory
 from tierd.watching.describe import Described
-from tierd.watching.listing import joined
+from tierd.watching.step_in_name import directory_step, without_numbers
 
 _STEPLESS = ".stepless"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -122,13 +121,16 @@ def stepless_run(run: str) -> str:
 
 
 def series_of(paths: Iterable[str]) -> str:
-    """Return the series of a checkpoint with these files: what their paths have in common, without numbers."""
-    found = sorted(paths)
-    own = commonpath([dirname(path) for path in found])
-    if len(found) == 1 or not re.search(r"\d", basename(own)):
-        # Files beside each other have no directory of their own, so the first of them names the series.
-        own = joined(own, found[0][len(own) + 1 if own else 0 :].partition("/")[0])
-    return re.sub(r"\d+(?:\.\d+)?", "#", own)
+    """Return the series of a checkpoint with these files: its path without numbers, but with those of ranks.
+
+    The path is that of the directory with a step. Files beside each other have no directory of their own, so the first
+    of them names the series.
+    """
+    first = min(paths := [*paths])
+    home = commonpath([dirname(path) for path in paths])
+    above = home.split("/") if home else []
+    length = next((at for at, name in enumerate(above) if directory_step(name) is not None), len(above))
+    return "/".join(map(without_numbers, first.split("/")[: length + 1]))
 
 
 def name_unit(

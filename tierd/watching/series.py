@@ -7,12 +7,13 @@ one lacks, is then the only sign that it was killed in that save, or is still at
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 from tierd.watching.completeness import WEIGHTS
 from tierd.watching.programs import COMPOSER, DIRECTORY, FILE, UnitLayout
-from tierd.watching.step_in_name import RANK, directory_step, without_step
+from tierd.watching.step_in_name import RANK, directory_step, without_numbers, without_step
 from tierd.watching.unit import Unit
 
 UNCERTAIN = (DIRECTORY, FILE, COMPOSER)  # no program's own file identifies these
@@ -77,10 +78,21 @@ def _compared(
 
 
 def _lacking(unit: Unit, own: frozenset[str], others: Sequence[frozenset[str]]) -> Unit:
-    lacking = frozenset.intersection(*others) - own if others else None
+    lacking = frozenset.intersection(*others) - own if others else frozenset()
+    # Another number may stand in the name: `checkpoint_1_500.pt` and `checkpoint_2_1000.pt`.
+    forms, needed = _forms(own), [_forms(other) for other in others]
+    lacking = frozenset(name for name in lacking if forms[_form(name)] < min(other[_form(name)] for other in needed))
     if not lacking:
         return unit
     return replace(unit, missing=f"{min(lacking)} is not there, which all other checkpoints of its series have")
+
+
+def _forms(names: frozenset[str]) -> Counter[str]:
+    return Counter(map(_form, names))
+
+
+def _form(name: str) -> str:
+    return "/".join(map(without_numbers, name.split("/")))
 
 
 def _beside(names: frozenset[str]) -> frozenset[str]:

@@ -38,7 +38,7 @@ WEIGHT_ENDINGS = (
         ".onnx",
         ".pb",
     ),
-    *(".params", ".states", ".model", "_model", ".weights", ".joblib", ".ubj", ".cbm", ".mdlus", ".meta"),
+    *(".params", ".states", ".model", "_model", ".weights", ".joblib", ".ubj", ".cbm", ".mdlus", ".meta", ".state"),
     *(".caffemodel", ".solverstate"),
 )
 _ENDING = re.compile(r"(\.weights)?({}|\.gz)+$".format("|".join(map(re.escape, WEIGHT_ENDINGS))))
@@ -58,7 +58,7 @@ _WORD = tuple(
     for word in _WORDS
 )
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_LAST = re.compile(r"(?:[-_=]|(?<!\d)\.|^)(\d+)(?:[-_][A-Za-z]+)*$")
+_LAST = re.compile(r"(?:[-_=]|(?<!\d)\.|^|(?<=[A-Za-z])(?=\d{5}))(\d+)(?:[-_][A-Za-z]+)*$")
 
 
 # A name without such an ending that has the number of a save, as `g_00005000` or `ckpt.7`.
@@ -99,6 +99,23 @@ def without_step(name: str) -> str:
         if not any(first <= found.start() < end for first, end in ranks):
             return f"{name[: found.start()]}#{name[found.end() :]}"
     return name
+
+
+_KEPT = re.compile(
+    rf"{RANK.pattern}|(?:agent|fold|seed|member|expert|stage|node)[-_.=]?\d+|\d+(?:\.\d+)?[bm](?![A-Za-z])",
+    re.IGNORECASE,
+)
+_ANY_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def without_numbers(name: str) -> str:
+    """Return a name with a mark in the place of each number, but of those that tell ranks, folds or models apart."""
+    kept = [match.span() for match in _KEPT.finditer(name)]
+
+    def marked(match: re.Match[str]) -> str:
+        return match[0] if any(first <= match.start() < end for first, end in kept) else "#"
+
+    return _ANY_NUMBER.sub(marked, name)
 
 
 def without_ending(name: str) -> str:

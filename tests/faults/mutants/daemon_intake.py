@@ -792,8 +792,8 @@ MUTANTS = (
     Mutant(
         "what was written after the last take counts as older if its time is",
         "tierd/daemon/intake/taken.py",
-        "        if checkpoint is not None:\n            record.newest",
-        "        if False:\n            record.newest",
+        '            record.newest = max(_pair(checkpoint), record.newest or ("", 0))\n',
+        "            pass\n",
         f"{_TEST_ORDER} -k last_take",
     ),
     Mutant(

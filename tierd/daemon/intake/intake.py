@@ -176,7 +176,7 @@ class Intake:
                 await self._appeared(one)
                 if alone := await others.may_go_on(directory, time.monotonic()):
                     await self._observe_watch(one, watch, taker)
-                    await self._share_pins(run, but=await watch.pins.share())
+                    await self._share_pins(run, but=await watch.pins.share(self._pinned()))
                 one.idle, one.tries, one.error = alone and not watch.waiting, 0, None
                 one.leaves_stepless = one.leaves_stepless or watch.leaves_stepless
                 report(self._reconciler, one, watch, others.awaited)
@@ -290,6 +290,11 @@ class Intake:
             manifest = await first_manifest(part, self._reconciler.spool, self._reconciler.stores)
         if manifest is not None and all(file.path != UNIT_NAME for file in manifest.files):
             raise RunNotWatched(f"run {run!r}: a trainer saved {part.checkpoint}; give --run another name")
+
+    def _pinned(self) -> Set[CheckpointId]:
+        """Return the checkpoints that every tier shows as pinned, as last observed."""
+        shown = [place.pins if place else frozenset() for place in self._reconciler.inventory().tiers.values()]
+        return frozenset[CheckpointId].intersection(*shown) if shown else frozenset()
 
     async def _share_pins(self, run: str, but: Set[CheckpointId]) -> None:
         """Put the pins that only the spool has on every tier, because a spool may be lost."""

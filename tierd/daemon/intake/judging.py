@@ -18,7 +18,7 @@ from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.watching.describe import describe
 from tierd.watching.files import Tree
-from tierd.watching.inspect import Changed, inspect_unit
+from tierd.watching.inspect import Changed, Inspected, inspect_unit
 from tierd.watching.listing import Listing
 from tierd.watching.naming import History, made_at, order_of, step_of
 from tierd.watching.unit import Unit
@@ -42,6 +42,7 @@ class Judged:
         replaced: whether a verified copy is in its place now.
         unreadable: whether a file of it cannot be read, which proves nothing.
         damaged: the files that are proven damaged; empty if the unit itself is.
+        is_copied: whether a copy can have what is damaged.
         entries: what is moved if it is not replaced, as paths in the directory.
     """
 
@@ -56,6 +57,7 @@ class Judged:
     replaced: bool = False
     unreadable: bool = False
     damaged: tuple[str, ...] = ()
+    is_copied: bool = True
     entries: list[str] = field(default_factory=list)
 
     @property
@@ -113,12 +115,14 @@ def judge(tree: Tree, one: Judged, listing: Listing, manifest: Manifest | None) 
             one.why = f"it cannot be read: {error}" if one.unreadable else CHANGING
             return
         one.verdict, one.why = ("damaged", why) if why else ("verified", "")
+        copied = {file.path for file in manifest.files}
+        if not why and (added := [path for path in one.unit.files if path not in copied]):
+            _judge_added(tree, one, listing, added)
         return
     if one.unit.missing is not None:
         one.verdict, one.why = "unfinished" if one.unit.begun else "unknown", one.unit.missing
         return
-    sizes = {path: listing.entries[path].size for path in one.unit.files}
-    found = inspect_unit(one.unit, sizes, lambda path: tree.opened(path, listing.entries[path]))
+    found = _inspect(tree, one, listing)
     if found.status == "changing":
         one.why = CHANGING
         return
@@ -127,6 +131,24 @@ def judge(tree: Tree, one: Judged, listing: Listing, manifest: Manifest | None) 
     one.why = "; ".join(f"{finding.file}: {finding.reason}" for finding in found.findings[:2])
     one.unreadable = any(finding.status == "unreadable" for finding in found.findings)
     one.damaged = tuple(finding.file for finding in found.findings if finding.status in ("damaged", "incomplete"))
+
+
+def _judge_added(tree: Tree, one: Judged, listing: Listing, added: list[str]) -> None:
+    """Judge the files of a taken unit that were added since: no copy has them."""
+    found = _inspect(tree, one, listing)
+    bad = [finding for finding in found.findings if finding.file in added]
+    one.verdict, one.why = "sound", f"{added[0]} is in no copy"
+    one.unreadable = any(finding.status == "unreadable" for finding in bad)
+    damaged = [finding for finding in bad if finding.status in ("damaged", "incomplete")]
+    if damaged:
+        one.verdict, one.damaged, one.is_copied = "damaged", tuple(finding.file for finding in damaged), False
+        one.why = "; ".join(f"{finding.file}: {finding.reason}" for finding in damaged[:2])
+        one.entries = [finding.file for finding in damaged]
+
+
+def _inspect(tree: Tree, one: Judged, listing: Listing) -> Inspected:
+    sizes = {path: listing.entries[path].size for path in one.unit.files}
+    return inspect_unit(one.unit, sizes, lambda path: tree.opened(path, listing.entries[path]))
 
 
 def is_newer(checkpoint: CheckpointId, known: History, one: Judged) -> bool:

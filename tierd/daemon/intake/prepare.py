@@ -171,7 +171,7 @@ async def _judged(
         for one in judged:
             manifest = await recorded(one, known, listing, spool, stores)
             await to_the_end(judge, tree, one, listing, manifest)
-            one.entries = _entries(one, listing)
+            one.entries = one.entries or _entries(one, listing)
     if busy := [one.unit.path for one in judged if one.why == CHANGING]:
         raise ConfigError(f"{directory / busy[0]}: {CHANGING}; stop the program first. Nothing was moved")
     if unread := [one for one in judged if one.unreadable]:
@@ -192,6 +192,9 @@ async def _observed(spool: Spool | None, stores: Mapping[str, Store], run: str, 
 async def _replace(one: Judged, directory: Path, stores: Mapping[str, Store], progress: Progress) -> None:
     """Put the verified checkpoint of a unit's step in its place; without one, move the unit away."""
     moved = tuple[str, ...]()
+    if not one.is_copied:
+        one.moved = tuple(await to_the_end(quarantine_files, directory, one.entries))
+        return
     with suppress(CheckpointNotFound, NotWatched):
         attempt = one.checkpoint.attempt if one.checkpoint else None
         put = await put_back(stores, one.run, directory, one.step, attempt, progress, point=False)

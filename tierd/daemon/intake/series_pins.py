@@ -41,10 +41,13 @@ class SeriesPins:
         self._taken.hold(checkpoint)
         self._spool.pin(checkpoint, pinned=True)
 
-    async def share(self) -> Set[CheckpointId]:
+    async def share(self, observed: Set[CheckpointId]) -> Set[CheckpointId]:
         """Pin the newest checkpoints of each series on each tier, and remove the pins of older ones.
 
         What a tier does not answer is done at the next call. Returns the checkpoints whose pins are not a person's.
+
+        Args:
+            observed: the checkpoints that this node's retention knows to be pinned on every tier.
         """
         wanted, released, held = self._taken.newest_of_series()
         stores, everywhere = self._stores(), True
@@ -61,9 +64,10 @@ class SeriesPins:
                 log.info("%s: the newest of each series cannot be pinned there yet: %s", name, error)
                 everywhere = False
         if stores and everywhere:
-            for one in held:
+            done = {one for one in held if one in observed or one not in wanted}
+            for one in done:
                 self._spool.pin(one, pinned=False)
-            self._taken.shared(released, held)
+            self._taken.shared(released, done)
         return wanted | released | held
 
 

@@ -14,22 +14,25 @@ for that time, or partly unreadable. If it came back as new, it would sort after
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from typing import TypeAlias, TypeVar
 
 import msgspec
+import xxhash
 
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
+from tierd.core.manifest import File
 from tierd.spool.file_io import open_own, private
 from tierd.spool.spool import Spool
 from tierd.watching.naming import series_of
 from tierd.watching.settle import Shape
+from tierd.watching.unit_file import UNIT_NAME
 
 _WATCHED = "watched"
 _NEWEST = 2  # checkpoints of each series that are kept, so that one is whole on the tiers while the next one comes
-_MOST_SERIES = 1000  # series that are remembered
+_MOST_SERIES = 100  # series of which the newest are kept
 _MOST_GONE = 10_000  # files of the units that are gone and are remembered; about 1 MB of the record
 _Sizes: TypeAlias = dict[str, tuple[int, int]]  # by file: its size in bytes, its time of modification in ns
 _T = TypeVar("_T", _Sizes, "_Waiting")
@@ -48,6 +51,7 @@ class _Record(msgspec.Struct):
     earlier: dict[str, int] = {}  # by unit: how many versions of the same time were taken before
     newest: tuple[str, int] | None = None  # the newest checkpoint after the last listing; None in an older record
     has_steps: bool = False  # whether a unit ever had a step in its name
+    contents: dict[str, str] = {}  # by unit, the digest of what was taken last
     has_several: bool = False  # whether there ever were several series
     series: dict[str, list[tuple[str, int]]] = {}  # by series, its newest checkpoints, the newest first
     released: list[tuple[str, int]] = []  # checkpoints whose pins on the tiers are to be removed
@@ -95,15 +99,32 @@ class TakenUnits:
         same = _time(was) == _time(sizes)
         return record.earlier.get(path, 0) + (was != sizes) if was and same else 0
 
+    def amended(self, path: str, shape: Shape) -> int | None:
+        """Return when a unit was saved, in ns, if it was taken, and only some of its files changed or were added since.
+
+        Nearly the time of its other files, so that versions have times of their own on every node. None: all of it was
+        written since, or it was not taken.
+        """
+        was, sizes = self._record.taken.get(path, {}) if self._record else {}, _sizes(shape)
+        unchanged = {name: size for name, size in sizes.items() if was.get(name) == size}
+        if not unchanged or was == sizes:
+            return None
+        return _time(unchanged) + 1000 * (1 + xxhash.xxh3_64_intdigest(repr(sorted(sizes.items())).encode()) % 999)
+
+    def is_same(self, path: str, files: Iterable[File]) -> bool:
+        """Whether a unit has the bytes with which it was last taken."""
+        return self._record is not None and self._record.contents.get(path) == _content(files)
+
     @property
     def has_steps(self) -> bool:
         """Whether a unit that was listed ever had a step in its name."""
         return self._record is not None and self._record.has_steps
 
-    def add(self, path: str, shape: Shape, checkpoint: CheckpointId | None = None) -> None:
-        """Record that a unit was taken as a checkpoint, or that a place has it. Raises nothing."""
+    def add(self, path: str, shape: Shape, checkpoint: CheckpointId | None = None, files: Iterable[File] = ()) -> None:
+        """Record that a unit was taken as a checkpoint of these files, or that a place has it. Raises nothing."""
         record = self._record = self._record or _Record({}, {})
         if checkpoint is not None:
+            record.contents[path] = _content(files)
             record.newest = max(_pair(checkpoint), record.newest or ("", 0))
             _add_to_series(record, series_of(name for name, _ in shape), _pair(checkpoint))
         if self.has(path, shape):
@@ -162,6 +183,7 @@ class TakenUnits:
         earlier = {path: count for path, count in record.earlier.items() if count and path in taken}
         fresh = _Record(
             *(taken, waiting, earlier, known, has_steps or record.has_steps),
+            {path: digest for path, digest in record.contents.items() if path in taken},
             *(record.has_several, record.series, record.released, record.held),
         )
         if fresh != self._record:
@@ -209,6 +231,11 @@ def _add_to_series(record: _Record, series: str, pair: tuple[str, int]) -> None:
         del record.series[series][_NEWEST:]
     if record.has_several:
         record.released += over
+
+
+def _content(files: Iterable[File]) -> str:
+    named = sorted((file.path, [chunk.xxh3_128 for chunk in file.chunks]) for file in files if file.path != UNIT_NAME)
+    return xxhash.xxh3_128_hexdigest(repr(named).encode())
 
 
 def _pair(checkpoint: CheckpointId) -> tuple[str, int]:

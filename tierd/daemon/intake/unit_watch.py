@@ -9,16 +9,16 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Protocol
 
 from tierd import __version__
 from tierd.core.errors import ConfigError, CorruptChunk, ManifestError, StepRefused, StoreRefused
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Manifest
+from tierd.core.manifest import File, Manifest
 from tierd.daemon.intake.ordering import Ordering
 from tierd.daemon.intake.outward_links import OutwardLinks
 from tierd.daemon.intake.series_pins import SeriesPins
@@ -37,7 +37,7 @@ from tierd.watching.describe import Described, describe
 from tierd.watching.files import Tree
 from tierd.watching.inspect import Changed, Inspected, Opener, inspect_unit
 from tierd.watching.listing import Listing
-from tierd.watching.naming import History, Named, is_in_range, name_unit, order_of, series_of, step_of
+from tierd.watching.naming import History, Named, is_in_range, made_at, name_unit, order_of, series_of, step_of
 from tierd.watching.own_layout import OwnLayout
 from tierd.watching.passed_over import PassedOver, passed_over
 from tierd.watching.pointers import may_point, points_to
@@ -235,13 +235,15 @@ class UnitWatch:
         def opener(name: str) -> AbstractContextManager[ByteSource]:
             return tree.opened(name, entries[name])
 
-        made = made_of(due.shape)
+        made, after = made_of(due.shape), self._taken.after(path)
+        if (saved_ns := self._taken.amended(path, due.shape)) is not None and self._has_newer(made_at(saved_ns)):
+            made, after = made_at(saved_ns), None  # the other files say when it was saved, before newer checkpoints
         described = describe(due.unit, opener)
         step = order_of(made) if self._stepless else step_of(described, made)
         if self._ordering.has(path, step, made, self._known):
             self._finish(tree, due)
             return
-        named = name_unit(self._run, path, step, made, self._known, self._taken.after(path))
+        named = name_unit(self._run, path, step, made, self._known, after)
         if not may_take:
             self.wanted = named.checkpoint
             return
@@ -252,6 +254,10 @@ class UnitWatch:
             self._refuse(tree, due, found)
             return
         self._take(tree, due, described, named, made)
+
+    def _has_newer(self, made: datetime) -> bool:
+        """Whether a checkpoint was made later, but not in the same millisecond."""
+        return any(at > made + timedelta(milliseconds=1) for at in self._known.made.values())
 
     def _is_open(self, tree: Tree, due: Due) -> bool:
         """Whether a process has a file of a unit open for writing. Other errors are left to the check of the unit."""
@@ -350,9 +356,9 @@ class UnitWatch:
         if self._settling.finish(due, True, tree.again(due.unit)) == "taken":
             self._record(due)
 
-    def _record(self, due: Due, checkpoint: CheckpointId | None = None) -> None:
+    def _record(self, due: Due, checkpoint: CheckpointId | None = None, files: Iterable[File] = ()) -> None:
         """Record that a unit was taken; it may have been refused until it was tried again."""
-        self._taken.add(due.unit.path, due.shape, checkpoint)
+        self._taken.add(due.unit.path, due.shape, checkpoint, files)
         self.refused.pop(due.unit.path, None)
 
     def _take(self, tree: Tree, due: Due, described: Described, named: Named, made: datetime) -> None:
@@ -368,7 +374,7 @@ class UnitWatch:
             self._busy(path, error)
         except (Changed, CorruptChunk) as error:
             self._changed(due, str(error))
-        except StepRefused:  # it was committed since the spool was observed
+        except StepRefused:  # it was committed since the spool was observed, or has the bytes that were taken
             self._finish(tree, due)
         except ManifestError as error:
             self._settling.finish(due, False, tree.again(due.unit))
@@ -407,6 +413,8 @@ class UnitWatch:
             after = tree.again(due.unit)
             if not is_unchanged(due, after):
                 raise Changed("it was written to, renamed or deleted")
+            if self._taken.is_same(due.unit.path, staged.files):
+                raise StepRefused(f"{due.unit.path}: it has the bytes with which it was taken")
             if self._ordering.is_in_doubt(due.unit.path, named, made, self._known):
                 self._keep(due.unit.path, named.checkpoint)
             elif self._has_several_series():
@@ -414,7 +422,7 @@ class UnitWatch:
             stage.commit(Manifest.of(part, named.origin, described.metrics, made, __version__, staged.files))
         self._settling.finish(due, True, after)
         self._known = self._known.with_one(named.checkpoint, made, named.origin)
-        self._record(due, named.checkpoint)
+        self._record(due, named.checkpoint, staged.files)
         how = ", ".join(f"{count} by {name}" for name, count in sorted(staged.how.items()))
         log.info("%s: taken as %s: %s", due.unit.path, named.checkpoint, how)
         if not all(is_in_range(entry.mtime_ns) for entry in entries.values()):

@@ -1,0 +1,136 @@
+"""A checkpoint that is touched or added to after newer ones were taken, and files that no copy has.
+
+Judged by the words of docs/howto/watch.md.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support.watched_run import RUN, Home, files, flush, take
+from support.whole_layouts import pt, text, write
+
+from tierd.cli import run
+from tierd.daemon.intake.in_place import QUARANTINE
+from tierd.watching.files import Tree
+from tierd.watching.layouts import units
+from tierd.watching.naming import series_of
+
+
+def saves(home: Home, *steps: int) -> None:
+    for step in steps:
+        saved = {f"step_{step}/m.pt": pt(step), f"step_{step}/config.json": text({"step": step})}
+        write(home.root, saved, 1_000_000 + step)
+        take(home.spool, home.root)
+
+
+def newest(home: Home, capsys: pytest.CaptureFixture[str]) -> dict[str, bytes]:
+    """What comes back into an empty directory."""
+    flush(home.spool, home.tier)
+    target = home.root.parent / "new"
+    assert run(["restore", str(home.tier), "--run", RUN, "--into", str(target)]) == 0
+    capsys.readouterr()
+    return files(target)
+
+
+@pytest.mark.parametrize("names", [("step_10/m.pt",), ("step_10/m.pt", "step_10/config.json")], ids=["one", "all"])
+def test_touched_checkpoint_is_not_taken_again(home: Home, capsys, names: tuple[str, ...]) -> None:
+    saves(home, 10, 20, 30)
+    for name in names:
+        os.utime(home.root / name, (2_000_000, 2_000_000))
+    assert take(home.spool, home.root).parts == []
+    assert set(newest(home, capsys)) == {"step_30/m.pt", "step_30/config.json"}
+
+
+def test_late_file_of_an_older_checkpoint_is_taken_and_makes_it_no_newer(home: Home, capsys) -> None:
+    saves(home, 10, 20, 30)
+    write(home.root, {"step_10/eval.json": text({"loss": 1})}, 2_000_000)
+    (part,) = take(home.spool, home.root).parts
+    assert "step_10/eval.json" in {file.path for file in home.spool.manifest(part).files}
+    assert take(home.spool, home.root).parts == []
+    flush(home.spool, home.tier)
+    assert {unit["verdict"] for unit in home.prepare(capsys).values()} == {"verified"}
+    assert set(newest(home, capsys)) == {"step_30/m.pt", "step_30/config.json"}
+
+
+def test_late_file_of_the_newest_checkpoint_comes_back_with_it(home: Home, capsys) -> None:
+    write(home.root, {"step_10/m.pt": pt(10)}, 1_000_010)
+    take(home.spool, home.root)
+    write(home.root, {"step_10/opt.pt": pt(11)}, 1_000_030)
+    take(home.spool, home.root)
+    assert set(newest(home, capsys)) == {"step_10/m.pt", "step_10/opt.pt"}
+
+
+def test_part_that_was_taken_early_does_not_come_back_beside_newer_ones(home: Home, capsys) -> None:
+    write(home.root, {"step_10/m.pt": pt(10)}, 1_000_010)
+    take(home.spool, home.root)
+    write(home.root, {"step_10/opt.pt": pt(11)}, 1_000_030)
+    take(home.spool, home.root)
+    write(home.root, {"step_20/m.pt": pt(20), "step_20/opt.pt": pt(21)}, 1_000_050)
+    take(home.spool, home.root)
+    assert set(newest(home, capsys)) == {"step_20/m.pt", "step_20/opt.pt"}
+
+
+def test_damaged_file_that_no_copy_has_is_moved_alone(home: Home, capsys) -> None:
+    saves(home, 10, 20)
+    flush(home.spool, home.tier)
+    write(home.root, {"step_10/opt.pt": pt(11)}, 2_000_000)
+    assert home.prepare(capsys)["step_10"]["verdict"] == "sound"
+    data = bytearray((home.root / "step_10/opt.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (home.root / "step_10/opt.pt").write_bytes(data)
+    before = files(home.root)
+    unit = home.prepare(capsys)["step_10"]
+    assert unit["verdict"] == "damaged" and unit["moved"] == [f"{QUARANTINE}/step_10/opt.pt"]
+    assert files(home.root) == {name: content for name, content in before.items() if name != "step_10/opt.pt"}
+
+
+@pytest.mark.parametrize("directory", ["rank_{}", "agent_{}", "fold{}", "seed-{}", "llama-{}b"])
+def test_number_of_a_rank_or_model_tells_series_apart(home: Home, capsys, directory: str) -> None:
+    for step in (10, 20):
+        for number in (7, 13):
+            write(home.root, {f"{directory.format(number)}/step_{step}.pt": pt(step, number)}, 1_000_000 + step)
+        take(home.spool, home.root)
+    assert set(newest(home, capsys)) == {f"{directory.format(number)}/step_20.pt" for number in (7, 13)}
+
+
+@pytest.mark.parametrize(
+    ("paths", "series"),
+    [
+        (["step_100/m.pt"], "step_#"),
+        (["step_100/a/m.pt", "step_100/a/opt.pt"], "step_#"),
+        (["version_0/epoch=1-loss=0.25.ckpt"], "version_#/epoch=#-loss=#.ckpt"),
+        (["G_10.pth", "D_10.pth"], "D_#.pth"),
+        (["fold_0/epoch_1/m.pt"], "fold_0/epoch_#"),
+    ],
+)
+def test_series_is_the_path_of_the_checkpoint_without_numbers(paths: list[str], series: str) -> None:
+    assert series_of(paths) == series
+
+
+def test_saves_with_two_numbers_in_their_names_are_of_one_series(home: Home) -> None:
+    """fairseq: `checkpoint2.pt` at the end of the epoch in which `checkpoint_2_1000.pt` was saved."""
+    for number, names in enumerate(
+        (("checkpoint_1_500.pt", "checkpoint1.pt"), ("checkpoint_2_1000.pt", "checkpoint2.pt"))
+    ):
+        write(home.root, {name: pt(number) for name in names}, 1_000_000 + number)
+        assert len(take(home.spool, home.root).parts) == 1
+
+
+def test_padded_number_at_the_end_of_a_name_is_a_step(home: Home) -> None:
+    """guided-diffusion: `model010000.pt`, `opt010000.pt`, `ema_0.9999_010000.pt`."""
+    names = ("model010000.pt", "opt010000.pt", "ema_0.9999_010000.pt", "resnet152.pt", "10000.state")
+    write(home.root, {name: pt(1) for name in names}, 1_000_000)
+    with Tree(home.root) as tree:
+        found = {unit.step: set(unit.files) for unit in units(tree.listing())}
+    assert found == {10000: set(names) - {"resnet152.pt"}, None: {"resnet152.pt"}}
+
+
+def test_model_in_the_watched_directory_itself_has_its_config(root: Path) -> None:
+    names = {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
+    write(root, dict.fromkeys({*names, "README.md", "results.json", "train.log"}, b"{}"), 1_000_000)
+    with Tree(root) as tree:
+        (unit,) = units(tree.listing())
+    assert set(unit.files) == names
