@@ -195,3 +195,11 @@ def test_temporary_pointer_does_not_come_back(home: Home, capsys) -> None:
     shutil.rmtree(home.root)
     home.prepare(capsys)
     assert files(home.root) == save(10) | {"latest": b"step_10"}
+
+
+def test_prepare_keeps_a_newer_file_without_a_step_beside_a_damaged_one(home: Home, capsys) -> None:
+    write(home.root, {"last.pt": pt(1), "best.pt": pt(1)}, 1000)
+    home.taken()
+    write(home.root, {"last.pt": pt(2), "best.pt": pt(2)[:-40]}, 2000)
+    home.prepare(capsys)
+    assert files(home.root) == {"last.pt": pt(2)}

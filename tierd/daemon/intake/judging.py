@@ -64,6 +64,15 @@ class Judged:
     def is_good(self) -> bool:
         return self.verdict in ("verified", "sound") or self.replaced
 
+    @property
+    def is_left_in_part(self) -> bool:
+        """Whether right files without a step stay where damaged ones beside them were moved away.
+
+        A checkpoint that is older than these must not take their place.
+        """
+        damaged = self.verdict == "damaged" and not self.replaced and self.unit.step is None
+        return damaged and bool(self.damaged) and not {*self.unit.files} <= {*self.damaged}
+
 
 def described(tree: Tree, unit: Unit, listing: Listing, run: str, stepless: str) -> Judged:
     """Describe a unit that is not judged yet.
