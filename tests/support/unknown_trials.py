@@ -199,7 +199,8 @@ class _Trial:
             raise Unkept("a flipped bit was left in place", sorted(left), verdicts)
         for path in flipped:
             step = self.program.step_of[path]
-            if self.program.states(after).get(step) != WHOLE:
+            is_apart = self.program.layout.shape != "wordless"  # else the copy may be older than what lies beside it
+            if is_apart and self.program.states(after).get(step) != WHOLE:
                 raise Unkept("a damaged checkpoint with a verified copy was not put back", path, verdicts)
         for step, state in states.items():
             paths = [path for path in before if self.program.step_of.get(path) == step]
