@@ -132,7 +132,7 @@ class _Trial:
     def _watch(self) -> None:
         """Look while the program works, and until all has settled after it ended or was killed."""
         calm, look_s = 0, self.program.now_s
-        while calm < 5 or (calm < _CALM and self.judge.passed_over()):
+        while calm < 5 or (calm < _CALM and (self.judge.passed_over() or self.judge.not_taken())):
             look_s += _OBSERVE_S
             while not self.program.over and self.program.now_s < look_s:
                 self.program.step()
@@ -356,13 +356,19 @@ class _Judge:
     def nothing_passed_over(self) -> None:
         if missed := self.passed_over():
             raise Unkept("passed over without a report", missed, self.reported)
+        if missed := self.not_taken():
+            raise Unkept("a whole save was not taken", missed, self.reported)
+
+    def not_taken(self) -> list[str]:
+        """The files of a whole save that was not taken, but for a lone one that may be unfinished."""
         there = self.program.there()
         for step, state in self.program.states(there).items():
             paths = [path for path in there if self.program.step_of.get(path) == step]
             if self.program.layout.shape == "wordless" or (not self.others(step) and self._may_be_begun(paths)):
                 continue
             if state == WHOLE and not all(self.was_taken(path, there[path]) for path in paths):
-                raise Unkept("a whole save was not taken", paths, self.reported)
+                return paths
+        return []
 
     def _may_be_begun(self, paths: list[str]) -> bool:
         """Whether the report says that Trainer or Accelerate may have begun a lone save, as the page does."""

@@ -185,7 +185,7 @@ def test_take_reports_the_save_that_was_not_renamed(home: Home) -> None:
 
 def test_temporary_directory_without_weights_is_of_no_checkpoint_around_it(root: Path) -> None:
     saved = {f"exp/v{number}/unet/model.pt": pt(number) for number in (1, 2)}
-    write(root, saved | {"exp/v3.tmp/args.state": b"\1"}, 10)
+    write(root, saved | {"exp/v3.tmp/args.dat": b"\1"}, 10)
     assert [unit.files for unit in listed(root).values()] == [tuple(saved)]
 
 
@@ -203,3 +203,41 @@ def test_prepare_keeps_a_newer_file_without_a_step_beside_a_damaged_one(home: Ho
     write(home.root, {"last.pt": pt(2), "best.pt": pt(2)[:-40]}, 2000)
     home.prepare(capsys)
     assert files(home.root) == {"last.pt": pt(2)}
+
+
+def test_loop_that_keeps_one_checkpoint_is_taken_from_the_second_on(root: Path, spool: Spool) -> None:
+    watch = UnitWatch(spool, root, RUN, Reported(), settle_s=0.0)
+    for step in (10, 20, 30):
+        write(root, {f"step_{step}/{name}": pt(step) for name in ("model.pt", "optimizer.pt")}, step)
+        if step > 10:
+            shutil.rmtree(root / f"step_{step - 10}")
+        for now_s in (step, step + 1):
+            watch.observe(observed(spool), float(now_s))
+    assert sorted(part.checkpoint.step for part in spool.parts(RUN)) == [20, 30]
+
+
+def test_rest_of_a_checkpoint_that_its_program_deletes_is_no_checkpoint(root: Path, spool: Spool) -> None:
+    for step in (10, 20):
+        write(root, {f"{name}_{step}.pt": pt(step) for name in ("a", "b", "c")}, step)
+    assert len(take(spool, root).parts) == 2
+    (root / "a_10.pt").unlink()
+    assert take(spool, root).parts == []
+
+
+def test_metric_in_a_name_is_of_no_series(root: Path) -> None:
+    for step, loss in ((10, "0.50"), (20, "0.25")):
+        write(root, {f"{name}-epoch{step:03}-{loss}.pt": pt(step) for name in ("a", "b")}, step)
+    (root / "b-epoch020-0.25.pt").unlink()
+    assert [unit.step for unit in listed(root).values() if unit.missing] == [20]
+
+
+def test_json_that_is_cut_is_not_taken(root: Path, spool: Spool) -> None:
+    for step in (10, 20):
+        write(root, {f"step_{step}/w.pt": pt(step), f"step_{step}/config.json": text({"a": [1, 2]})}, step)
+    (root / "step_20/config.json").write_bytes(b'{"a": [1, 2.')
+    assert [part.checkpoint.step for part in take(spool, root).parts] == [10]
+
+
+def test_hidden_temporary_directory_makes_no_checkpoint_of_what_holds_it(root: Path) -> None:
+    write(root, {"epoch_2/0000040/w.pt": pt(40), "epoch_2/.0000050.tmp/w.pt": b""}, 10)
+    assert complete(root) == ["epoch_2/0000040"]

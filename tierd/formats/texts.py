@@ -9,6 +9,7 @@ import msgspec
 from tierd.formats.byte_source import ByteSource, Damaged, Sound, Unchecked
 
 _MAX = 64 << 20
+CUT = "JSON that ends early"
 
 
 def read_json(source: ByteSource) -> Any:
@@ -28,7 +29,10 @@ def read_json(source: ByteSource) -> Any:
     except (msgspec.DecodeError, ValueError) as error:
         if b"NaN" in data or b"Infinity" in data:
             return _read_with_constants(data)
-        raise Damaged(source.size if not data.strip() else 0, f"no JSON: {error}") from None
+        text = data.strip()
+        if text[:1] in (b"{", b"[") and text[-1:] not in (b"}", b"]"):
+            raise Damaged(source.size, f"{CUT}: {error}") from None
+        raise Damaged(source.size if not text else 0, f"no JSON: {error}") from None
 
 
 def _read_with_constants(data: bytes) -> Any:

@@ -23,7 +23,7 @@ from tierd.formats.dcp import Extent, check_extents, read_extents
 from tierd.formats.files import check_file
 from tierd.formats.safetensors import check_safetensors
 from tierd.formats.tensorflow import check_shard, read_index
-from tierd.formats.texts import read_json
+from tierd.formats.texts import CUT, read_json
 from tierd.watching.listing import joined
 from tierd.watching.programs import DIRECTORY, OWN, SAVED_MODEL, TENSORFLOW
 from tierd.watching.unit import Unit
@@ -249,8 +249,9 @@ class _Inspection:
         except OSError as error:
             self._find(path, "unreadable", error.strerror or str(error))
         except Damaged as error:
-            # A JSON file of no known program may be lines of JSON, or a dialect.
-            if self._unit.layout in (DIRECTORY, OWN) and path.endswith(".json"):
+            # A JSON file of no known program may be lines of JSON, or a dialect, but not the beginning of a value.
+            is_cut = error.reason.startswith(CUT)
+            if self._unit.layout in (DIRECTORY, OWN) and path.endswith(".json") and not is_cut:
                 self.uncovered.append(Uncovered(path, str(error)))
             else:
                 self._find(path, "damaged", error.reason, error.offset)

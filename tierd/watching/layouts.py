@@ -117,6 +117,8 @@ def _steps_below(here: Directory, step: int) -> tuple[bool, bool]:
     """Return whether directories of other steps lie below, and whether weights lie below outside of them."""
     inside = outside = False
     for name, entry in here.names.items():
+        if is_temporary(name):
+            continue
         child = here.child(name) if entry.kind == "directory" else None
         if child is None:
             outside = outside or (entry.kind == "file" and is_weights(name))

@@ -99,6 +99,28 @@ def _beside(names: frozenset[str]) -> frozenset[str]:
     return frozenset(name.partition("/")[0] for name in names)
 
 
+class LoneSaves:
+    """The directories over successive listings that are alone in theirs, and look as if their save was only begun.
+
+    A program that keeps one checkpoint never shows two at rest. Its second one is whole if it has what the first had.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, dict[str, frozenset[str]]] = {}  # by directory: the last two lone saves, and their names
+
+    def judge(self, unit: Unit) -> Unit:
+        """Return a unit of the last listing, without its reason if the one before it had no other names."""
+        if unit.missing != _ALONE:
+            return unit
+        lone = self._names.setdefault(unit.path.rpartition("/")[0], {})
+        before = next((names for path, names in reversed(lone.items()) if path != unit.path), None)
+        own = lone[unit.path] = _names(unit)
+        for path in [path for path in lone if path != unit.path][:-1]:
+            del lone[path]
+        return replace(unit, missing=None) if before is not None and before <= own else unit
+
+
+_DECIMAL = re.compile(r"(?<!\d)\d+\.\d+(?!\d)")
 _EACH_TIME = re.compile(r"^(?!.*best)", re.IGNORECASE)  # the best is not written in each save
 _ALONE = (
     "it may be a save that Trainer or Accelerate began: neither trainer_state.json nor random_states_0.pkl is there, "
@@ -119,6 +141,6 @@ def _names(unit: Unit) -> frozenset[str]:
 
 
 def _marked(path: str, step: int | None) -> str:
-    marked = "/".join(map(without_step, path.split("/")))
+    marked = _DECIMAL.sub("#", "/".join(map(without_step, path.split("/"))))  # a metric, as in `epoch050-0.25.pt`
     # The step may stand where no rule finds it in this file's name, as in `model-3000.data-00000-of-00001`.
     return marked if marked != path else re.sub(rf"(?<!\d)0*{step}(?!\d)", "#", path, count=1)

@@ -694,8 +694,8 @@ MUTANTS = (
     Mutant(
         "what retention deleted is taken again",
         _UNIT_WATCH,
-        "        if self._taken.has(path, due.shape):\n",
-        "        if False:\n",
+        "        if self._taken.has(path, due.shape) or",
+        "        if",
         f"{_TEST_UNIT_WATCH} -k retention_deleted",
     ),
     Mutant(

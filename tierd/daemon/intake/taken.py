@@ -111,6 +111,11 @@ class TakenUnits:
             return None
         return _time(unchanged) + 1000 * (1 + xxhash.xxh3_64_intdigest(repr(sorted(sizes.items())).encode()) % 999)
 
+    def is_rest(self, shape: Shape) -> bool:
+        """Whether all files were taken with others that are gone: their program deletes the checkpoint."""
+        sizes = _sizes(shape).items()
+        return self._record is not None and any(sizes < was.items() for was in self._record.taken.values())
+
     def is_same(self, path: str, files: Iterable[File]) -> bool:
         """Whether a unit has the bytes with which it was last taken."""
         return self._record is not None and self._record.contents.get(path) == _content(files)

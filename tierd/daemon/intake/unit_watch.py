@@ -41,6 +41,7 @@ from tierd.watching.naming import History, Named, is_in_range, made_at, name_uni
 from tierd.watching.own_layout import OwnLayout
 from tierd.watching.passed_over import PassedOver, passed_over
 from tierd.watching.pointers import may_point, points_to
+from tierd.watching.series import LoneSaves
 from tierd.watching.settle import Due, Settling, is_unchanged
 from tierd.watching.unit import Unit
 
@@ -132,6 +133,7 @@ class UnitWatch:
         self._restless: frozenset[str] = frozenset()  # units that were reported because they never rest
         self._incomplete: frozenset[str] = frozenset()  # units that were reported because they lack a file
         self._links = OutwardLinks(directory)
+        self._series = LoneSaves()
         self._all: Sequence[Unit] = ()  # the units of the last listing, also those that this watch does not take
         self._passed_over: tuple[int, tuple[PassedOver, ...]] = (0, ())  # by the last listing
         self._doubted = False  # whether a doubt about the order was reported
@@ -203,7 +205,7 @@ class UnitWatch:
 
     def _choose(self, found: Sequence[Unit]) -> Sequence[Unit]:
         """Return the units of a listing that this watch takes."""
-        self._all = found
+        found = self._all = [self._series.judge(unit) for unit in found]
         if self._stepless:
             return [unit for unit in found if unit.step is None]
         stepped = [unit for unit in found if unit.step is not None]
@@ -223,7 +225,7 @@ class UnitWatch:
 
     def _consider(self, tree: Tree, due: Due, listing: Listing, may_take: bool) -> None:
         path, entries = due.unit.path, dict(due.shape)
-        if self._taken.has(path, due.shape):
+        if self._taken.has(path, due.shape) or (due.unit.step is not None and self._taken.is_rest(due.shape)):
             self._settling.finish(due, True, listing)
             return
         if any(one.startswith(f"{path}/") for one in self._unnamed):
