@@ -134,3 +134,12 @@ def test_model_in_the_watched_directory_itself_has_its_config(root: Path) -> Non
     with Tree(root) as tree:
         (unit,) = units(tree.listing())
     assert set(unit.files) == names
+
+
+def test_file_without_a_step_that_is_written_again_is_the_newest(home: Home, capsys) -> None:
+    write(home.root, {"step_10.pt": pt(10), "last.pt": pt(1), "best.pt": pt(1)}, 1_000_010)
+    take(home.spool, home.root)
+    for number in (2, 3):
+        write(home.root, {"last.pt": pt(number)}, 1_000_010 + number)
+        take(home.spool, home.root)
+    assert newest(home, capsys)["last.pt"] == pt(3)

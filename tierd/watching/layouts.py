@@ -131,7 +131,8 @@ def _steps_below(here: Directory, step: int) -> tuple[bool, bool]:
 
 
 def _has_weights(here: Directory) -> bool:
-    names = [path.rpartition("/")[2] for path, _ in below(here.tree, here.path)]
+    inside = (path[len(here.path) + 1 :].split("/") for path, _ in below(here.tree, here.path))
+    names = [pieces[-1] for pieces in inside if not any(map(is_temporary, pieces))]
     # A word such as "step" says that it is a checkpoint, whatever its program writes.
     return any(map(is_weights, names)) or not (here.name.isdecimal() or all(_OTHER.fullmatch(name) for name in names))
 

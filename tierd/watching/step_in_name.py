@@ -88,7 +88,7 @@ def directory_step(name: str) -> int | None:
 
     Another number may be that of a run, a version or a fold, whose directory holds many checkpoints.
     """
-    return _number(_after_word(name) or re.fullmatch(r"(\d+)", _bare(name)))
+    return _number(_after_word(name) or re.fullmatch(r"(\d+)|.+[-_](\d+)[-_]states?", _bare(name)))
 
 
 def without_step(name: str) -> str:
@@ -138,4 +138,5 @@ def _after_word(name: str) -> re.Match[str] | None:
 
 
 def _number(match: re.Match[str] | None) -> int | None:
-    return int(match[1]) if match and len(match[1]) < 19 else None
+    digits = match[match.lastindex or 0] if match else ""
+    return int(digits) if 0 < len(digits) < 19 else None

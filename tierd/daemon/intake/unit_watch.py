@@ -238,7 +238,9 @@ class UnitWatch:
             return tree.opened(name, entries[name])
 
         made, after = made_of(due.shape), self._taken.after(path)
-        if (saved_ns := self._taken.amended(path, due.shape)) is not None and self._has_newer(made_at(saved_ns)):
+        # What has no step is rewritten file by file, and the newest of it is the newest.
+        saved_ns = self._taken.amended(path, due.shape) if due.unit.step is not None else None
+        if saved_ns is not None and self._has_newer(made_at(saved_ns)):
             made, after = made_at(saved_ns), None  # the other files say when it was saved, before newer checkpoints
         described = describe(due.unit, opener)
         step = order_of(made) if self._stepless else step_of(described, made)
