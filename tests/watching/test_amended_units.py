@@ -143,3 +143,21 @@ def test_file_without_a_step_that_is_written_again_is_the_newest(home: Home, cap
         write(home.root, {"last.pt": pt(number)}, 1_000_010 + number)
         take(home.spool, home.root)
     assert newest(home, capsys)["last.pt"] == pt(3)
+
+
+def test_directories_of_numbers_within_an_array_are_no_steps(root: Path) -> None:
+    """levanter: `step-100/opt_state/inner_state/1/0/mu/.zarray`."""
+    for step in (100, 200):
+        names = ("metadata.json", "opt_state/inner_state/1/0/mu/.zarray", "opt_state/inner_state/1/0/mu/0.0")
+        write(root, {f"run/step-{step}/{name}": b"{}" for name in names}, step)
+    with Tree(root) as tree:
+        assert {unit.path for unit in units(tree.listing())} == {"run/step-100", "run/step-200"}
+
+
+def test_json_with_the_number_of_weights_is_taken_with_them(root: Path) -> None:
+    """nanochat: `model_001000.pt`, `meta_001000.json`, `optim_001000_rank0.pt`."""
+    names = {"model_001000.pt", "meta_001000.json", "optim_001000_rank0.pt"}
+    write(root, dict.fromkeys({*names, "config_1000.json", "meta_002000.json"}, b"{}"), 1)
+    with Tree(root) as tree:
+        (unit,) = units(tree.listing())
+    assert set(unit.files) == names

@@ -122,7 +122,7 @@ def _steps_below(here: Directory, step: int) -> tuple[bool, bool]:
         child = here.child(name) if entry.kind == "directory" else None
         if child is None:
             outside = outside or (entry.kind == "file" and is_weights(name))
-        elif directory_step(name) not in (None, step):
+        elif directory_step(name) not in (None, step) and _has_weights(child):
             inside = True
         else:
             more = _steps_below(child, step)
@@ -298,16 +298,18 @@ def _add_companions(here: Directory, groups: dict[tuple[UnitLayout, str], list[s
     """Add the files that belong to one of weights by their names.
 
     These are `model.pt.yml` beside `model.pt`, `epoch_3.json` beside `epoch_3.pt`, and of files of no known kind those
-    with the same step, as `DONE_3`.
+    with the same step, as `DONE_3`, and `meta_001000.json` beside `model_001000.pt`.
     """
     owners: dict[str, tuple[UnitLayout, str]] = {}
     steps: dict[int, tuple[UnitLayout, str]] = {}
+    padded: dict[str, tuple[UnitLayout, str]] = {}  # steps of four digits and more, as they are written
     for key, names in groups.items():
         for name in names:
             owners[name] = key
             if (step := step_in(name)) is not None:
                 owners.setdefault(without_ending(name), key)
                 steps.setdefault(step, key)
+                padded |= {digits: key for digits in _NUMBER.findall(name) if len(digits) > 3 and int(digits) == step}
     if model := next((owners[match[0]] for match in here.files(WEIGHTS) if match[0] in owners), None):
         # `save_pretrained` into the watched directory itself, where other files lie, too.
         groups[model] += [name for name in here.names if name not in owners and _OF_MODEL.fullmatch(name)]
@@ -326,6 +328,8 @@ def _add_companions(here: Directory, groups: dict[tuple[UnitLayout, str], list[s
             and not _OTHER.fullmatch(name)
         ):
             found = steps.get(-1 if (step := step_in(name)) is None else step)
+        if found is None and name.endswith(".json"):
+            found = next((padded[digits] for digits in _NUMBER.findall(name) if digits in padded), None)
         if found is not None and not is_log(name):
             groups[found].append(name)
 

@@ -38,7 +38,20 @@ WEIGHT_ENDINGS = (
         ".onnx",
         ".pb",
     ),
-    *(".params", ".states", ".model", "_model", ".weights", ".joblib", ".ubj", ".cbm", ".mdlus", ".meta", ".state"),
+    *(
+        ".params",
+        ".states",
+        ".model",
+        "_model",
+        ".weights",
+        ".joblib",
+        ".ubj",
+        ".cbm",
+        ".mdlus",
+        ".meta",
+        ".state",
+        ".torch",
+    ),
     *(".caffemodel", ".solverstate"),
 )
 _ENDING = re.compile(r"(\.weights)?({}|\.gz)+$".format("|".join(map(re.escape, WEIGHT_ENDINGS))))
