@@ -228,3 +228,14 @@ def test_restore_brings_back_what_has_no_step_if_nothing_with_a_step_was_taken(h
     flush(home.spool, home.tier)
     restore(home)
     assert files(home.root) == {"last.pt": pt(1)}
+
+
+def test_newer_files_without_a_step_that_may_be_unfinished_are_not_replaced_by_older_ones(home: Home, capsys) -> None:
+    write(home.root, {"current/model.pt": pt(1), "current/optim.pt": pt(1)}, 1_000_010)
+    take(home.spool, home.root)
+    flush(home.spool, home.tier)
+    write(home.root, {"current/model.pt": pt(2), "current/optim.pt.partial": pt(2)}, 1_000_020)
+    (home.root / "current/optim.pt").unlink()
+    before = files(home.root)
+    assert {unit["verdict"] for unit in home.prepare(capsys).values()} == {"unknown"}
+    assert files(home.root) == before

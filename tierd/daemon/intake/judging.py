@@ -65,13 +65,15 @@ class Judged:
         return self.verdict in ("verified", "sound") or self.replaced
 
     @property
-    def is_left_in_part(self) -> bool:
-        """Whether right files without a step stay where damaged ones beside them were moved away.
+    def holds_its_place(self) -> bool:
+        """Whether no older checkpoint may come in its place.
 
-        A checkpoint that is older than these must not take their place.
+        That is a whole one, and one without a step of which right files are left: its next save has the same names.
         """
-        damaged = self.verdict == "damaged" and not self.replaced and self.unit.step is None
-        return damaged and bool(self.damaged) and not {*self.unit.files} <= {*self.damaged}
+        if self.is_good or self.unit.step is not None:
+            return self.is_good
+        in_part = bool(self.damaged) and not {*self.unit.files} <= {*self.damaged}
+        return self.verdict == "unknown" or (self.verdict == "damaged" and in_part)
 
 
 def described(tree: Tree, unit: Unit, listing: Listing, run: str, stepless: str) -> Judged:

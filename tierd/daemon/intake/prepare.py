@@ -247,7 +247,7 @@ async def _newest(
     """
     chosen = await to_the_end(read_chosen, directory, run)
     order = restore_candidates(inventory, run)
-    there = [one for one in judged if (one.is_good or one.is_left_in_part) and one.run == run]
+    there = [one for one in judged if one.holds_its_place and one.run == run]
     newer = [one for one in order.candidates if all(is_newer(one.checkpoint, known, other) for other in there)]
     if chosen is not None:
         newer = [one for one in newer if chosen.permits(one.checkpoint, known.made.get(one.checkpoint, NEVER))]
@@ -281,7 +281,7 @@ async def _others(
     """
     if await to_the_end(read_chosen, directory, run) is not None:
         return []
-    good = [one for one in judged if one.is_good or one.is_left_in_part]
+    good = [one for one in judged if one.holds_its_place]
 
     def is_wanted(checkpoint: CheckpointId, series: str, paths: Set[str]) -> bool:
         rivals = [one for one in good if series_of(one.unit.files) == series or not paths.isdisjoint(one.unit.files)]
