@@ -36,10 +36,12 @@ def newest(home: Home, capsys: pytest.CaptureFixture[str]) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("names", [("step_10/m.pt",), ("step_10/m.pt", "step_10/config.json")], ids=["one", "all"])
-def test_touched_checkpoint_is_not_taken_again(home: Home, capsys, names: tuple[str, ...]) -> None:
+def test_touched_checkpoint_becomes_no_newer(home: Home, capsys, names: tuple[str, ...]) -> None:
     saves(home, 10, 20, 30)
     for name in names:
         os.utime(home.root / name, (2_000_000, 2_000_000))
+    reported = take(home.spool, home.root)
+    assert len(reported.parts) == 1 and not reported.reasons
     assert take(home.spool, home.root).parts == []
     assert set(newest(home, capsys)) == {"step_30/m.pt", "step_30/config.json"}
 
@@ -161,3 +163,20 @@ def test_json_with_the_number_of_weights_is_taken_with_them(root: Path) -> None:
     with Tree(root) as tree:
         (unit,) = units(tree.listing())
     assert set(unit.files) == names
+
+
+def test_checkpoint_that_retention_deleted_is_taken_again_when_it_is_written_again(home: Home) -> None:
+    saves(home, 10, 20)
+    oldest = min(home.spool.parts(RUN), key=lambda part: part.checkpoint)
+    home.spool.remove([oldest])
+    for name in ("step_10/m.pt", "step_10/config.json"):
+        os.utime(home.root / name, (2_000_000, 2_000_000))
+    assert [part.checkpoint.step for part in take(home.spool, home.root).parts] == [10]
+
+
+def test_number_that_is_no_step_tells_files_of_a_checkpoint_apart(root: Path) -> None:
+    for step in (1, 20):
+        write(root, {f"epoch_{step}/states_{rank}.pth": pt(step, rank) for rank in (0, 1)}, step)
+    (root / "epoch_20/states_1.pth").unlink()
+    with Tree(root) as tree:
+        assert [unit.step for unit in units(tree.listing()) if unit.missing] == [20]

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from tierd.watching.completeness import WEIGHTS
 from tierd.watching.programs import COMPOSER, DIRECTORY, FILE, UnitLayout
-from tierd.watching.step_in_name import RANK, directory_step, without_numbers, without_step
+from tierd.watching.step_in_name import RANK, directory_step, step_in, without_numbers, without_step
 from tierd.watching.unit import Unit
 
 UNCERTAIN = (DIRECTORY, FILE, COMPOSER)  # no program's own file identifies these
@@ -87,6 +87,12 @@ def _lacking(unit: Unit, own: frozenset[str], others: Sequence[frozenset[str]]) 
     return replace(unit, missing=f"{min(lacking)} is not there, which all other checkpoints of its series have")
 
 
+def _without(step: int | None, name: str) -> str:
+    return (
+        without_step(name) if step in (step_in(name), directory_step(name)) else name
+    )  # not `states_1.pth` of step 20
+
+
 def _forms(names: frozenset[str]) -> Counter[str]:
     return Counter(map(_form, names))
 
@@ -141,6 +147,8 @@ def _names(unit: Unit) -> frozenset[str]:
 
 
 def _marked(path: str, step: int | None) -> str:
-    marked = _DECIMAL.sub("#", "/".join(map(without_step, path.split("/"))))  # a metric, as in `epoch050-0.25.pt`
+    marked = _DECIMAL.sub(
+        "#", "/".join(_without(step, name) for name in path.split("/"))
+    )  # a metric, as in `epoch050-0.25.pt`
     # The step may stand where no rule finds it in this file's name, as in `model-3000.data-00000-of-00001`.
     return marked if marked != path else re.sub(rf"(?<!\d)0*{step}(?!\d)", "#", path, count=1)

@@ -51,7 +51,7 @@ class _Record(msgspec.Struct):
     earlier: dict[str, int] = {}  # by unit: how many versions of the same time were taken before
     newest: tuple[str, int] | None = None  # the newest checkpoint after the last listing; None in an older record
     has_steps: bool = False  # whether a unit ever had a step in its name
-    contents: dict[str, str] = {}  # by unit, the digest of what was taken last
+    contents: dict[str, tuple[str, str, int]] = {}  # by unit, the digest of what was taken last, attempt and step
     has_several: bool = False  # whether there ever were several series
     series: dict[str, list[tuple[str, int]]] = {}  # by series, its newest checkpoints, the newest first
     released: list[tuple[str, int]] = []  # checkpoints whose pins on the tiers are to be removed
@@ -116,9 +116,10 @@ class TakenUnits:
         sizes = _sizes(shape).items()
         return self._record is not None and any(sizes < was.items() for was in self._record.taken.values())
 
-    def is_same(self, path: str, files: Iterable[File]) -> bool:
-        """Whether a unit has the bytes with which it was last taken."""
-        return self._record is not None and self._record.contents.get(path) == _content(files)
+    def same(self, path: str, files: Iterable[File]) -> CheckpointId | None:
+        """Return the checkpoint as which a unit was last taken, if it had these bytes."""
+        was = self._record.contents.get(path) if self._record else None
+        return CheckpointId(self._run, *was[1:]) if was and was[0] == _content(files) else None
 
     @property
     def has_steps(self) -> bool:
@@ -129,7 +130,7 @@ class TakenUnits:
         """Record that a unit was taken as a checkpoint of these files, or that a place has it. Raises nothing."""
         record = self._record = self._record or _Record({}, {})
         if checkpoint is not None:
-            record.contents[path] = _content(files)
+            record.contents[path] = (_content(files), *_pair(checkpoint))
             record.newest = max(_pair(checkpoint), record.newest or ("", 0))
             _add_to_series(record, series_of(name for name, _ in shape), _pair(checkpoint))
         if self.has(path, shape):

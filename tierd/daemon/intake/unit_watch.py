@@ -70,6 +70,14 @@ class Reports(Protocol):
         ...
 
 
+class _Touched(Exception):
+    """A unit was written again with the bytes that it had, after newer ones were taken. `saved` is when it was made."""
+
+    def __init__(self, saved: datetime) -> None:
+        super().__init__(saved)
+        self.saved = saved
+
+
 class UnitWatch:
     """A watched directory.
 
@@ -378,7 +386,11 @@ class UnitWatch:
             self._busy(path, error)
         except (Changed, CorruptChunk) as error:
             self._changed(due, str(error))
-        except StepRefused:  # it was committed since the spool was observed, or has the bytes that were taken
+        except _Touched as error:  # its place in the order is that of its bytes
+            made = error.saved + timedelta(microseconds=1 + len(self._known.find(named.checkpoint.step, error.saved)))
+            again = name_unit(self._run, path, named.checkpoint.step, made, self._known)
+            self._take(tree, due, described, again, made)
+        except StepRefused:  # it was committed since the spool was observed
             self._finish(tree, due)
         except ManifestError as error:
             self._settling.finish(due, False, tree.again(due.unit))
@@ -417,8 +429,11 @@ class UnitWatch:
             after = tree.again(due.unit)
             if not is_unchanged(due, after):
                 raise Changed("it was written to, renamed or deleted")
-            if self._taken.is_same(due.unit.path, staged.files):
-                raise StepRefused(f"{due.unit.path}: it has the bytes with which it was taken")
+            was = self._taken.same(due.unit.path, staged.files)
+            saved = self._known.made.get(was) if was else None
+            is_later = saved is not None and made - saved > timedelta(milliseconds=1)
+            if saved is not None and is_later and due.unit.step is not None and self._has_newer(saved):
+                raise _Touched(saved)
             if self._ordering.is_in_doubt(due.unit.path, named, made, self._known):
                 self._keep(due.unit.path, named.checkpoint)
             elif self._has_several_series():
