@@ -132,6 +132,7 @@ def commands(spool: Path, tier: Path, home: Path) -> Iterator[tuple[list[str], s
     yield ["import", str(home / f"none{EVIL}"), "--run", "r", "--to", str(tier)], "\\u202e"
     (home / f"evil{EVIL}.pt").write_bytes(b"no checkpoint")
     yield ["import", str(home / f"evil{EVIL}.pt"), "--run", "imported", "--to", str(tier), "--step", "1"], "\\u202e"
+    (home / f"none{EVIL}").touch()  # a file, because a directory that is not there is waited for
     yield ["watch", str(home / f"none{EVIL}"), "--run", "r", "--to", str(tier)], "\\u202e"
     yield ["prepare", str(home / f"none{EVIL}"), "--run", f"r{EVIL}", "--to", str(tier)], "\\u202e"
     yield ["restore", str(tier), "--run", "r", "--into", str(home / f"back{EVIL}")], ""

@@ -10,6 +10,7 @@ _IN_PLACE = "tierd/daemon/intake/in_place.py"
 _ORDERING = "tierd/daemon/intake/ordering.py"
 _JUDGING = "tierd/daemon/intake/judging.py"
 _PREPARE = "tierd/daemon/intake/prepare.py"
+_REFUSALS = "tierd/daemon/intake/refusals.py"
 _UNIT_WATCH = "tierd/daemon/intake/unit_watch.py"
 _DIRECTORY_LOCK = "tierd/daemon/intake/directory_lock.py"
 _TEST_DIRECTORY_LOCK = "pytest tests/watching/test_directory_lock.py"
@@ -56,7 +57,7 @@ MUTANTS = (
     ),
     Mutant(
         "nobody learns of a unit that stays open for writing",
-        _UNIT_WATCH,
+        _REFUSALS,
         "if self._now_s - since_s >= _RESTLESS_S:",
         "if False:",
         f"{_TEST_UNIT_WATCH} -k stays_open",
@@ -288,7 +289,7 @@ MUTANTS = (
     Mutant(
         "a unit that was tried again stays refused",
         _UNIT_WATCH,
-        "        self.refused.pop(due.unit.path, None)\n",
+        "        self._refusals.reasons.pop(due.unit.path, None)\n",
         "",
         f"{_TEST_UNIT_WATCH} -k nobody_foresaw",
     ),
@@ -308,8 +309,8 @@ MUTANTS = (
     ),
     Mutant(
         "nobody learns of a unit that never rests",
-        _UNIT_WATCH,
-        "            self._refuse_restless()\n",
+        _REFUSALS,
+        "        self._refuse_restless()\n",
         "",
         f"{_TEST_UNIT_WATCH} -k never_rests",
     ),
@@ -701,7 +702,7 @@ MUTANTS = (
     Mutant(
         "a full disk loses a unit",
         _UNIT_WATCH,
-        "            self._off[path] = self._now_s + _AGAIN_S\n            self._reports.taken(",
+        "            self._refusals.put_off(path)\n            self._reports.taken(",
         "            self._settling.finish(due, False, tree.listing())\n            self._reports.taken(",
         f"{_TEST_UNIT_WATCH} -k full_disk",
     ),
@@ -757,7 +758,7 @@ MUTANTS = (
     Mutant(
         "a unit is taken without the file whose name no manifest can have",
         "tierd/daemon/intake/unit_watch.py",
-        '        if any(one.startswith(f"{path}/") for one in self._unnamed):\n',
+        '        if any(one.startswith(f"{path}/") for one in self._refusals.unnamed):\n',
         "        if False:\n",
         "pytest tests/watching/test_watch_ends.py -k taken_without_it",
     ),
@@ -771,7 +772,7 @@ MUTANTS = (
     Mutant(
         "a unit that cannot be read keeps a watch from its end",
         "tierd/daemon/intake/unit_watch.py",
-        "        return self._settling.is_waiting(self._unread)\n",
+        "        return self._settling.is_waiting(self._refusals.unread)\n",
         "        return self._settling.is_waiting()\n",
         "pytest --timeout 20 tests/watching/test_watch_ends.py -k may_not_be_read_is_told",
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import File, Manifest
 from tierd.daemon.intake.ordering import Ordering
 from tierd.daemon.intake.outward_links import OutwardLinks
+from tierd.daemon.intake.refusals import Refusals
 from tierd.daemon.intake.series_pins import SeriesPins
 from tierd.daemon.intake.taken import TakenUnits
 from tierd.daemon.intake.taking import Busy, check_closed, stage_unit
@@ -47,11 +48,7 @@ from tierd.watching.unit import Unit
 
 log = logging.getLogger("tierd.daemon")
 
-_AGAIN_S = 60.0  # seconds until a unit that could not be read or written is tried again
-_OPEN_S = 5.0  # seconds until a unit that a process has open for writing is tried again
-_BAD_NAME = "its name is not UTF-8; rename it"
 _MANY = 3  # tries in which a unit changed, until that is reported
-_RESTLESS_S = 3600.0  # seconds for which a unit may change without a rest, until that is reported
 
 
 class Reports(Protocol):
@@ -99,7 +96,6 @@ class UnitWatch:
     Attributes:
         listing_s: how long the last listing kept the file system and a CPU busy, in seconds. The time in which this
             thread waited for a CPU is left out: beside training it is most of the time.
-        refused: the units of the last listing that are not taken as they are, by path, and why.
         unreadable: the directories that the last listing could not read.
         wanted: the checkpoint of the first unit that the last `observe` left because it might not take any.
         pins: the pins of the newest checkpoints of each series.
@@ -124,22 +120,16 @@ class UnitWatch:
     ) -> None:
         self._spool, self._directory, self._run, self._reports = spool, directory, run, reports
         self._room, self._going, self._writes, self._reads = room, going, writes, reads
-        self._settling, self._settle_s = Settling(settle_s, self._choose), settle_s
+        self._settling = Settling(settle_s, self._choose)
         self._own, self._stepless, self.leaves_stepless = own, stepless, False
         self._taken = TakenUnits(spool, run)
         self._ordering = Ordering(self._settling, self._taken)
         self.pins = SeriesPins(spool, self._taken, stores)
-        self._off: dict[str, float] = {}  # by unit, until when it is not tried
-        self._open: dict[str, float] = {}  # by unit, since when a process has it open for writing
+        self._refusals = Refusals(self._settling, settle_s, reports.not_taken)
         self._known, self._listing = History(), Listing({})
         self.wanted: CheckpointId | None = None
-        self._now_s = self.listing_s = 0.0
-        self.refused: dict[str, str] = {}
+        self.listing_s = 0.0
         self.unreadable: tuple[str, ...] = ()
-        self._unread: set[str] = set()  # units that could not be read when they were last tried
-        self._unnamed: frozenset[str] = frozenset()  # what the last listing refused for its name
-        self._restless: frozenset[str] = frozenset()  # units that were reported because they never rest
-        self._incomplete: frozenset[str] = frozenset()  # units that were reported because they lack a file
         self._links = OutwardLinks(directory)
         self._series = LoneSaves()
         self._all: Sequence[Unit] = ()  # the units of the last listing, also those that this watch does not take
@@ -152,7 +142,12 @@ class UnitWatch:
 
         A unit that cannot be read counts as refused, although it is tried again.
         """
-        return self._settling.is_waiting(self._unread)
+        return self._settling.is_waiting(self._refusals.unread)
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """The units of the last listing that are not taken as they are, by path, and why."""
+        return self._refusals.reasons
 
     @property
     def is_new(self) -> bool:
@@ -190,7 +185,7 @@ class UnitWatch:
             OSError: the directory cannot be opened.
             StoreRefused, ConfigError: it cannot be listed.
         """
-        self._known, self._now_s, self.wanted = self._known.merged(known), now_s, None
+        self._known, self.wanted = self._known.merged(known), None
         with Tree(self._directory, skip=True, own=self._own, going=self._going) as tree:
             began_s = time.monotonic() - cpu_wait_s()
             listing = self._listing = tree.names()
@@ -198,15 +193,12 @@ class UnitWatch:
             self._passed_over = (0, ()) if self._stepless else passed_over(listing, self._all)
             self.listing_s = time.monotonic() - cpu_wait_s() - began_s
             self.unreadable = tuple(tree.unreadable)
-            self._forget()
-            self._refuse_names(tree.unnamed)
-            self._refuse_restless()
-            self._refuse_incomplete()
+            self._refusals.look(tree.unnamed, now_s)
             self._links.see(tree, listing)
             self._ordering.see(self._known)
             self._reads()
             for one in self._ordering.sort(due):
-                if now_s >= self._off.get(one.unit.path, now_s):
+                if not self._refusals.is_off(one.unit.path):
                     self._consider_apart(tree, one, listing, may_take)
                 if self.wanted is not None:
                     break
@@ -229,18 +221,20 @@ class UnitWatch:
             raise
         except Exception as error:
             log.warning("%s: not taken", due.unit.path, exc_info=error)
-            self._try_again(due.unit.path, f"it cannot be taken, and is tried again: {type(error).__name__}: {error}")
+            self._refusals.try_again(
+                due.unit.path, f"it cannot be taken, and is tried again: {type(error).__name__}: {error}"
+            )
 
     def _consider(self, tree: Tree, due: Due, listing: Listing, may_take: bool) -> None:
         path, entries = due.unit.path, dict(due.shape)
         if self._taken.has(path, due.shape) or (due.unit.step is not None and self._taken.is_rest(due.shape)):
             self._settling.finish(due, True, listing)
             return
-        if any(one.startswith(f"{path}/") for one in self._unnamed):
+        if any(one.startswith(f"{path}/") for one in self._refusals.unnamed):
             if self._settling.finish(due, False, tree.again(due.unit)) == "refused":
-                self._refused(path, "the name of a file in it is not UTF-8")
+                self._refusals.refuse(path, "the name of a file in it is not UTF-8")
             return
-        self._unread.discard(path)
+        self._refusals.unread.discard(path)
 
         def opener(name: str) -> AbstractContextManager[ByteSource]:
             return tree.opened(name, entries[name])
@@ -276,60 +270,12 @@ class UnitWatch:
         try:
             check_closed(tree, due.unit, dict(due.shape))
         except Busy as error:
-            self._busy(due.unit.path, error)
+            self._refusals.wait_for_close(due.unit.path, error)
             return True
         except (Changed, OSError):
             return False
-        self._open.pop(due.unit.path, None)
+        self._refusals.closed(due.unit.path)
         return False
-
-    def _busy(self, path: str, error: Busy) -> None:
-        """Wait for a process to close a unit; report that after an hour."""
-        since_s = self._open.setdefault(path, self._now_s)
-        if self._now_s - since_s >= _RESTLESS_S:
-            self._try_again(path, f"{error} for an hour, and it is taken when that ends")
-        else:
-            self._off[path] = self._now_s + _OPEN_S
-            log.info("%s", error)
-
-    def _forget(self) -> None:
-        """Forget the refused units that are gone, or that changed, and all else of those that are gone."""
-        self._off = {path: until_s for path, until_s in self._off.items() if self._settling.is_seen(path)}
-        self._open = {path: since_s for path, since_s in self._open.items() if self._settling.is_seen(path)}
-        self._unread = {path for path in self._unread if self._settling.is_seen(path)}
-        kept = {path for path in self.refused if path in self._unread or self._settling.is_judged(path)}
-        self.refused = {path: why for path, why in self.refused.items() if path in kept}
-
-    def _refuse_names(self, paths: Collection[str]) -> None:
-        """Refuse files and directories for their names, which no manifest can have."""
-        self._refuse_all(paths, self._unnamed, _BAD_NAME)
-        self._unnamed = frozenset(paths)
-
-    def _refuse_restless(self) -> None:
-        """Report the units that a program never leaves alone for long enough to be taken."""
-        paths = self._settling.restless(self._now_s, _RESTLESS_S)
-        why = f"it has changed for an hour without a rest of {self._settle_s:g} s, and is taken when it rests"
-        self._refuse_all(paths, self._restless, why)
-        self._restless = frozenset(paths)
-
-    def _refuse_incomplete(self) -> None:
-        """Report the units that seem incomplete although no program's own file says so."""
-        found = self._settling.incomplete
-        for path, why in found.items():
-            self._refuse_all([path], self._incomplete, why)
-        self._incomplete = frozenset(found)
-
-    def _refuse_all(self, paths: Collection[str], before: Collection[str], why: str) -> None:
-        """Refuse these paths in this listing, and report those that the listing before did not refuse for that."""
-        for path in paths:
-            if path in before:
-                self.refused[path] = why
-            else:
-                self._refused(path, why)
-
-    def _refused(self, path: str, why: str) -> None:
-        self.refused[path] = why
-        self._reports.not_taken(path, why)
 
     def _inspect(self, due: Due, opener: Opener) -> Inspected:
         sizes = {path: entry.size for path, entry in due.shape}
@@ -345,17 +291,10 @@ class UnitWatch:
         if found.status == "changing":
             self._changed(due, found.findings[0].reason)
         elif found.status == "unreadable":
-            self._try_again(path, f"it cannot be read, and is tried again: {found.findings[0].reason}")
+            self._refusals.try_again(path, f"it cannot be read, and is tried again: {found.findings[0].reason}")
         elif self._settling.finish(due, False, tree.again(due.unit)) == "refused":
             why = "; ".join(f"{one.file}: {one.reason}" for one in found.findings[:3])
-            self._refused(path, f"it is {found.status}: {why or 'no format that can be checked'}")
-
-    def _try_again(self, path: str, why: str) -> None:
-        """Refuse a unit until it is tried again; report that if it was not refused for the same reason before."""
-        self._off[path] = self._now_s + _AGAIN_S
-        self._unread.add(path)
-        if self.refused.get(path) != why:
-            self._refused(path, why)
+            self._refusals.refuse(path, f"it is {found.status}: {why or 'no format that can be checked'}")
 
     def _changed(self, due: Due, why: str) -> None:
         """Wait longer each time, because a unit changed while it was read; report it after some tries."""
@@ -371,7 +310,7 @@ class UnitWatch:
     def _record(self, due: Due, checkpoint: CheckpointId | None = None, files: Iterable[File] = ()) -> None:
         """Record that a unit was taken; it may have been refused until it was tried again."""
         self._taken.add(due.unit.path, due.shape, checkpoint, files)
-        self.refused.pop(due.unit.path, None)
+        self._refusals.reasons.pop(due.unit.path, None)
 
     def _take(self, tree: Tree, due: Due, described: Described, named: Named, made: datetime) -> None:
         path, part = due.unit.path, PartId(named.checkpoint, 0, 1)
@@ -383,7 +322,7 @@ class UnitWatch:
                     raise
                 self._commit(tree, due, described, named, made)
         except Busy as error:
-            self._busy(path, error)
+            self._refusals.wait_for_close(path, error)
         except (Changed, CorruptChunk) as error:
             self._changed(due, str(error))
         except _Touched as error:  # its place in the order is that of its bytes
@@ -394,9 +333,9 @@ class UnitWatch:
             self._finish(tree, due)
         except ManifestError as error:
             self._settling.finish(due, False, tree.again(due.unit))
-            self._refused(path, str(error))
+            self._refusals.refuse(path, str(error))
         except OSError as error:
-            self._off[path] = self._now_s + _AGAIN_S
+            self._refusals.put_off(path)
             self._reports.taken(part, condition(error, f"spool {self._spool.root}", self._spool.root))
 
     def _has_room(self, part: PartId, due: Due, error: OSError) -> bool:
