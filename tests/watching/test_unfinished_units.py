@@ -241,3 +241,8 @@ def test_json_that_is_cut_is_not_taken(root: Path, spool: Spool) -> None:
 def test_hidden_temporary_directory_makes_no_checkpoint_of_what_holds_it(root: Path) -> None:
     write(root, {"epoch_2/0000040/w.pt": pt(40), "epoch_2/.0000050.tmp/w.pt": b""}, 10)
     assert complete(root) == ["epoch_2/0000040"]
+
+
+def test_temporary_file_is_of_no_checkpoint_beside_it(root: Path) -> None:
+    write(root, {"model-epoch001-0.1.pt": pt(1), "optim-epoch001-0.1.pt.incomplete": pt(1)}, 10)
+    assert [unit.files for unit in listed(root).values() if not unit.missing] == [("model-epoch001-0.1.pt",)]

@@ -330,7 +330,7 @@ def _add_companions(here: Directory, groups: dict[tuple[UnitLayout, str], list[s
             found = steps.get(-1 if (step := step_in(name)) is None else step)
         if found is None and name.endswith(".json"):
             found = next((padded[digits] for digits in _NUMBER.findall(name) if digits in padded), None)
-        if found is not None and not is_log(name):
+        if found is not None and not (is_log(name) or is_temporary(name)):
             groups[found].append(name)
 
 
