@@ -48,6 +48,11 @@ class Reported:
         self.doubts[path] = checkpoint
 
 
+def watched(root: Path, *more: str) -> int:
+    """Watch a directory until it is idle, with the tier beside it; return the exit code."""
+    return run(["watch", str(root), "--run", RUN, "--to", f"file://{root.parent}/tier", "--until-idle", *more])
+
+
 def observed(spool: Spool, run: str = RUN) -> History:
     """What a daemon that starts anew knows of the run."""
     return history(Inventory(SpoolObserver(spool).observe(), {}), run)

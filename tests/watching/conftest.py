@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support import layouts
+from support.timed import timed
 from support.watched_run import Home
 
 from tierd.spool.spool import Spool
@@ -28,6 +29,18 @@ def home(tmp_path: Path) -> Home:
 def root(tmp_path: Path) -> Path:
     (tmp_path / "out").mkdir()
     return tmp_path / "out"
+
+
+@pytest.fixture
+def tier(root: Path) -> Path:
+    (root.parent / "tier").mkdir()
+    return root.parent / "tier"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two looks at a directory follow each other at once, and a unit settles at once."""
+    timed(monkeypatch, watch_s=0.02, settle_s=0.05)
 
 
 @pytest.fixture

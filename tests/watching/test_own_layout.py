@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from support import layouts
-from support.timed import timed
 from support.watched_run import files
 
 from tierd.cli import run
@@ -18,17 +17,7 @@ from tierd.watching.layouts import units
 from tierd.watching.own_layout import OwnLayout
 from tierd.watching.unit import Unit
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed(monkeypatch, watch_s=0.02, settle_s=0.05)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "tier").mkdir()
-    return tmp_path / "out"
+pytestmark = pytest.mark.usefixtures("quick", "tier")
 
 
 def write(root: Path, *paths: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.timed import timed
 from support.watched_run import RUN, files
 from support.whole_layouts import pt, write
 
@@ -16,16 +15,7 @@ from tierd.cli import run
 from tierd.core.ids import CheckpointId, pin_key
 from tierd.daemon.intake.series_pins import TEXT
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed(monkeypatch, watch_s=0.02, settle_s=0.05)
-
-
-@pytest.fixture
-def tier(root: Path) -> Path:
-    (root.parent / "tier").mkdir()
-    return root.parent / "tier"
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def watched(root: Path, tier: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import layouts
 from support.timed import timed
-from support.watched_run import watching
+from support.watched_run import watched, watching
 from support.world import wait_until
 
 from tierd.cli import run
@@ -18,21 +18,7 @@ from tierd.watching.files import Tree
 from tierd.watching.layouts import units
 from tierd.watching.passed_over import PassedOver, passed_over
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed(monkeypatch, watch_s=0.02, settle_s=0.05)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "tier").mkdir()
-    return tmp_path / "out"
-
-
-def watched(root: Path, *more: str) -> int:
-    return run(["watch", str(root), "--run", "r", "--to", f"file://{root.parent}/tier", "--until-idle", *more])
+pytestmark = pytest.mark.usefixtures("quick", "tier")
 
 
 def unknown(root: Path) -> None:

@@ -14,10 +14,9 @@ import torch
 from safetensors.torch import save_file
 from support import layouts
 from support.timed import timed
-from support.watched_run import watching
+from support.watched_run import watched, watching
 from support.world import Daemon, commit, part, wait_until
 
-from tierd.cli import run
 from tierd.core.config import WatchConfig
 from tierd.daemon.intake import intake, unit_watch, watch_at_work
 from tierd.daemon.intake.directory_id import DirectoryId
@@ -27,21 +26,7 @@ from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 from tierd.watching import files
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed(monkeypatch, watch_s=0.02, settle_s=0.05)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "tier").mkdir()
-    return tmp_path / "out"
-
-
-def watched(root: Path, *more: str) -> int:
-    return run(["watch", str(root), "--run", "r", "--to", f"file://{root.parent}/tier", "--until-idle", *more])
+pytestmark = pytest.mark.usefixtures("quick", "tier")
 
 
 def test_a_watch_that_took_everything_ends_with_0(root: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from tierd.watching.own_layout import OwnLayout
+if TYPE_CHECKING:
+    from tierd.watching.own_layout import OwnLayout  # which reads listings
 
 Kind: TypeAlias = Literal["file", "directory", "link", "other"]
 MARKERS = ("latest", "latest_checkpointed_iteration.txt")  # their text names the complete unit

@@ -9,15 +9,12 @@ import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tierd.core.ids import MAX_STEP
+from tierd.watching.listing import ListedEntry, Listing, below, joined
 from tierd.watching.programs import OWN
 from tierd.watching.step_in_name import directory_step, step_in
 from tierd.watching.unit import Unit
-
-if TYPE_CHECKING:
-    from tierd.watching.listing import ListedEntry, Listing
 
 _NAME = "{name}"  # in `complete_when`, the unit's own name
 
@@ -49,7 +46,7 @@ def own_units(listing: Listing, own: OwnLayout) -> list[Unit]:
     while todo:
         here = todo.pop()
         for name, entry in tree[here].items():
-            path = f"{here}/{name}" if here else name
+            path = joined(here, name)
             if entry.kind in ("file", "directory") and any(_matches(tuple(path.split("/")), glob) for glob in globs):
                 found.append(path)
             elif entry.kind == "directory":
@@ -61,7 +58,7 @@ def own_units(listing: Listing, own: OwnLayout) -> list[Unit]:
 def _unit(path: str, listing: Listing, tree: Mapping[str, Mapping[str, ListedEntry]], own: OwnLayout) -> Unit:
     entries = listing.entries
     is_directory = entries[path].kind == "directory"
-    inside = list(_below(tree, path)) if is_directory else [(path, entries[path])]
+    inside = list(below(tree, path)) if is_directory else [(path, entries[path])]
     files = sorted(inner for inner, entry in inside if entry.kind == "file")
     missing = None if files else "it has no file yet"
     markers = tuple(files)
@@ -79,19 +76,6 @@ def _unit(path: str, listing: Listing, tree: Mapping[str, Mapping[str, ListedEnt
     return Unit(OWN, path, step, tuple(files), strange, missing, markers, begun)
 
 
-def _below(tree: Mapping[str, Mapping[str, ListedEntry]], directory: str) -> list[tuple[str, ListedEntry]]:
-    found, todo = [], [directory]
-    while todo:
-        here = todo.pop()
-        for name, entry in tree.get(here, {}).items():
-            path = f"{here}/{name}"
-            if entry.kind == "directory":
-                todo.append(path)
-            else:
-                found.append((path, entry))
-    return found
-
-
 def _marker(path: str, own: OwnLayout) -> str | None:
     """Return the path of the file without which a unit is not complete."""
     if own.complete_when is None:
@@ -99,8 +83,7 @@ def _marker(path: str, own: OwnLayout) -> str | None:
     home, _, name = path.rpartition("/")
     if _NAME not in own.complete_when:
         return f"{path}/{own.complete_when}"
-    beside = own.complete_when.replace(_NAME, name)
-    return f"{home}/{beside}" if home else beside
+    return joined(home, own.complete_when.replace(_NAME, name))
 
 
 def _step(path: str, own: OwnLayout, is_directory: bool) -> int | None:

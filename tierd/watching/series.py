@@ -88,9 +88,8 @@ def _lacking(unit: Unit, own: frozenset[str], others: Sequence[frozenset[str]]) 
 
 
 def _without(step: int | None, name: str) -> str:
-    return (
-        without_step(name) if step in (step_in(name), directory_step(name)) else name
-    )  # not `states_1.pth` of step 20
+    """Mark the step in a name, but no other number: `states_1.pth` of step 20 is no series with `states_0.pth`."""
+    return without_step(name) if step in (step_in(name), directory_step(name)) else name
 
 
 def _forms(names: frozenset[str]) -> Counter[str]:
@@ -147,8 +146,7 @@ def _names(unit: Unit) -> frozenset[str]:
 
 
 def _marked(path: str, step: int | None) -> str:
-    marked = _DECIMAL.sub(
-        "#", "/".join(_without(step, name) for name in path.split("/"))
-    )  # a metric, as in `epoch050-0.25.pt`
+    # A decimal is a metric, as in `epoch050-0.25.pt`.
+    marked = _DECIMAL.sub("#", "/".join(_without(step, name) for name in path.split("/")))
     # The step may stand where no rule finds it in this file's name, as in `model-3000.data-00000-of-00001`.
     return marked if marked != path else re.sub(rf"(?<!\d)0*{step}(?!\d)", "#", path, count=1)
