@@ -100,6 +100,9 @@ class History:
                     await self.act(daemon)
                     self.judge_events(daemon)
                 self.make_good()
+                while len(self.data) < 3:  # `plant` quarantines all but the two newest
+                    await self.save(daemon, None)
+                    daemon.wake()
                 await self.repair(daemon)
                 await settle(daemon)
                 self.judge_events(daemon)
