@@ -76,13 +76,28 @@ def test_damaged_file_without_a_step_is_replaced(home: Home, capsys) -> None:
     assert entries(home.root) == before
 
 
-def test_file_without_a_step_that_its_program_deleted_stays_deleted(home: Home, capsys) -> None:
+def test_file_without_a_step_comes_back_if_its_program_was_killed_before_it_wrote_it_anew(home: Home, capsys) -> None:
+    """Lightning removes `last.ckpt` before it writes the next one, and begins at 0 without it."""
     saves(home, 10, 20)
+    flush(home.spool, home.tier)
+    before = entries(home.root)
     write(home.root, {"epoch_30.pt": pt(30)}, 1_000_030)
     take(home.spool, home.root)
-    flush(home.spool, home.tier)
     for name in ("last.pt", "best.pt"):
         (home.root / name).unlink()
+    home.prepare(capsys)
+    assert entries(home.root) == before | {"epoch_30.pt": pt(30)}
+
+
+def test_directory_that_its_program_deleted_stays_deleted(home: Home, capsys) -> None:
+    for step in (10, 20):
+        saved: Files = {f"{at}/{name}": pt(step) for at in ("old", "new") for name in (f"epoch_{step}.pt", "last.pt")}
+        write(home.root, saved, 1_000_000 + step)
+        take(home.spool, home.root)
+    write(home.root, {"new/epoch_30.pt": pt(30), "new/last.pt": pt(30)}, 1_000_030)
+    take(home.spool, home.root)
+    flush(home.spool, home.tier)
+    shutil.rmtree(home.root / "old")
     before = entries(home.root)
     home.prepare(capsys)
     assert entries(home.root) == before

@@ -737,9 +737,16 @@ MUTANTS = (
     Mutant(
         "prepare brings back what its program deleted",
         _PREPARE,
-        "        return bool(behind) and all(",
-        "        return all(",
+        " and (bool(fetched) or is_newest or was_there)",
+        "",
         "pytest tests/watching/test_stepless.py -k stays_deleted",
+    ),
+    Mutant(
+        "prepare does not bring back what a program deleted to write it anew",
+        _PREPARE,
+        " or was_there)",
+        ")",
+        "pytest tests/watching/test_stepless.py -k killed_before",
     ),
     Mutant(
         "an older version of a file is put over the newest",

@@ -8,6 +8,7 @@ and ends the work before anything is moved.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
@@ -276,24 +277,31 @@ async def _others(
 ) -> list[PutBack]:
     """Fetch the newest checkpoint of each other series, if the directory was behind, and what it has of it is older.
 
-    A program may have deleted a series on purpose. So one that is gone comes back only with a checkpoint that is newer
-    than all that the directory had, and nothing does after a person went back.
+    A program may have deleted a series on purpose. So one with a step that is gone comes back only with a checkpoint
+    that is newer than all that the directory had, and nothing does after a person went back. What has no step comes
+    back if its directory is there, because a program may delete it just before it writes it anew.
     """
     if await to_the_end(read_chosen, directory, run) is not None:
         return []
     good = [one for one in judged if one.holds_its_place]
-
-    def is_wanted(checkpoint: CheckpointId, series: str, paths: Set[str]) -> bool:
-        rivals = [one for one in good if series_of(one.unit.files) == series or not paths.isdisjoint(one.unit.files)]
-        behind = fetched or all(known.made.get(checkpoint, NEVER) > one.made for one in good)
-        return bool(behind) and all(is_newer(checkpoint, known, one) for one in rivals)
-
     placed, stepless = [*fetched], stepless_run(run)
+
+    def is_due(checkpoint: CheckpointId, series: str, paths: Set[str]) -> bool:
+        rivals = [one for one in good if series_of(one.unit.files) == series or not paths.isdisjoint(one.unit.files)]
+        is_newest = all(known.made.get(checkpoint, NEVER) > one.made for one in good)
+        was_there = checkpoint.run == stepless and _home(directory, paths).is_dir()
+        return all(is_newer(checkpoint, known, one) for one in rivals) and (bool(fetched) or is_newest or was_there)
+
     if any(one.run == stepless for one in known.made):  # first, because `run` may have older versions of these files
-        placed += await put_back_each(stores, stepless, directory, progress, is_wanted, placed)
+        placed += await put_back_each(stores, stepless, directory, progress, is_due, placed)
     if fetched:
-        placed += await put_back_each(stores, run, directory, progress, is_wanted, placed)
+        placed += await put_back_each(stores, run, directory, progress, is_due, placed)
     return placed[len(fetched) :]
+
+
+def _home(directory: Path, paths: Set[str]) -> Path:
+    """Return the directory in which all of these files lie, at any depth."""
+    return directory / os.path.commonpath([os.path.dirname(path) for path in paths])
 
 
 def _keeps_pointer(one: Judged, newest: CheckpointId, known: History, directory: Path) -> bool:
