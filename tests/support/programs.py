@@ -72,6 +72,7 @@ L.Trainer(accelerator="cpu", max_steps=STEPS, callbacks=[keep], logger=False, en
         "*step=6.ckpt*",
         "*step=4.ckpt",
         renamed=True,
+        pointer="last.ckpt",
     ),
     "torch_checkpointing": Script(
         "torch_checkpointing",

@@ -59,6 +59,7 @@ class Script:
         third: a glob below OUT, which matches as soon as the third save has begun to write.
         newest: a glob of the second save, whose largest file gets a flipped bit.
         renamed: whether a save appears whole by a rename, so that a kill leaves nothing torn in its place.
+        pointer: a glob of the link that its own resume follows, and that is not there for a moment in each save.
         apart: whether `make loaders/ready` installs the package in `APART`; constraints-deepspeed.txt says why.
         below: the first Python for which `constraints-loaders.txt` has no wheel of the package.
     """
@@ -68,6 +69,7 @@ class Script:
     third: str
     newest: str
     renamed: bool = False
+    pointer: str = ""
     apart: bool = False
     below: tuple[int, int] = (4, 0)
 

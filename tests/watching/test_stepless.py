@@ -166,6 +166,19 @@ def test_text_that_names_a_checkpoint_comes_back(home: Home, name: str, text: st
     assert files(home.root) == {"a/epoch_10.pt": pt(10), f"a/{name}": text.encode()}
 
 
+def test_pointer_comes_back_if_its_program_was_killed_before_it_wrote_it_anew(home: Home, capsys) -> None:
+    """Lightning removes the link `last.ckpt` after a save, before it makes the next one."""
+    saves(home, 10, 20)
+    before = entries(home.root)
+    for name in ("last_checkpoint", "newest"):
+        (home.root / name).unlink()
+    write(home.root, {"epoch_30.pt": pt(30)}, 1_000_030)
+    take(home.spool, home.root)
+    flush(home.spool, home.tier)
+    home.prepare(capsys)
+    assert entries(home.root) == before | {"epoch_30.pt": pt(30)}
+
+
 def test_link_that_leads_out_is_no_pointer(home: Home) -> None:
     write(home.root, {"epoch_10.pt": pt(10)}, 1_000_010)
     (home.root / "newest").symlink_to("../out/epoch_10.pt")

@@ -46,6 +46,7 @@ from tierd.watching.own_layout import OwnLayout
 from tierd.watching.programs import DIRECTORY
 from tierd.watching.unit import Unit
 
+_POINTED = 8  # of so many newest units, one had pointers; each is a read of a tier
 _LISTINGS = 3  # because a checkpoint may be pruned between a listing and the reading
 
 
@@ -301,7 +302,7 @@ async def _others(
 
 def _home(directory: Path, paths: Set[str]) -> Path:
     """Return the directory in which all of these files lie, at any depth."""
-    return directory / os.path.commonpath([os.path.dirname(path) for path in paths])
+    return directory / os.path.commonpath([str(Path(path).parent) for path in paths])
 
 
 def _keeps_pointer(one: Judged, newest: CheckpointId, known: History, directory: Path) -> bool:
@@ -330,13 +331,18 @@ def _point(directory: Path, judged: list[Judged]) -> list[str]:
 
 
 async def _lost_pointers(directory: Path, judged: list[Judged], stores: Mapping[str, Store]) -> list[str]:
-    """Put back the pointers that named the newest whole unit of each directory when it was taken, and are gone."""
-    newest: dict[tuple[str, str], CheckpointId] = {}
-    for one in sorted(judged, key=lambda one: one.made):
+    """Put back the pointers that are gone, as they were when the newest whole units of each directory were taken.
+
+    A program that was killed between the deletion of a pointer and its next writing left its newest unit without one.
+    """
+    whole: dict[tuple[str, str], list[CheckpointId]] = {}
+    for one in sorted(judged, key=lambda one: one.made, reverse=True):
         if one.is_good and one.checkpoint is not None:
-            newest[one.run, one.unit.path.rpartition("/")[0]] = one.checkpoint
+            whole.setdefault((one.run, one.unit.path.rpartition("/")[0]), []).append(one.checkpoint)
     written = []
-    for checkpoint in newest.values():
-        recorded = await recorded_pointers(stores, checkpoint)
-        written += await to_the_end(write_lost, directory, recorded)
+    for checkpoints in whole.values():
+        for checkpoint in checkpoints[:_POINTED]:
+            if recorded := await recorded_pointers(stores, checkpoint):
+                written += await to_the_end(write_lost, directory, recorded)
+                break
     return written
