@@ -58,6 +58,18 @@ def test_directory_with_a_temporary_name_and_no_step_is_left(home: Home, name: s
     assert files(home.root) == before
 
 
+@pytest.mark.parametrize("name", ["checkpoint.bv-000000080-tmp", "step_80.tmp"])
+def test_directory_with_a_temporary_name_and_no_weights_is_reported_and_left(home: Home, name: str, capsys) -> None:
+    """big_vision: the names of its final directories, with a zarr for each array, end in `-tmp`."""
+    write(home.root, {f"{name}/params~head/{file}": b"1" for file in (".zarray", "0.0")}, 10)
+    reported = take(home.spool, home.root)
+    assert list(reported.reasons) == [name] and "temporary one" in reported.reasons[name]
+    flush(home.spool, home.tier)
+    before = files(home.root)
+    assert {unit["verdict"] for unit in home.prepare(capsys).values()} == {"unknown"}
+    assert files(home.root) == before
+
+
 @pytest.mark.parametrize("name", ["b.pt.tmp", ".b.pt.tmp", "tmp_b.pt", "b.pt.part"])
 def test_directory_with_a_file_that_was_not_renamed_is_no_checkpoint(root: Path, name: str) -> None:
     write(root, {"step_10/a.pt": pt(10), f"step_10/{name}": pt(10)}, 10)

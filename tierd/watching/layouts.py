@@ -89,13 +89,17 @@ def _units_in(here: Directory) -> list[Unit]:
             own.append(replace(_unit_in(child, Claim(DIRECTORY, None)), step=step))
             continue
         found = _units_in(child)
-        if _is_one(child, found) or (is_temporary(name) and child.candidates):
+        if _is_one(child, found) or (is_temporary(name) and (child.candidates or _is_named_by_step(child))):
             own.append(_unit_in(child, Claim(DIRECTORY, None)))
         elif len(found) == 1 and _is_all_below(child, found[0]) and found[0].step is None:
             own += found
         else:
             inner += found
     return [*compare_series(_joined(here.path, own), last_written=_MARKERS), *inner]
+
+
+def _is_named_by_step(here: Directory) -> bool:
+    return step_in(here.name) is not None and any(entry.kind == "file" for _, entry in below(here.tree, here.path))
 
 
 def _step_beside(units: Sequence[Unit], name: str) -> int | None:
@@ -184,7 +188,8 @@ def _unit_in(here: Directory, claimed: Claim) -> Unit:
     marked = None if begun else temporary_name(here.name)
     step = directory_step(here.name) if layout is DIRECTORY else step_in(here.name)
     if marked:
-        missing, begun = marked, step is not None  # else it may be a person's own directory
+        # Else it may be a person's own directory, or of a program that calls its final ones so.
+        missing, begun = marked, step is not None and bool(here.candidates)
     elif not missing and (missing := unfinished(here.tree[here.parent], here.name)):
         begun = True
     return Unit(layout, here.path, step, files, strange, missing, _markers(here, layout, files), begun)
