@@ -205,7 +205,7 @@ def _joined(directory: str, found: Sequence[Unit]) -> list[Unit]:
     groups: dict[object, list[Unit]] = {}
     for unit in found:
         if unit.step is None and unit.layout is DIRECTORY and (step := step_in(unit.path.rpartition("/")[2])) in steps:
-            unit = replace(unit, step=step)  # `lora-000004-state/` beside `lora-000004.safetensors`
+            unit = replace(unit, step=step)  # `optim_10/` beside `model_10.pt`
         alone = unit.step is None and (unit.missing or not (steps or unit.layout in (FILE, DIRECTORY)))
         alone = alone or is_temporary(unit.path.rpartition("/")[2])
         groups.setdefault(unit.path if alone else unit.step, []).append(unit)
