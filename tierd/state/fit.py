@@ -18,8 +18,8 @@ from torch import nn
 from tierd.core.errors import ConfigError, StateMismatch, as_both
 from tierd.state.aliasing import Aliased, expanded
 from tierd.state.classify import IMMUTABLE, PLAIN, Kind, Stateful, kind_of
-from tierd.state.containers import SEQUENCES, Path, instances
-from tierd.state.kinds import loader_fingerprint, numpy_arrays
+from tierd.state.containers import SEQUENCES, Path, instances, leaves
+from tierd.state.kinds import loader_fingerprint, numpy_arrays, optimizer_states
 from tierd.state.kinds.device_meshes import meshless, shards_in
 from tierd.state.kinds.dtensors import RESHARD, SavedDTensor, is_dtensor, local_of
 from tierd.state.kinds.dtensors import misfit as shard_misfit
@@ -61,7 +61,8 @@ class Fitting(NamedTuple):
     """What a load needs to know of a restored state that fits its targets.
 
     Attributes:
-        stateful: each entry with `load_state_dict`: its path, the object and its saved state.
+        stateful: each entry with `load_state_dict`: its path, the object and its saved state, which for an optimizer is
+            in the order of its parameters.
         has_shards: whether the restored state has shards of DTensors.
     """
 
@@ -94,6 +95,10 @@ def check_fit(state: Mapping[str, object], restored: Mapping[str, object]) -> Fi
                 if not isinstance(state, MutableMapping) and not stays(state[key], restored[key]):
                     found.append(f"{show((key,))}: cannot be replaced in a {type_name(state)}; pass a dict")
         found += shared.conflicts()
+        name_of = optimizer_states.names_in(leaves(state))
+        for path, target, saved in stateful:
+            if isinstance(target, torch.optim.Optimizer):
+                found += [f"{show(path)}: {reason}" for reason in optimizer_states.misfits(target, saved, name_of)]
         shards = shards_in(restored)
         found += meshless(state, shards)
     except RecursionError as error:
@@ -102,7 +107,11 @@ def check_fit(state: Mapping[str, object], restored: Mapping[str, object]) -> Fi
         more = [f"and {len(found) - 5} more"] if len(found) > 5 else []
         way_out = [RESHARD] if any("DTensor" in one for one in found) else []
         raise _error_class(found, stateful)("; ".join([*found[:5], *more, *way_out]))
-    return Fitting(stateful, bool(shards))
+    return Fitting([(path, target, _aligned(target, saved)) for path, target, saved in stateful], bool(shards))
+
+
+def _aligned(target: Stateful, saved: Any) -> Any:
+    return optimizer_states.aligned(target, saved) if isinstance(target, torch.optim.Optimizer) else saved
 
 
 def _error_class(found: list[str], stateful: list[tuple[Path, Stateful, Any]]) -> type[StateMismatch]:
@@ -124,6 +133,9 @@ def _misfits(
         if is_simple(target) and is_simple(saved):
             return
         if isinstance(saved, dict) and (reason := differing(target, saved)):
+            yield f"{show(path)}: {reason}"
+            return
+        if isinstance(saved, dict) and (reason := optimizer_states.misfit_of_groups(_groups(target), _groups(saved))):
             yield f"{show(path)}: {reason}"
             return
         for key, inner in target.items():
@@ -157,6 +169,11 @@ def _misfits(
         yield from (f"{show(path)}: {reason} {_WAY_OUT}" for reason in reasons)
     elif kind is not Kind.GENERATOR and stays(target, saved):
         shared.add((path, None), local_of(target), saved_local(saved))
+
+
+def _groups(state_dict: dict[Any, Any]) -> object:
+    """Return the `param_groups` if this is the state dict of an optimizer."""
+    return state_dict.get("param_groups") if "state" in state_dict else None
 
 
 def _homeless(target: object, saved: Any, path: Path) -> Iterator[str]:
@@ -210,15 +227,6 @@ def _stateful_misfits(target: Stateful, saved: Any, path: Path, shared: Aliased)
             yield reason
     elif isinstance(target, nn.Module):
         yield from _module_misfits(target, saved, path, shared)
-    elif isinstance(target, torch.optim.Optimizer):
-        try:
-            there = [len(group["params"]) for group in saved["param_groups"]]
-        except (TypeError, KeyError):
-            yield "not the state of an optimizer"
-            return
-        here = [len(group["params"]) for group in target.param_groups]
-        if here != there:
-            yield f"parameter groups of {there} parameters in the checkpoint, of {here} here"
 
 
 def _module_misfits(module: nn.Module, saved: Any, path: Path, shared: Aliased) -> Iterator[str]:

@@ -86,9 +86,14 @@ def _pairs(own: Iterable[object], saved: Iterable[object]) -> dict[str, str] | N
     return {there[bare]: name for bare, name in here.items()}
 
 
-def _by_bare_name(names: list[str]) -> dict[str, str]:
+def bare_names(names: list[str]) -> list[str]:
+    """Return the names without wrappers' prefixes."""
     front = _is_in_front(names)
-    return {_bare(name, front): name for name in names}
+    return [_bare(name, front) for name in names]
+
+
+def _by_bare_name(names: list[str]) -> dict[str, str]:
+    return dict(zip(bare_names(names), names, strict=True))
 
 
 def _is_in_front(names: Iterable[str]) -> bool:
