@@ -31,7 +31,7 @@ def seconds(duration: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-class Best(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Best(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Keep the `count` checkpoints whose `metric` is smallest (``min``) or largest (``max``).
 
     Attributes:
