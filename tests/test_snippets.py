@@ -1,4 +1,4 @@
-"""The Python that pages and docstrings show is accepted by the functions that it calls, and what needs only torch runs."""
+"""The Python that pages and docstrings show fits the functions that it calls, and what needs only torch runs."""
 
 from __future__ import annotations
 

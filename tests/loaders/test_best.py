@@ -81,11 +81,6 @@ def test_a_rule_saves_the_best_evaluation_of_trainer(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     trainer = trained(tmp_path, tierd.When(best="eval_loss", best_only=True), save_strategy="no")
     assert steps(tmp_path / "spool") == [3] and trainer.state.global_step == 9
-    from tierd.adapters.transformers import _logged
-
-    history = [{"loss": 1.0, "step": 2}, {"eval_loss": 0.5, "step": 3}]
-    assert _logged(SimpleNamespace(global_step=4, log_history=history)) == {"loss": 1.0, "step": 3.0}
-    assert _logged(SimpleNamespace(global_step=3, log_history=history))["eval_loss"] == 0.5
 
 
 # -- Lightning --------------------------------------------------------------------------------------------------------

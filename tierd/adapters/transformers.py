@@ -4,10 +4,13 @@
     trainer = Trainer(..., args=TrainingArguments(..., save_strategy="no"), callbacks=[saving])
     trainer.train(resume_from_checkpoint=saving.resume(trainer))
 
-The callback snapshots model, optimizer, scheduler, scaler, generators and `TrainerState` at the end of a step, or after
-its evaluation, whose metrics it then has; each rank saves its own. `Trainer` resumes from a directory, so `resume`
-writes one from the bytes that it has just verified. The callback removes it at the first training step. `Trainer`
-itself then skips to the very next sample (leave `ignore_data_skip` off).
+The callback snapshots model, optimizer, scheduler, scaler, generators and `TrainerState` where `Trainer` would save:
+after it has logged and evaluated at a step, and at an epoch's last step when the epoch has ended. The metrics are what
+was logged at that step. Each rank saves its own.
+
+`Trainer` resumes from a directory, so `resume` writes one from the bytes that it has just verified. The callback
+removes it at the first training step. `Trainer` itself then skips to the very next sample (leave `ignore_data_skip`
+off).
 
 Invariant: this process wrote the files that `Trainer` loads, from verified bytes; no file of an earlier process is
 unpickled.
@@ -17,7 +20,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,12 +30,14 @@ import torch
 
 from tierd.adapters import framework
 from tierd.adapters.last_save import LastSave
+from tierd.adapters.step_metrics import StepMetrics, plain
 from tierd.core.errors import ConfigError
 from tierd.state.kinds.rng import RngState
 
 if TYPE_CHECKING:
     from tierd.client.checkpointer import Checkpointer
 
+log = logging.getLogger("tierd")
 _callbacks = framework("transformers.trainer_callback", "transformers accelerate")
 
 
@@ -57,7 +64,9 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
         self._every = every_steps
         self._trainer: Any = None
         self._last = LastSave(0)
-        self._wanted = False  # a save that waits for this step's evaluation
+        self._metrics = StepMetrics(checkpointer)
+        self._wanted = -1  # the step that is saved when Trainer has done all that belongs to it
+        self._has_asked = False  # whether `due` was asked about this step's evaluation
         self._epoch: int | None = None  # the epoch that has just ended
         self._directory: Path | None = None
 
@@ -71,6 +80,8 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
         Raises:
             As `Checkpointer.restore`.
         """
+        if self._trainer is not trainer:
+            self._follow(trainer)
         self._trainer = trainer
         names = ("optimizer", "scheduler", "scaler", "rng", "trainer_state")
         state: dict[str, Any] = {"model": trainer.model, **dict.fromkeys(names)}
@@ -82,6 +93,7 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
         _write(self._directory, trainer, state)
+        _warn_of_callbacks(trainer)
         return str(self._directory)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -95,70 +107,93 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
                 "Checkpointer with when=tierd.When(best=..., best_only=True)"
             )
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._discard()
         self._epoch = None
-        self._ask(state, control, parts)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._epoch = max(round(state.epoch) - 1, 0)
-        self._ask(state, control, parts)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        metrics = self._metrics.usable(parts.get("metrics") or {}, [_best(args)])
         when = self._checkpointer.when
-        metrics = parts.get("metrics")
-        wanted, self._wanted = self._wanted, False
-        if when is not None and metrics is not None and (when.best is None or when.best in metrics):
-            wanted = self._checkpointer.due(state.global_step, self._epoch, metrics) or wanted
-        if wanted:
-            self._save(state, control, parts)
-        self._heed(control)
+        if when is None or (when.best is not None and when.best not in metrics):
+            return
+        self._has_asked = True
+        if self._checkpointer.due(state.global_step, self._epoch, metrics):
+            self._wanted = state.global_step
+            if not self._trainer.is_in_train:
+                self._save()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         self._discard()
-        when = self._checkpointer.when
-        if when is None or not when.best_only:
-            self._save(state, control, parts)
-        if args.load_best_model_at_end and args.metric_for_best_model is not None:
-            name = args.metric_for_best_model
-            metric = name if name.startswith("eval_") else f"eval_{name}"
+        if self._saves_the_end:
+            self._save()
+        if args.load_best_model_at_end and (metric := _best(args)) is not None:
             mode: Literal["min", "max"] = "max" if args.greater_is_better else "min"
             self._checkpointer.restore({"model": parts["model"]}, best=metric, mode=mode, only="model")
 
-    def _ask(self, state: Any, control: Any, parts: dict[str, Any]) -> None:
-        """Save now, or after this step's evaluation, if a save is due. `Trainer` itself saves nothing."""
-        wanted, control.should_save = control.should_save, False
+    @property
+    def _saves_the_end(self) -> bool:
         when = self._checkpointer.when
-        if self._every is not None:
-            wanted = wanted or state.global_step % self._every == 0
-        if when is not None and not control.should_evaluate:
-            wanted = self._checkpointer.due(state.global_step, self._epoch) or wanted
-        self._wanted = wanted and control.should_evaluate
-        if wanted and not self._wanted:
-            self._save(state, control, parts)
-        self._heed(control)
+        return when is None or not when.best_only
 
-    def _heed(self, control: Any) -> None:
+    def _follow(self, trainer: Any) -> None:
+        """Have `_decide` called around what `Trainer` does at the end of a step and of an epoch.
+
+        No event of a callback comes after Trainer has logged, evaluated, stepped a scheduler by the result, and found
+        the best metric. It saves by itself after that, in the same method.
+        """
+        log_evaluate = trainer._maybe_log_save_evaluate
+
+        def log_evaluate_save(*args: Any, **options: Any) -> None:
+            self._decide(lambda: log_evaluate(*args, **options))
+
+        trainer._maybe_log_save_evaluate = log_evaluate_save
+
+    def _decide(self, log_evaluate: Callable[[], None]) -> None:
+        """Save if a save is due, after `log_evaluate`. `Trainer` itself saves nothing."""
+        state, control, when = self._trainer.state, self._trainer.control, self._checkpointer.when
+        step = state.global_step
+        if control.should_save or (self._every is not None and step % self._every == 0):
+            self._wanted = step
+        control.should_save = self._has_asked = False
+        log_evaluate()
+        if when is not None and not self._has_asked and self._checkpointer.due(step, self._epoch):
+            self._wanted = step
+        ends = control.should_training_stop or control.should_epoch_stop or float(state.epoch).is_integer()
+        if self._epoch is not None:
+            if self._saves_the_end and (control.should_training_stop or step >= state.max_steps):
+                self._wanted = step
+            ends = False
+        if self._wanted == step and not ends:  # else when the epoch has ended, which is at the same step
+            self._save()
         if self._checkpointer.notice is not None:  # on every rank at the same step
             control.should_training_stop = True
 
-    def _save(self, state: Any, control: Any, parts: dict[str, Any]) -> None:
+    def _save(self) -> None:
+        trainer, handler = self._trainer, self._trainer.callback_handler
+        if trainer.hp_search_backend is None:
+            trainer.store_flos()  # on every rank, because it is a collective
+        state = trainer.state
         if not self._last.is_due(state.global_step):
             return
-        callbacks = [*self._trainer.callback_handler.callbacks, control]
-        states = {**dataclasses.asdict(state), "stateful_callbacks": _exported(callbacks)}
+        callbacks = [*handler.callbacks, trainer.control]
+        members = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+        states, left_out = plain({**members, "stateful_callbacks": _exported(callbacks)})
+        self._metrics.warn(left_out, "JSON, in which TrainerState is saved, has no form for them")
         self._last.save(
             self._checkpointer,
             state.global_step,
             {
-                "model": parts["model"],
-                "optimizer": parts["optimizer"],
-                "scheduler": parts["lr_scheduler"],
-                "scaler": self._trainer.accelerator.scaler,
+                "model": handler.model,
+                "optimizer": handler.optimizer,
+                "scheduler": handler.lr_scheduler,
+                "scaler": trainer.accelerator.scaler,
                 "rng": RngState(),
                 "trainer_state": json.dumps(states, sort_keys=True),
             },
-            _logged(state),
+            self._metrics.usable(_logged(state), [_best(trainer.args), "loss"]),
         )
 
     def _discard(self) -> None:
@@ -167,17 +202,30 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
             self._directory = None
 
 
-def _logged(state: Any) -> dict[str, float]:
-    """Return the latest number that was logged under each name; of an evaluation's, those of this step alone.
+def _best(args: Any) -> str | None:
+    """Return the metric that decides which model is the best, with the name that an evaluation gives it."""
+    name: str | None = args.metric_for_best_model
+    return name if name is None or name.startswith("eval_") else f"eval_{name}"
 
-    An earlier evaluation's numbers are those of other weights, and `best` would take one checkpoint for another.
-    """
-    return {
-        name: float(value)
-        for entry in state.log_history
-        for name, value in entry.items()
-        if type(value) in (int, float) and (not name.startswith("eval_") or entry.get("step") == state.global_step)
-    }
+
+def _logged(state: Any) -> dict[str, Any]:
+    """Return what was logged at this step: earlier entries were measured with other weights."""
+    entries = [entry for entry in state.log_history if entry.get("step") == state.global_step]
+    return {name: value for entry in entries for name, value in entry.items() if name != "step"}
+
+
+def _warn_of_callbacks(trainer: Any) -> None:
+    states = [type(each).__name__ for each in trainer.callback_handler.callbacks if _has_state(each)]
+    if states and not trainer.args.restore_callback_states_from_checkpoint:
+        log.warning(
+            "Trainer resumes without the saved states of %s: set "
+            "TrainingArguments(restore_callback_states_from_checkpoint=True)",
+            ", ".join(states),
+        )
+
+
+def _has_state(callback: Any) -> bool:
+    return isinstance(callback, _callbacks.ExportableState)
 
 
 def _exported(callbacks: list[Any]) -> dict[str, Any]:
@@ -187,7 +235,7 @@ def _exported(callbacks: list[Any]) -> dict[str, Any]:
     """
     states: dict[str, list[Any]] = {}
     for one in callbacks:
-        if isinstance(one, _callbacks.ExportableState):
+        if _has_state(one):
             states.setdefault(type(one).__name__, []).append(one.state())
     return {name: found[0] if len(found) == 1 else found for name, found in states.items()}
 

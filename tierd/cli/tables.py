@@ -143,8 +143,9 @@ def print_table(shown: Table) -> None:
 
 
 def metrics(found: Mapping[str, float | None]) -> str:
-    """Format metrics for people, the first few by name."""
-    named = [f"{name} {'none' if value is None else f'{value:.4g}'}" for name, value in sorted(found.items())]
+    """Format metrics for people, the first few by name: losses first, because frameworks log many others."""
+    ordered = sorted(found.items(), key=lambda metric: ("loss" not in metric[0], metric[0]))
+    named = [f"{name} {'none' if value is None else f'{value:.4g}'}" for name, value in ordered]
     more = f", {len(named) - _MOST_METRICS} more" if len(named) > _MOST_METRICS else ""
     return ", ".join(named[:_MOST_METRICS]) + more
 

@@ -1,0 +1,29 @@
+"""Each framework's page says that a resume is exact: with kills in the middle of an epoch, at its end and in an
+evaluation, and with schedulers and callbacks that have state.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.killed import records
+
+pytestmark = [pytest.mark.loaders, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize(
+    ("loop", "moments"),
+    [
+        ("by_steps", {"step 7": 6, "evaluation 9": 6, "step 9": 9, "epoch 12": 9, "step 12": 12, "step 19": 18}),
+        ("by_epochs", {"step 6": 4, "step 12": 12, "evaluation 24": 20, "step 24": 24}),
+    ],
+)
+def test_trainer_resumes_exactly_with_plateau_and_early_stopping(
+    loop: str, moments: dict[str, int], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    whole, _ = records(f"loaders.killed_transformers:{loop}", tmp_path / "whole")
+    killed, resumed = records(f"loaders.killed_transformers:{loop}", tmp_path / "killed", *moments)
+    assert whole["end"][1] > 0 and len({values[2] for name, values in whole.items() if name.startswith("step")}) > 1
+    assert killed == whole and resumed == [0, *moments.values()]

@@ -1,0 +1,135 @@
+"""The metrics of a checkpoint are what a framework logged at its step, and nothing that is logged ends a training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierd
+
+pytestmark = [pytest.mark.loaders, pytest.mark.timeout(600)]
+
+
+def metrics(spool: Path, step: int) -> dict[str, float]:
+    with tierd.Checkpointer(spool, "run", to=[]) as ckpt:
+        found = ckpt.restore(step=step)
+        assert found is not None
+        return dict(found.metrics)
+
+
+# -- Trainer ----------------------------------------------------------------------------------------------------------
+
+
+def trained(
+    home: Path, every: int | None, evaluated: Callable[[Any], dict[str, Any]] | None = None, **options: Any
+) -> Any:
+    """A `Trainer` that has trained for two epochs of 12 steps; tierd saves if `every` is given."""
+    from loaders.loops_transformers import Net, Rows
+    from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+
+    from tierd.adapters.transformers import TierdCallback
+
+    class Counting(Trainer):  # type: ignore[misc]
+        def floating_point_ops(self, inputs: Any) -> int:
+            return 100
+
+        def evaluate(self, *args: Any, **options: Any) -> Any:
+            if evaluated is not None:
+                self.log(evaluated(self.model))
+            return super().evaluate(*args, **options)
+
+    args = TrainingArguments(
+        output_dir=str(home / "out"),
+        per_device_train_batch_size=4,
+        num_train_epochs=2,
+        learning_rate=0.05,
+        lr_scheduler_type="reduce_lr_on_plateau",
+        metric_for_best_model="loss",
+        prediction_loss_only=True,
+        label_names=["ids"],
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        seed=3,
+        **options,
+    )
+    callbacks = [EarlyStoppingCallback(20)]
+    if every is None:
+        trainer = Counting(model=Net(), args=args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=callbacks)
+        trainer.train()
+        return trainer
+    with tierd.Checkpointer(home / "spool", "run", to=[]) as ckpt:
+        saving = TierdCallback(ckpt, every)
+        callbacks = [saving, *callbacks]  # saves before the other one counts, if it saved when it is called
+        trainer = Counting(model=Net(), args=args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=saving.resume(trainer))
+    return trainer
+
+
+def trainer_state(text: str) -> dict[str, Any]:
+    """A `TrainerState` without what differs between two runs, and without how it was decided to save."""
+    state: dict[str, Any] = json.loads(text)
+    for entry in state["log_history"]:
+        for name in [name for name in entry if name.endswith(("runtime", "per_second"))]:
+            del entry[name]
+    for name in ("save_steps", "best_model_checkpoint", "best_global_step"):
+        state.pop(name, None)
+    state["stateful_callbacks"]["TrainerControl"] = None
+    return state
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_state_of_trainer_is_what_trainer_itself_saves(strategy: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    options = {"logging_steps": 3, "eval_steps": 6, "eval_strategy": strategy}
+    step = 6 if strategy == "steps" else 12
+    trained(tmp_path / "own", None, save_strategy="steps" if step == 6 else "epoch", save_steps=6, **options)
+    trained(tmp_path / "tierd", 3, save_strategy="no", **options)
+    own = (tmp_path / "own" / "out" / f"checkpoint-{step}" / "trainer_state.json").read_text()
+    state: dict[str, Any] = {"trainer_state": None}
+    with tierd.Checkpointer(tmp_path / "tierd" / "spool", "run", to=[]) as ckpt:
+        found = ckpt.restore(state, step, only="trainer_state")
+        assert found is not None
+    assert trainer_state(state["trainer_state"]) == trainer_state(own)
+    entries = [entry for entry in trainer_state(own)["log_history"] if entry["step"] == step]
+    assert len(entries) == 2, "a loss and an evaluation"
+    measured = {name: value for entry in entries for name, value in entry.items() if name != "step"}
+    assert {name: found.metrics[name] for name in measured} == pytest.approx(measured)
+    assert "eval_loss" not in metrics(tmp_path / "tierd" / "spool", 3)
+
+
+def test_numbers_that_trainer_logs_end_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("transformers")
+    import numpy as np
+    import torch
+
+    def evaluated(model: Any) -> dict[str, Any]:
+        numbers: dict[str, Any] = {f"eval_class_{number}": np.float32(number) for number in range(1206)}
+        numbers |= {"eval_confusion": np.eye(2), "eval_tensor": torch.ones(()), "eval_table": object()}
+        return numbers | {"eval_text": "good"}
+
+    trainer = trained(tmp_path, 6, evaluated, save_strategy="no", logging_steps=6, eval_strategy="steps", eval_steps=6)
+    assert trainer.state.global_step == 24
+    warnings = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert len(warnings) == 2 and "at most 1000" in "".join(warnings) and "'eval_table'" in "".join(warnings)
+    found = metrics(tmp_path / "spool", 12)
+    assert len(found) == 1000 and {"eval_loss", "loss", "eval_class_7"} <= found.keys()
+    trainer = trained(tmp_path, 6, save_strategy="no", max_steps=30, eval_strategy="steps", eval_steps=6)
+    history = [entry for entry in trainer.state.log_history if "eval_tensor" in entry]
+    assert len(history) == 4 and history[0]["eval_tensor"] == 1 and history[0]["eval_confusion"] == [[1, 0], [0, 1]]
+
+
+def test_trainer_that_resumes_without_states_of_callbacks_is_warned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("transformers")
+    options = {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 6}
+    trained(tmp_path, 6, max_steps=6, **options)
+    assert "without the saved states" not in caplog.text
+    trained(tmp_path, 6, max_steps=12, **options)
+    assert "without the saved states of EarlyStoppingCallback" in caplog.text

@@ -1,0 +1,83 @@
+"""The numbers that a framework logs, as the metrics of a checkpoint.
+
+Invariant: nothing that a program logs ends its training. What cannot be a metric is left out, with one warning.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tierd.client.checkpointer import Checkpointer
+from tierd.core.manifest import MAX_METRICS, is_metric_name
+
+log = logging.getLogger("tierd")
+_NAMED = 5  # names that the warning shows
+_NO_METRIC = f"a metric is a number with a name of 1 to 256 characters, and a checkpoint holds at most {MAX_METRICS}"
+
+
+class StepMetrics:
+    """Makes metrics of what a framework logged at one step."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = checkpointer
+        self._warned: set[str] = set()
+
+    def usable(self, logged: Mapping[Any, Any], first: Iterable[str | None] = ()) -> dict[str, float]:
+        """Return what is a number, as floats: at most as many as a checkpoint holds.
+
+        Args:
+            logged: names and values; NumPy scalars and tensors of one element are numbers.
+            first: names that are kept if there are too many, beside the one of the checkpointer's `when`.
+        """
+        numbers = {name: number for name, value in logged.items() if (number := _number(name, value)) is not None}
+        when = self._checkpointer.when
+        asked = [name for name in (when.best if when else None, *first) if name in numbers]
+        names = dict.fromkeys((*asked, *numbers))
+        usable = {name: numbers[name] for name in list(names)[:MAX_METRICS]}
+        self.warn([name for name in logged if name not in usable], _NO_METRIC)
+        return usable
+
+    def warn(self, left_out: list[Any], why: str) -> None:
+        """Warn of names that were logged and are left out, once for each reason."""
+        if not left_out or why in self._warned:
+            return
+        self._warned.add(why)
+        names = ", ".join(map(repr, left_out[:_NAMED])) + (" ..." if len(left_out) > _NAMED else "")
+        log.warning(
+            "%d of the logged values are left out of the checkpoints, because %s: %s", len(left_out), why, names
+        )
+
+
+def plain(value: Any) -> tuple[Any, list[str]]:
+    """Return a value for JSON, and the names of members that have no such form and are left out."""
+    left_out: list[str] = []
+
+    def converted(value: Any) -> Any:
+        if isinstance(value, dict):
+            members = {}
+            for name, member in value.items():
+                try:
+                    members[name if isinstance(name, str) else str(name)] = converted(member)
+                except (TypeError, ValueError, RuntimeError):
+                    left_out.append(str(name))
+            return members
+        if isinstance(value, (list, tuple)):
+            return [converted(member) for member in value]
+        if hasattr(value, "tolist"):  # of NumPy or torch
+            return converted(value.tolist())
+        if value is None or isinstance(value, (str, bool, int, float)):
+            return value
+        raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+    return converted(value), left_out
+
+
+def _number(name: Any, value: Any) -> float | None:
+    if not isinstance(name, str) or not is_metric_name(name) or isinstance(value, (str, bytes)):
+        return None
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
