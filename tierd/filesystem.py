@@ -46,8 +46,10 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """The complete checkpoints of the runs on some tiers, as directories.
 
     Args:
-        url: a tier's URL, or several in order of preference.
+        tiers: a tier's URL, or several in order of preference. `fsspec.url_to_fs` and `get_mapper` have an argument
+            `url` of their own, so an option of that name cannot be passed through them.
         key_file: the file with the key that encrypts the tiers.
+        url: the older name of `tiers`.
 
     Raises:
         ConfigError: no URL was given, or one is invalid.
@@ -60,11 +62,21 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
     protocol = "tierd"
     root_marker = ""
 
-    def __init__(self, url: str | Sequence[str] = (), key_file: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        tiers: str | Sequence[str] = (),
+        key_file: str | None = None,
+        *,
+        url: str | Sequence[str] = (),
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
-        self._urls = [url] if isinstance(url, str) else list(url)
+        tiers = tiers or url
+        self._urls = [tiers] if isinstance(tiers, str) else list(tiers)
         if not self._urls:
-            raise ConfigError("tierd://: name the tier, fsspec.open('tierd://RUN/latest/…', url='s3://bucket/prefix')")
+            raise ConfigError(
+                "tierd://: name the tier, fsspec.open('tierd://RUN/latest/…', tiers='s3://bucket/prefix')"
+            )
         self._key_file = key_file
         self._lock = RLock()  # of the readers, which several threads of a caller share
         self._pid = -1
@@ -113,6 +125,10 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
             reader, part, file = self._file(self._strip_protocol(path))
             return self._read(reader, part, file, first, min(last, file.size))
 
+    def ukey(self, path: str) -> str:
+        """Return the path with the checkpoint's own name, because the file of `latest` changes, its size perhaps not."""
+        return self._resolved(self._strip_protocol(path))
+
     def get(self, rpath: Any, lpath: Any, recursive: bool = False, **kwargs: Any) -> Any:
         """Copy files or directories to this machine. `latest` is looked up once, so that all are of one checkpoint."""
         if isinstance(rpath, str):
@@ -126,7 +142,8 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
         with self._lock:
             _, part, file = self._file(path)
         name = f"{part.checkpoint.run}/{part.checkpoint.name}/{part.name}/{file.path}"
-        return TierdFile(self, name, mode, size=file.size, **{"cache_type": "readahead", **kwargs})
+        # `blockcache::` passes the size that it has looked up before, perhaps of an older `latest`.
+        return TierdFile(self, name, mode, **{"cache_type": "readahead", **kwargs, "size": file.size})
 
     # ---------------------------------------------------------------------------------------------------------------
 

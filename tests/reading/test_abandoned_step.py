@@ -106,7 +106,7 @@ def by_file_system(home: Path, out: Path, options: dict) -> torch.Tensor:
     pytest.importorskip("fsspec")
     from tierd.filesystem import TierdFileSystem
 
-    fs = TierdFileSystem(url=f"file://{home}/tier", skip_instance_cache=True)
+    fs = TierdFileSystem(tiers=f"file://{home}/tier", skip_instance_cache=True)
     name = options["step"] or "latest"
     if options["attempt"]:
         name = f"{options['step']:012}.{options['attempt']}"

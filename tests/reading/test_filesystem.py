@@ -62,7 +62,7 @@ def tier(tmp_path: Path) -> Path:
 
 
 def opened(path: str, tier: Path):
-    return fsspec.open(f"tierd://{path}", url=f"file://{tier}").open()
+    return fsspec.open(f"tierd://{path}", tiers=f"file://{tier}").open()
 
 
 def test_loaders_of_others_read_a_file_where_it_lies(tier):
@@ -75,7 +75,7 @@ def test_loaders_of_others_read_a_file_where_it_lies(tier):
 
 
 def test_directories_and_ranges(tier):
-    fs = fsspec.filesystem("tierd", url=f"file://{tier}")
+    fs = fsspec.filesystem("tierd", tiers=f"file://{tier}")
     names = [f"{RUN}/{part(step).checkpoint.name}" for step in (1, 2)]
     assert fs.ls("", detail=False) == [RUN]
     assert fs.ls(f"tierd://{RUN}", detail=False) == names
@@ -96,12 +96,50 @@ def test_directories_and_ranges(tier):
     assert fs.exists(file) and not fs.exists(f"{home}/deep/other")
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["a tier", "a list"])
+def test_options_of_the_file_system_pass_through_every_entrance_of_fsspec(tier, several):
+    """pandas, dask, zarr and others call these; `url_to_fs` and `get_mapper` have arguments of their own."""
+    home, file = f"tierd://{RUN}/2/00000-of-00002", "deep/model.pt"
+    options = {"tiers": [f"file://{tier}"] if several else f"file://{tier}", "key_file": None}
+    fs, path = fsspec.url_to_fs(f"{home}/{file}", **options)
+    assert fs.cat_file(path) == pickled(2)
+    fs, _, paths = fsspec.core.get_fs_token_paths(f"{home}/deep/*", storage_options=options)
+    assert [fs.cat_file(one) for one in paths] == [pickled(2)]
+    mapper = fsspec.get_mapper(home, **options)
+    assert mapper[file] == pickled(2) and file in set(mapper)
+    (opened,) = fsspec.open_files(f"{home}/deep/*.pt", **options)
+    with opened as stream:
+        assert stream.read() == pickled(2)
+    assert fsspec.filesystem("tierd", **options).cat_file(f"{home}/{file}") == pickled(2)
+
+
+@pytest.mark.parametrize("cache", ["simplecache", "filecache", "blockcache"])
+def test_caches_of_fsspec_read_through(tier, tmp_path, cache):
+    options = {"tierd": {"tiers": f"file://{tier}"}, cache: {"cache_storage": str(tmp_path / "cache")}}
+    home = f"{RUN}/{part(2).checkpoint.name}/00000-of-00002"
+    fs, path = fsspec.url_to_fs(f"{cache}::tierd://{home}/deep/model.pt", **options)
+    with fs.open(path) as file:
+        assert file.read() == pickled(2)
+
+
+def test_key_of_a_cached_file_names_the_checkpoint_of_latest(tier):
+    fs = fsspec.filesystem("tierd", tiers=f"file://{tier}")
+    path = "00000-of-00002/deep/model.pt"
+    assert fs.ukey(f"{RUN}/latest/{path}") == fs.ukey(f"{RUN}/{part(2).checkpoint.name}/{path}")
+    assert fs.ukey(f"{RUN}/latest/{path}") != fs.ukey(f"{RUN}/{part(1).checkpoint.name}/{path}")
+
+
+def test_older_name_of_the_option_is_still_taken(tier):
+    with fsspec.open(f"tierd://{RUN}/2/00000-of-00002/deep/model.pt", url=f"file://{tier}") as file:
+        assert file.read() == pickled(2)
+
+
 @pytest.mark.parametrize(
     "path",
     ["other", f"{RUN}/9", f"{RUN}/none", f"{RUN}/1/00000-of-00001", f"{RUN}/1/00000-of-00002/no", "../etc/passwd"],
 )
 def test_what_is_not_there_is_no_file(tier, path):
-    fs = fsspec.filesystem("tierd", url=f"file://{tier}")
+    fs = fsspec.filesystem("tierd", tiers=f"file://{tier}")
     with pytest.raises(FileNotFoundError):
         fs.ls(path)
     with pytest.raises(FileNotFoundError):
@@ -113,7 +151,7 @@ def test_no_byte_is_handed_out_that_was_not_verified(tier):
         if chunk.is_file():
             data = chunk.read_bytes()
             chunk.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    fs = fsspec.filesystem("tierd", url=f"file://{tier}", skip_instance_cache=True)
+    fs = fsspec.filesystem("tierd", tiers=f"file://{tier}", skip_instance_cache=True)
     with pytest.raises(CorruptChunk):
         fs.cat_file(f"{RUN}/2/00000-of-00002/deep/model.pt", 0, 1)
     assert fs.cat_file(f"{RUN}/1/00000-of-00002/deep/model.pt", 0, 9) == pickled(1)[:9]
@@ -137,7 +175,7 @@ def test_latest_is_one_checkpoint_while_retention_deletes(tmp_path, monkeypatch,
 
     pruned = 0
     for home in moments(tmp_path / "moments", *asyncio.run(work()), monkeypatch):
-        fs = fsspec.filesystem("tierd", url=f"file://{home / 'tier'}", skip_instance_cache=True)
+        fs = fsspec.filesystem("tierd", tiers=f"file://{home / 'tier'}", skip_instance_cache=True)
         try:
             if way == "cat":
                 assert fs.cat_file(file) in (whole[2], whole[3])
@@ -156,7 +194,7 @@ def test_latest_is_one_checkpoint_while_retention_deletes(tmp_path, monkeypatch,
 
 def test_it_is_read_only_and_wants_a_tier(tier):
     with pytest.raises(ConfigError, match="read-only"):
-        fsspec.filesystem("tierd", url=f"file://{tier}").open(f"{RUN}/1/00000-of-00002/new", "wb")
+        fsspec.filesystem("tierd", tiers=f"file://{tier}").open(f"{RUN}/1/00000-of-00002/new", "wb")
     with pytest.raises(ConfigError, match="name the tier"):
         fsspec.filesystem("tierd")
 
@@ -167,7 +205,7 @@ def test_a_program_that_never_imports_tierd_opens_its_urls_by_the_installed_entr
     script = """
 import sys, fsspec
 assert not [name for name in sys.modules if name.partition(".")[0] == "tierd"]
-with fsspec.open(sys.argv[1], url=sys.argv[2]) as file:
+with fsspec.open(sys.argv[1], tiers=sys.argv[2]) as file:
     sys.stdout.buffer.write(file.read())
 assert "tierd.filesystem" in sys.modules
 """
