@@ -126,7 +126,7 @@ class TierdFileSystem(AbstractFileSystem):  # type: ignore[misc]
             return self._read(reader, part, file, first, min(last, file.size))
 
     def ukey(self, path: str) -> str:
-        """Return the path with the checkpoint's own name, because the file of `latest` changes, its size perhaps not."""
+        """Return the path with the checkpoint's own name, because the file of `latest` changes; its size may not."""
         return self._resolved(self._strip_protocol(path))
 
     def get(self, rpath: Any, lpath: Any, recursive: bool = False, **kwargs: Any) -> Any:

@@ -28,7 +28,8 @@ from tierd.dcp.native_leaves import NativeLeaf, SavedArray
 from tierd.exporting.archive_reader import NO_ARCHIVE, Archive
 from tierd.exporting.chunk_reader import ChunkReader, RangeStream
 from tierd.exporting.tensors import Piece, SavedTensor
-from tierd.state.containers import replaced
+from tierd.state.containers import instances, replaced
+from tierd.state.kinds.generators import SavedGenerator
 
 Path = tuple[Any, ...]
 
@@ -50,6 +51,7 @@ class Contents:
         tree: returns the nested state, with a meta tensor for each tensor, and the tensors' names by `id`.
         metadata: the texts of `__metadata__` in its files of safetensors.
         contradicting: the keys of `__metadata__` that differ between its files.
+        unreadable: the names of values that are in no format, because only a restore makes them.
     """
 
     tensors: dict[str, SavedTensor]
@@ -58,6 +60,7 @@ class Contents:
     tree: Callable[[], tuple[Any, dict[int, str]]]
     metadata: Mapping[str, str] = field(default_factory=dict)
     contradicting: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
 
 
 def read_contents(files: PartRanges, first: PartId, only: str | None, *, values: bool) -> Contents:
@@ -113,7 +116,10 @@ def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bo
     paths = dict(saved.metadata.planner_data)
     names = chosen_names(paths, only, str(manifest.part.checkpoint))
     tensors, others = {}, {}
+    generators = {name for name in names if any(instances(saved.claims.own(name)[1], SavedGenerator))}
     for name, exported in names.items():
+        if name in generators:
+            continue
         rank, value = saved.claims.own(name)
         is_tensor = isinstance(value, NativeLeaf)
         if (is_tensor or values) and (reason := saved.claims.contradiction(name)):
@@ -133,13 +139,17 @@ def _of_save(files: PartRanges, manifest: Manifest, only: str | None, values: bo
                 if names[name] in tensors
                 else others[names[name]].load()
                 for name in names
+                if name not in generators
             }
-            return nested(flat, paths, only), {id(flat[name]): names[name] for name in names}
+            return nested(flat, paths, only), {id(value): names[name] for name, value in flat.items()}
         whole = _native_value(files, saved.part(0), whole)
         state = whole if only is None else next(one for key, one in whole.items() if str(key) == only)
         return state, {id(stand_ins[name]): names[name] for name in names}
 
-    return Contents(tensors, others, {names[name]: below(paths[name], only) for name in names}, tree)
+    placed = {names[name]: below(paths[name], only) for name in names if name not in generators}
+    return Contents(
+        tensors, others, placed, tree, unreadable=tuple(names[name] for name in names if name in generators)
+    )
 
 
 def below(path: Path, only: str | None) -> Path:

@@ -62,6 +62,7 @@ class Files:
         written: the files by name, with their sizes in bytes.
         tensors: their number.
         left_out: the names of values that were left out.
+        converted: the names of values that have another type in the files, each with its type before.
         stripped: how many names lost the prefix.
         overflowed: the names of tensors in which another dtype made finite values infinite.
     """
@@ -69,6 +70,7 @@ class Files:
     written: dict[str, int]
     tensors: int
     left_out: tuple[str, ...]
+    converted: tuple[str, ...]
     stripped: int
     overflowed: tuple[str, ...]
 
@@ -126,14 +128,18 @@ def export(files: PartRanges, first: PartId, target: Path, options: ExportOption
     finally:
         if home.exists():
             remove(home)
-    left_out = _left_out(contents, options.format)
-    return Files(work.written, len(contents.tensors), left_out, stripped, tuple(work.overflowed))
+    left_out, converted = _left_out(work, options.format), tuple(work.converted)
+    return Files(work.written, len(contents.tensors), left_out, converted, stripped, tuple(work.overflowed))
 
 
-def _left_out(contents: Contents, format: str) -> tuple[str, ...]:
+def _left_out(work: Export, format: str) -> tuple[str, ...]:
+    contents = work.contents
     if format not in WITH_VALUES:
-        return (*contents.values, *(f"{METADATA}.{key}, which differs" for key in contents.contradicting))
-    return (METADATA,) if contents.metadata.keys() - {"format"} or contents.contradicting else ()
+        differing = (f"{METADATA}.{key}, which differs" for key in contents.contradicting)
+        return (*contents.values, *contents.unreadable, *differing)
+    names = [name for name in contents.unreadable if not any(f"{one}.".startswith(f"{name}.") for one in work.left_out)]
+    metadata = (METADATA,) if contents.metadata.keys() - {"format"} or contents.contradicting else ()
+    return (*work.left_out, *names, *metadata)
 
 
 def _stripped(contents: Contents, prefix: str) -> Contents:
@@ -156,4 +162,5 @@ def _stripped(contents: Contents, prefix: str) -> Contents:
         return state, {one: new(name) for one, name in known.items()}
 
     values = {new(name): value for name, value in contents.values.items()}
-    return replace(contents, tensors=tensors, values=values, paths=paths, tree=tree)
+    unreadable = tuple(map(new, contents.unreadable))
+    return replace(contents, tensors=tensors, values=values, unreadable=unreadable, paths=paths, tree=tree)

@@ -6,6 +6,7 @@ Sources of the names: transformers 5.23 `utils/__init__.py` (`WEIGHTS_NAME`, `SA
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePosixPath
@@ -27,7 +28,7 @@ from tierd.exporting.tensor_dtypes import as_torch
 from tierd.exporting.tensors import Piece, SavedTensor
 from tierd.formats.byte_source import Damaged, Unchecked
 from tierd.formats.safetensors import check_safetensors, looks_like_safetensors, read_header
-from tierd.state.containers import replaced
+from tierd.state.containers import instances, members, replaced
 from tierd.watching.step_in_name import is_weights
 from tierd.watching.unit_file import UNIT_NAME
 
@@ -125,7 +126,7 @@ def _of_archives(reader: ChunkReader, first: PartId, files: list[str], only: str
             archive = Archive(RangeStream(reader, first, path, 0, reader.size(first, path)))
             if not isinstance(archive.value, dict):
                 raise ValueError("it holds no mapping of names")
-            flat, own = flatten_state_dict(archive.value)
+            flat, own = _flattened(archive.value)
             for name, value in flat.items():
                 paths[name] = tuple(own[name]) if entry is None else (entry, name)
                 if isinstance(value, torch.Tensor):
@@ -150,6 +151,29 @@ def _of_archives(reader: ChunkReader, first: PartId, files: list[str], only: str
     state = whole if only is None else next(one for key, one in whole.items() if str(key) == only)
     known = {id(one): names[name] for name, one in stand_ins.items() if name in names}
     return replace(contents, tree=lambda: (state, known))
+
+
+def _flattened(state: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """Flatten a state as DCP does, and also the tuples with tensors, which DCP does not enter."""
+    flat, paths = flatten_state_dict(state)
+    for name in tuple(flat):
+        if not isinstance(flat[name], torch.Tensor) and any(True for _ in instances(flat[name], torch.Tensor)):
+            base, value = paths.pop(name), flat.pop(name)
+            for inner, leaf in _expanded(value):
+                path = (*base, *inner)
+                new = ".".join(map(str, path))
+                if new in flat:
+                    raise ValueError(f"two values have the name {printable(new)!r}")
+                flat[new], paths[new] = leaf, path
+    return flat, paths
+
+
+def _expanded(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, torch.Tensor) or not any(True for _ in instances(value, torch.Tensor)):
+        yield path, value
+        return
+    for key, inner in members(value) or ():
+        yield from _expanded(inner, (*path, key))
 
 
 def _offset(archive: Archive, name: str, tensor: torch.Tensor) -> int:

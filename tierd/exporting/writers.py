@@ -32,6 +32,7 @@ from tierd.core.printable import printable
 from tierd.exporting.archives import ArchiveWriter
 from tierd.exporting.chunk_reader import ChunkReader
 from tierd.exporting.contents import Contents
+from tierd.exporting.loadable import LoadableState
 from tierd.exporting.new_file import NewFile
 from tierd.exporting.tensor_dtypes import as_safetensors
 from tierd.exporting.tensors import SavedTensor, ahead, converted
@@ -53,6 +54,7 @@ class Export:
         count: called with the size of each piece of a tensor that was read.
         written: the files that were written, with their sizes in bytes.
         overflowed: the names of tensors in which `dtype` made finite values infinite; its values have no meaning.
+        converted, left_out: as in `LoadableState`, by the format `torch`.
     """
 
     contents: Contents
@@ -62,6 +64,8 @@ class Export:
     count: Callable[[int], None]
     written: dict[str, int] = field(default_factory=dict)
     overflowed: dict[str, None] = field(default_factory=dict)
+    converted: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
     def dtype_of(self, tensor: SavedTensor) -> torch.dtype:
         return self.dtype if self.dtype is not None and tensor.dtype in FLOATS else tensor.dtype
@@ -175,14 +179,17 @@ def _all(file: IO[bytes], data: bytes | memoryview) -> None:
 
 
 def write_torch(export: Export) -> None:
-    """Write one file, `state.pt`, for `torch.load`.
+    """Write one file, `state.pt`, for `torch.load` with `weights_only=True`.
 
     Raises:
         StateRefused: a value cannot be pickled.
-        StateMismatch: torch lacks the dtype of a tensor.
+        StateMismatch: torch lacks the dtype of a tensor, or its reader takes nothing of the state.
     """
     _check_dtypes(export)
     tree, names = export.contents.tree()
+    loadable = LoadableState(tree, names)
+    export.converted.extend(loadable.converted)
+    export.left_out.extend(loadable.left_out)
     known = export.contents.tensors
     first: dict[object, str] = {}  # names of the same stored bytes share a storage, as tied parameters do
     alias = {
@@ -191,10 +198,16 @@ def write_torch(export: Export) -> None:
     }
     names = {one: alias[name] for one, name in names.items() if name in known}
     dtypes = {name: export.dtype_of(tensor) for name, tensor in known.items()}
+    in_memory = {f"\0{number}": tensor for number, tensor in enumerate(loadable.in_memory.values())}
+    names |= {id(tensor): name for name, tensor in in_memory.items()}
+    dtypes |= {name: tensor.dtype for name, tensor in in_memory.items()}
 
     def write(file: IO[bytes]) -> None:
-        archive = ArchiveWriter(file, tree, names, dtypes)
-        _records(export, archive, [known[name] for name in archive.order])
+        archive = ArchiveWriter(file, loadable.value, names, dtypes)
+        _records(export, archive, [known[name] for name in archive.order if name in known])
+        for name, tensor in in_memory.items():
+            data = tensor.reshape(-1).view(torch.uint8).numpy().data
+            archive.write(name, data.nbytes, iter((data,)))
         archive.close()
 
     export.file("state.pt", write)

@@ -32,7 +32,8 @@ class StateExport:
         directory: the directory with the files.
         files: by name, the sizes of the files in bytes.
         tensors: how many tensors were written.
-        left_out: values that the format cannot hold, because they are not tensors.
+        left_out: values that the format, or the program that reads it, does not take.
+        converted: values that have another type in the files, with their types before, as `scores (numpy.ndarray)`.
         stripped: how many names lost the prefix.
         overflowed: tensors in which the other dtype made finite values infinite.
         tiers: the tiers from which bytes came.
@@ -46,6 +47,7 @@ class StateExport:
     files: dict[str, int]
     tensors: int
     left_out: tuple[str, ...]
+    converted: tuple[str, ...]
     stripped: int
     overflowed: tuple[str, ...]
     tiers: tuple[str, ...]
@@ -73,6 +75,7 @@ def export_state(
                 found.written,
                 found.tensors,
                 found.left_out,
+                found.converted,
                 found.stripped,
                 found.overflowed,
                 files.used,

@@ -27,6 +27,8 @@ from tierd.cli.tables import complain, console, print_json, size
 from tierd.cli.uncollected import uncollected
 from tierd.core.errors import ConfigError
 
+_REFUSES = {"torch": "torch.load refuses them by default", "dcp": "only a restore loads them"}
+
 
 def register(app: typer.Typer) -> None:
     """Add this module's command."""
@@ -88,9 +90,13 @@ def export(
     out.print(f"step {done.step} (attempt {done.attempt}): {done.tensors} tensors in {done.directory}")
     for file, length in done.files.items():
         out.print(f"  {file}  {size(length)}")
-    if done.left_out:
-        more = ", …" if len(done.left_out) > 5 else ""
-        out.print(f"left out, because they are not tensors: {', '.join(done.left_out[:5])}{more}")
+    for names, reason in (
+        (done.converted, "converted, because torch.load refuses these types by default"),
+        (done.left_out, f"left out, because {_REFUSES.get(format, 'they are not tensors')}"),
+    ):
+        if names:
+            more = f", … ({len(names)} in all, which --json names)" if len(names) > 5 else ""
+            out.print(f"{reason}: {', '.join(names[:5])}{more}")
     if strip and not done.stripped:
         complain(f"--strip {strip}: no name begins with it; --only leaves an entry's name out of the others")
     if done.overflowed:
