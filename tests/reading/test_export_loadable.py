@@ -1,4 +1,4 @@
-"""A state of format `torch` is loaded by `torch.load` as it is called by default, and no value is lost without a word."""
+"""`torch.load` takes an export of format `torch` by default, and no value is lost without a word."""
 
 from __future__ import annotations
 

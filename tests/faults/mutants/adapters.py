@@ -90,20 +90,6 @@ MUTANTS = (
         f"{_TEST_BEST} -k lightnings",
     ),
     Mutant(
-        "a checkpoint of Trainer carries an earlier evaluation's metrics",
-        _TRANSFORMERS,
-        '(not name.startswith("eval_") or entry.get("step") == state.global_step)',
-        "True",
-        f"{_TEST_BEST} -k a_rule_saves",
-    ),
-    Mutant(
-        "Trainer saves beside tierd",
-        _TRANSFORMERS,
-        "        wanted, control.should_save = control.should_save, False\n",
-        "        wanted = control.should_save\n",
-        f"{_TEST_BEST} -k trainers_own",
-    ),
-    Mutant(
         "a rank of Trainer but the first has no model to resume from",
         _TRANSFORMERS,
         "    if trainer.args.should_save:\n",
