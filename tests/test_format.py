@@ -40,6 +40,7 @@ PATCHES = HERE / "v3-patches"  # a tier whose one checkpoint is stored as patche
 TIER = V1 / "tier"
 FORMAT = (Path(__file__).parent.parent / "tierd" / "FORMAT.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", FORMAT, re.DOTALL)
+OBJECTS = HERE / "v1-objects"  # the files of a part with plain objects; see make_v1_objects.py
 VALUES = HERE / "v1-values"  # the files of a part with packed runs; see make_v1_values.py
 ENCRYPTED = HERE / "v1-encrypted"  # the tier of v1, encrypted; see make_v1_encrypted.py
 A = CheckpointId("demo", "01941f297c00-0a0b0c0d", 100)
@@ -166,6 +167,25 @@ def test_packed_runs_are_read():
     assert files == _maker("make_v1_values").files()
 
 
+def test_plain_objects_are_read():
+    pytest.importorskip("torch")
+    from tierd.state.flatten import flatten, unflatten
+    from tierd.state.kinds.random_states import SavedRandom
+
+    files, expected = tree(OBJECTS), _maker("make_v1_objects").state()
+    found = unflatten(files["state.json"], bytearray(files["tensors.safetensors"]))
+    buffers = found.pop("buffer"), expected.pop("buffer")
+    assert [(one.getvalue(), one.tell()) for one in buffers] == [(b"scales \x00\xff", 3)] * 2
+    generators, live = found.pop("random"), expected.pop("random")
+    assert found == expected
+    assert found["datetime"].fold == 1
+    assert all(type(one) is SavedRandom for one in generators.values())
+    made = {name: saved.made() for name, saved in generators.items()}
+    assert flatten(made).tree == flatten(live).tree
+    assert [one.random() for one in made.values()] == [one.random() for one in live.values()]
+    assert files == _maker("make_v1_objects").files()
+
+
 def test_packed_runs_are_read_by_nothing_but_the_tables_of_the_format():
     pytest.importorskip("torch")
     from support.by_hand import values
@@ -183,7 +203,12 @@ def test_packed_runs_are_read_by_nothing_but_the_tables_of_the_format():
 
 
 def _maker(name="make_v1"):
-    needed = {"make_v1": "torch", "make_v1_values": "torch", "make_v1_encrypted": "cryptography"}
+    needed = {
+        "make_v1": "torch",
+        "make_v1_values": "torch",
+        "make_v1_objects": "torch",
+        "make_v1_encrypted": "cryptography",
+    }
     pytest.importorskip(needed.get(name, "numpy"))
     spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
     module = importlib.util.module_from_spec(spec)

@@ -547,16 +547,19 @@ def meta_parameter():
 
 
 here = Config.__module__
+CODE = ", which is code; leave it out, and make it again before the restore"
+OTHERS = "; give it state_dict() and load_state_dict(), or pass what it holds as tensors, numbers, lists and dicts"
+
 REFUSED = {
     "function": (
         {"optimizer": {"hook": deep}},
-        'state["optimizer"]["hook"]: function',
+        f'state["optimizer"]["hook"]: function{CODE}',
     ),
-    "lambda in stateful": ({"s": Box({"lr": [0, lambda: 0]})}, 'state["s"]["lr"][1]: function'),
-    "partial": ({"a": functools.partial(deep)}, 'state["a"]: functools.partial'),
-    "module": ({"a": math}, 'state["a"]: module'),
-    "class": ({"a": nn.Linear}, 'state["a"]: type'),
-    "generator": ({"a": (i for i in ())}, 'state["a"]: generator'),
+    "lambda in stateful": ({"s": Box({"lr": [0, lambda: 0]})}, f'state["s"]["lr"][1]: function{CODE}'),
+    "partial": ({"a": functools.partial(deep)}, f'state["a"]: functools.partial{OTHERS}'),
+    "module": ({"a": math}, f'state["a"]: module{CODE}'),
+    "class": ({"a": nn.Linear}, f'state["a"]: type{CODE}'),
+    "generator": ({"a": (i for i in ())}, f'state["a"]: generator{OTHERS}'),
     "a generator's subclass": (
         {"a": MyGenerator()},
         f'state["a"]: {here}.MyGenerator, a subclass of Generator; pass a plain Generator',
@@ -610,12 +613,22 @@ REFUSED = {
         {"a": {functools.reduce(lambda inner, _: (inner,), range(MAX_DEPTH + 1), 1)}},
         f'state["a"]: a key of tuples, nested deeper than {MAX_DEPTH}',
     ),
-    "iterator": ({"a": iter([])}, 'state["a"]: list_iterator'),
-    "dataclass": ({"a": Config()}, f'state["a"]: {here}.Config'),
-    "enum": ({"a": Colour.RED}, f'state["a"]: {here}.Colour'),
-    "int enum": ({"a": Level.LOW}, f'state["a"]: {here}.Level, a subclass of int; pass a plain int'),
-    "namedtuple": ({"a": Point(1, 2)}, f'state["a"]: {here}.Point, a subclass of tuple; pass a plain tuple'),
-    "mapping proxy": ({"a": MappingProxyType({})}, 'state["a"]: mappingproxy'),
+    "iterator": ({"a": iter([])}, f'state["a"]: list_iterator{OTHERS}'),
+    "dataclass": (
+        {"a": Config()},
+        f'state["a"]: {here}.Config; pass dataclasses.asdict(…), and '
+        "make it again of that dict; or give it state_dict() and load_state_dict()",
+    ),
+    "enum": (
+        {"a": Colour.RED},
+        f'state["a"]: {here}.Colour, an Enum; pass its .name, and make it again as Colour[name]',
+    ),
+    "int enum": (
+        {"a": Level.LOW},
+        f'state["a"]: {here}.Level, an Enum; pass its .name, and make it again as Level[name]',
+    ),
+    "namedtuple": ({"a": Point(1, 2)}, f'state["a"]: {here}.Point, a subclass of tuple; pass ._asdict()'),
+    "mapping proxy": ({"a": MappingProxyType({})}, 'state["a"]: mappingproxy; pass dict(…)'),
     "object array": (
         {"a": np.array([None])},
         'state["a"]: numpy.ndarray of dtype object; object and structured dtypes have no encoding',
@@ -629,8 +642,7 @@ REFUSED = {
         {"a": np.zeros(1, dtype="i4,f4")[0]},
         "state[\"a\"]: numpy.void of dtype [('f0', '<i4'), ('f1', '<f4')]",
     ),
-    "matrix": ({"a": np.ma.array([1])}, 'state["a"]: numpy.ma.MaskedArray'),
-    "numpy generator": ({"a": np.random.default_rng(0)}, 'state["a"]: numpy.random._generator.Generator'),
+    "matrix": ({"a": np.ma.array([1])}, 'state["a"]: numpy.ma.MaskedArray; pass numpy.asarray(…)'),
     "key": (
         {"a": {np.int64(3): 1}},
         'state["a"]: the key np.int64(3) is numpy.int64; keys are str, int, float, bool, bytes, None or tuples',

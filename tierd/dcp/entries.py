@@ -71,8 +71,7 @@ def check_plain(item: ReadItem, data: memoryview) -> None:
     Without the check DCP's planner would call any function that the entry names.
     """
     try:
-        with torch.serialization.safe_globals([io.BytesIO]):  # safe, because it holds bytes and calls nothing
-            torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        plain_value(data)
     except Exception as error:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f"holds {named[1]}" if named else f"cannot be read: {str(error).splitlines()[0]}"
@@ -80,6 +79,12 @@ def check_plain(item: ReadItem, data: memoryview) -> None:
             f"{item.storage_index.fqn!r} {what}, which torch's weights-only unpickler refuses. If you trust it: "
             "torch.serialization.add_safe_globals([…]), or weights_only=False"
         ) from error
+
+
+def plain_value(data: memoryview) -> Any:
+    """Return the value of an entry. Raises if torch's weights-only unpickler refuses it."""
+    with torch.serialization.safe_globals([io.BytesIO]):  # safe, because it holds bytes and calls nothing
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 class _View(io.RawIOBase):

@@ -19,7 +19,7 @@ from tierd.client.restoring.restorer import Restored
 from tierd.core.errors import StateMismatch, StoreUnavailable
 from tierd.dcp.load_planner import CheckedLoadPlanner
 from tierd.dcp.open_reader import UNFIT, OpenReader
-from tierd.dcp.optimizers import filled, stand_ins
+from tierd.dcp.stand_ins import StandIns
 
 
 def load(
@@ -42,8 +42,9 @@ def load(
     Args:
         state: as for `dcp.load`; it is loaded in place. Its names must be those of the saved state, as DCP forms them.
             So an optimizer's own state is loaded into an optimizer, not into the result of `get_optimizer_state_dict`,
-            and the reverse. An optimizer that has no state yet receives one. A tensor of the checkpoint is converted to
-            the dtype of its target in the state, as DCP does.
+            and the reverse. An optimizer that has no state yet receives one, and its parameters are compared as
+            `Checkpointer.restore` compares them. A module's extra state is loaded as it was saved. Another tensor of
+            the checkpoint is converted to the dtype of its target in the state, as DCP does.
         step, attempt, best, mode, weights_only: as for `StorageReader`.
         planner: as for `dcp.load`.
 
@@ -77,9 +78,10 @@ def _load(
         for candidate in reader.candidates(step, attempt):
             failure: BaseException | None = None
             try:
-                given = stand_ins(state, reader.metadata)
-                dcp_load(given, storage_reader=reader, planner=planner or CheckedLoadPlanner())
-                filled(state, given)
+                given = StandIns(state, reader.metadata, reader.value)
+                reader.check = given.check
+                dcp_load(given.state, storage_reader=reader, planner=planner or CheckedLoadPlanner())
+                given.take()
             except BaseException as raised:
                 failure = raised
             own = _own(failure)

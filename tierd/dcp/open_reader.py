@@ -16,11 +16,11 @@ from __future__ import annotations
 import io
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as Reader
 from torch.futures import Future
@@ -35,7 +35,7 @@ from tierd.core.planning.place import SPOOL
 from tierd.core.save_policy import Goal
 from tierd.core.timeline.candidates import Candidate
 from tierd.dcp import metadata as dcp_metadata
-from tierd.dcp.entries import check_plain, load_tensor, position_of
+from tierd.dcp.entries import check_plain, load_tensor, plain_value, position_of
 from tierd.dcp.native_checkpoint import SavedState
 
 UNFIT = (StateMismatch, StateRefused, ConfigError)  # the checkpoint is sound, but does not fit this load
@@ -54,6 +54,7 @@ class OpenReader(Reader):
         metrics: as given to its writer.
         skipped: newer checkpoints that were skipped, newest first, each with its reason.
         unreached: tiers that did not answer; they may have a newer checkpoint.
+        check: called while a load is planned, before any tensor is loaded; it may raise `StateMismatch`.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class OpenReader(Reader):
         self.metrics: dict[str, float] = {}
         self.skipped: tuple[Skipped, ...] = ()
         self.unreached: tuple[str, ...] = ()
+        self.check: Callable[[], None] = lambda: None
         self._files: Files | None = None
         self._started_from: Ancestor | None = None
         self._metadata: Metadata | None = None
@@ -170,6 +172,25 @@ class OpenReader(Reader):
         """The source of the bytes: `"local"`, or the first tier that supplied bytes missing in the spool."""
         return self._files.tiers[0] if self._files and self._files.tiers else SPOOL
 
+    def value(self, name: str) -> object:
+        """Return a value that is no tensor, by its name in the flat state; None if it cannot be read.
+
+        It is only compared, so an error is not reported here: the load reads the value again.
+        """
+        try:
+            if self._saved is not None:
+                return self._saved.claims.value(name)
+            assert self._files is not None and self._metadata is not None
+            storage, index = self._metadata.storage_data, MetadataIndex(name)
+            if not isinstance(storage, dict) or index not in storage:
+                return None
+            span = self._files.span(*position_of(storage, index, self._files.part(0)))
+            self._files.bring([span])
+            [(_, data)] = self._files.read([span])
+            return plain_value(data)
+        except Exception:
+            return None
+
     # -- called by torch, in this order -----------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -201,8 +222,10 @@ class OpenReader(Reader):
         Raises:
             CorruptChunk, ManifestError: needed data is proven wrong in every place.
             StateRefused: an entry needs more than torch's weights-only unpickler.
-            StateMismatch: in a checkpoint of `Checkpointer.save`, ranks saved different values under one name.
+            StateMismatch: in a checkpoint of `Checkpointer.save`, ranks saved different values under one name; or as
+                `check`.
         """
+        self.check()
         if self._saved is not None:
             self._saved.prepare(plan)
             return plan

@@ -1,41 +1,70 @@
-"""Prepare the optimizers in a state for `tierd.dcp.load`.
+"""Present an optimizer to DCP, which loads it for `tierd.dcp.load`.
 
 DCP loads only into existing tensors, and an optimizer that has not taken a step has none, so its moments would silently
-stay at zero. Therefore it receives tensors of the saved kind before the load.
+stay at zero. Therefore DCP receives tensors of the saved kind. It also receives new ones if the optimizer's parameters
+come in another order than the saved ones, because it would load into another parameter's moments.
 
 DCP also writes the keys of mappings as text, while an optimizer numbers its parameters with ints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
-from itertools import chain
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from tierd.state.kinds.optimizer_states import NameOf, aligned, misfits, owners
 
-class _StandIn:
+_IDENTIFYING = ("params", "param_names", "name")  # members of a group that its parameters are compared by
+
+
+class OptimizerStandIn:
     """Presents an optimizer to DCP with state tensors for everything that the checkpoint has for it.
 
     Args:
-        saved: by parameter number and name, the checkpoint's metadata of a tensor, or None for a plain value.
+        name: of the optimizer in the state.
+        value: returns the checkpoint's value of a name, None if it has none or it cannot be read.
     """
 
-    def __init__(self, optimizer: Optimizer, saved: Mapping[int, Mapping[str, TensorStorageMetadata | None]]) -> None:
-        self.optimizer, self._saved = optimizer, saved
+    def __init__(
+        self, name: str, optimizer: Optimizer, metadata: Metadata | None, value: Callable[[str], object]
+    ) -> None:
+        self.optimizer, self._saved = optimizer, _members(name, metadata)
+        self._groups = _groups(name, metadata, value)
+        self._nested = {
+            (int(path[2]), path[3])
+            for _, path in _paths(metadata)
+            if len(path) > 4 and path[:2] == (name, "state") and str(path[2]).isdecimal()
+        }
+
+    def misfits(self, name_of: NameOf) -> Iterator[str]:
+        """Report why the optimizer cannot load what the checkpoint's metadata describes."""
+        if not self._groups:
+            return
+        state: dict[int, dict[str, Any]] = {
+            number: {key: torch.empty(one.size, device="meta") for key, one in members.items() if one is not None}
+            for number, members in self._saved.items()
+        }
+        for number, key in self._nested:
+            state.setdefault(number, {})[key] = []
+        yield from misfits(self.optimizer, {"state": state, "param_groups": self._groups}, name_of)
 
     def state_dict(self) -> dict[str, Any]:
         own = self.optimizer.state_dict()
-        if own["state"]:
+        if not any("param_names" in group for group in self._groups):
+            # Left out, because DCP refuses what the checkpoint lacks; torch keeps those that the optimizer has.
+            groups = [{key: one for key, one in group.items() if key != "param_names"} for group in own["param_groups"]]
+            own = own | {"param_groups": groups}
+        parameters = owners(self.optimizer, self._groups)
+        if own["state"] and list(parameters) == list(owners(self.optimizer, own["param_groups"])):
             return own
-        parameters = list(chain.from_iterable(group["params"] for group in self.optimizer.param_groups))
         state = {
             number: {name: _room(parameters[number], stored) for name, stored in members.items()}
             for number, members in self._saved.items()
-            if number < len(parameters)
+            if number in parameters
         }
         return own | {"state": state}
 
@@ -43,7 +72,7 @@ class _StandIn:
         members = state["state"]
         for key in [key for key in members if type(key) is str and key.isdecimal()]:
             members.setdefault(int(key), {}).update(members.pop(key))
-        self.optimizer.load_state_dict(state)
+        self.optimizer.load_state_dict(aligned(self.optimizer, state))
 
 
 def _room(parameter: torch.Tensor, stored: TensorStorageMetadata | None) -> torch.Tensor | None:
@@ -57,28 +86,38 @@ def _room(parameter: torch.Tensor, stored: TensorStorageMetadata | None) -> torc
     )  # load_state_dict() moves it to the parameter's device
 
 
-def stand_ins(state: Mapping[str, Any], metadata: Metadata | None) -> dict[str, Any]:
-    """Return the state with a stand-in for each optimizer."""
-    found = dict(state)
-    for name, value in state.items():
-        if isinstance(value, Optimizer):
-            found[name] = _StandIn(value, _members(name, metadata))
+def _members(name: str, metadata: Metadata | None) -> dict[int, dict[str, TensorStorageMetadata | None]]:
+    """Return by parameter number and key the metadata of each state tensor; None in the place of a plain value."""
+    found: dict[int, dict[str, TensorStorageMetadata | None]] = {}
+    for fqn, path in _paths(metadata):
+        if len(path) == 4 and path[:2] == (name, "state") and str(path[2]).isdecimal():
+            assert metadata is not None
+            stored = metadata.state_dict_metadata.get(fqn)
+            members = found.setdefault(int(path[2]), {})
+            members[str(path[3])] = stored if isinstance(stored, TensorStorageMetadata) else None
     return found
 
 
-def filled(state: MutableMapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Copy the values that DCP loaded into `given` back into `state`, from which `given` was made."""
-    for name, value in given.items():
-        if not isinstance(value, _StandIn) and state[name] is not value:
-            state[name] = value
+def _groups(name: str, metadata: Metadata | None, value: Callable[[str], object]) -> list[dict[str, Any]]:
+    """Return what identifies the parameters in the saved `param_groups`; empty if it cannot be read."""
+    found: dict[int, dict[str, Any]] = {}
+    for fqn, path in _paths(metadata):
+        if path[:2] != (name, "param_groups"):
+            continue
+        if len(path) == 2:  # as torch up to 2.3 wrote it: all groups in one value
+            groups = value(fqn)
+            return groups if isinstance(groups, list) and all(isinstance(one, dict) for one in groups) else []
+        if len(path) == 4 and type(path[2]) is int and path[3] in _IDENTIFYING:
+            found.setdefault(path[2], {})[path[3]] = value(fqn)
+    is_read = list(found) == list(range(len(found))) and all(
+        isinstance(one.get("params"), list) for one in found.values()
+    )
+    return list(found.values()) if is_read else []
 
 
-def _members(name: str, metadata: Metadata | None) -> dict[int, dict[str, TensorStorageMetadata | None]]:
-    found: dict[int, dict[str, TensorStorageMetadata | None]] = {}
+def _paths(metadata: Metadata | None) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield each name in the flat state with its path in the nested one."""
     paths = metadata.planner_data if metadata is not None else None
     for fqn, path in paths.items() if isinstance(paths, dict) else ():
-        if not isinstance(path, tuple) or len(path) != 4 or path[:2] != (name, "state") or not str(path[2]).isdecimal():
-            continue
-        stored = metadata.state_dict_metadata.get(fqn) if metadata is not None else None
-        found.setdefault(int(path[2]), {})[str(path[3])] = stored if isinstance(stored, TensorStorageMetadata) else None
-    return found
+        if isinstance(path, tuple):
+            yield fqn, path

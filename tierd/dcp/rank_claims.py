@@ -15,7 +15,7 @@ from tierd.core.shard_placement import REPLICATE
 from tierd.dcp.native_leaves import NativeLeaf, SavedArray, SavedTensor
 from tierd.state.aliasing import alike
 from tierd.state.containers import instances
-from tierd.state.kinds.generators import SavedGenerator
+from tierd.state.kinds.generators import SavedRng
 
 # A rank and the value that it saved under a name: a `NativeLeaf`, or a value without tensors.
 RankClaim = tuple[int, Any]
@@ -50,6 +50,10 @@ class RankClaims:
         claims = self._claims[name]
         return next((claim for claim in claims if self._is_as_before and claim[0] == self._rank), claims[0])
 
+    def value(self, name: str) -> Any:
+        """Return what `own` does, without the rank; None if no rank saved this name."""
+        return self.own(name)[1] if name in self._claims else None
+
     @property
     def _is_as_before(self) -> bool:
         return self._world == self._files.world
@@ -83,8 +87,8 @@ class RankClaims:
                 return "a DTensor on some of the ranks that saved it, and none on others"
             return _misplaced([leaf for _, leaf in claims]) or self._collision(claims)
         _, own = self.own(name)
-        if any(True for _ in instances(own, SavedGenerator)):
-            return "a torch.Generator, which DCP does not load; leave it out of the state that is loaded"
+        if generator := next((saved for _, saved in instances(own, SavedRng)), None):
+            return f"{generator.label}, which DCP does not load; leave it out of the state that is loaded"
         if any(tensor.sharded for _, tensor in instances(own, SavedTensor)):
             return "a DTensor in a tuple or deque, which DCP does not enter; save it in a dict or a list"
         if self._is_as_before:

@@ -9,7 +9,7 @@ import torch
 
 from tierd.state.containers import SEQUENCES
 from tierd.state.json_tree import SCALARS
-from tierd.state.kinds import numpy_arrays
+from tierd.state.kinds import numpy_arrays, random_states
 
 IMMUTABLE = frozenset(SCALARS) - {bytearray}
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -57,7 +57,7 @@ def kind_of(value: object) -> Kind:
         return known
     if isinstance(value, torch.Tensor):
         return Kind.TENSOR
-    if isinstance(value, torch.Generator):
+    if isinstance(value, torch.Generator) or random_states.kind_of(value) is not None:
         return Kind.GENERATOR
     if numpy_arrays.is_array(value):
         return Kind.ARRAY

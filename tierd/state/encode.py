@@ -21,7 +21,7 @@ from tierd.core.errors import StateRefused
 from tierd.state.classify import IMMUTABLE, PLAIN, is_stateful
 from tierd.state.containers import Path
 from tierd.state.json_tree import FACTORIES, MAX_DEPTH
-from tierd.state.kinds import loader_fingerprint, numpy_arrays
+from tierd.state.kinds import loader_fingerprint, numpy_arrays, plain_objects, random_states, ways_out
 from tierd.state.kinds.dtensors import is_dtensor, placement_of
 from tierd.state.kinds.packed_tensors import Named, Packed, pack, pack_run, run_form
 from tierd.state.nodes import Form, Node, name_of, pieces
@@ -136,7 +136,7 @@ class Encoder:
             detail = value.dtype.str, value.shape
             self._text.append(dumps({"$array": [self._names[index], *detail]}))
             return Node(Form.ARRAY, type(value), index, detail)
-        if numpy_arrays.is_scalar(value):
+        if numpy_arrays.is_scalar(value) or random_states.kind_of(value) is not None:
             return self.made(value, path)
         if is_stateful(value):
             try:
@@ -145,10 +145,7 @@ class Encoder:
                 refuse(path, f"state_dict() raised {type(error).__name__}: {error}", error)
             self._alive.append(own)
             return Node(Form.STATEFUL, type(value), children=(self.node(own, path),))
-        for kind in (dict, list, tuple, set, str, int, float, bytes, torch.Generator):
-            if isinstance(value, kind):
-                refuse(path, f"{type_name(value)}, a subclass of {kind.__name__}; pass a plain {kind.__name__}")
-        return refuse(path, type_name(value))
+        return refuse(path, f"{type_name(value)}{ways_out.of(value)}")
 
     def tensor(self, tensor: torch.Tensor, path: Path) -> Node:
         if not is_storable(tensor):
@@ -329,6 +326,7 @@ _NODES: dict[type, Callable[[Encoder, Any, Path], Node]] = {
     slice: Encoder.made,
     set: Encoder.made,
     frozenset: Encoder.made,
+    **dict.fromkeys(plain_objects.ENCODERS, Encoder.made),
     OrderedDict: Encoder.ordered,
     Counter: Encoder.counter,
     defaultdict: Encoder.default,

@@ -23,7 +23,8 @@ from tierd.state.kinds import loader_fingerprint, numpy_arrays, optimizer_states
 from tierd.state.kinds.device_meshes import meshless, shards_in
 from tierd.state.kinds.dtensors import RESHARD, SavedDTensor, is_dtensor, local_of
 from tierd.state.kinds.dtensors import misfit as shard_misfit
-from tierd.state.kinds.generators import SavedGenerator, misfit, unusable
+from tierd.state.kinds.generators import SavedRng, misfit
+from tierd.state.kinds.modules import is_extra_state
 from tierd.state.kinds.packed_tensors import is_plain
 from tierd.state.kinds.rng import RngState
 from tierd.state.kinds.shard_datasets import mismatch_error
@@ -180,10 +181,10 @@ def _homeless(target: object, saved: Any, path: Path) -> Iterator[str]:
     """Report saved generators whose target is not a generator: a new generator would belong to no object of the job."""
     if type(saved) in IMMUTABLE:
         return
-    for place, found in instances(saved, SavedGenerator, path):
+    for place, found in instances(saved, SavedRng, path):
         if target is not None:
-            yield f"{show(place)}: a torch.Generator in the checkpoint, none here {_WAY_OUT}"
-        elif reason := unusable(found, found.device):
+            yield f"{show(place)}: {found.label} in the checkpoint, none here {_WAY_OUT}"
+        elif reason := found.unusable():
             yield f"{show(place)}: {reason}"
 
 
@@ -197,7 +198,7 @@ def _tensor_misfits(target: torch.Tensor, saved: Any) -> Iterator[str]:
     elif isinstance(saved, SavedDTensor):
         yield f"{saved} in the checkpoint, {_form(target)}, no DTensor, here"
     elif not isinstance(saved, torch.Tensor):
-        there = "a torch.Generator" if isinstance(saved, SavedGenerator) else type_name(saved)
+        there = saved.label if isinstance(saved, SavedRng) else type_name(saved)
         yield f"{there} in the checkpoint, a tensor here"
     elif saved.shape != target.shape or saved.dtype != target.dtype:
         yield f"{_form(saved)} in the checkpoint, {_form(target)} here"
@@ -209,7 +210,7 @@ def _array_misfits(target: Any, saved: Any) -> Iterator[str]:
         yield f"{there} in the checkpoint, {here} here"
 
 
-def _generator_misfits(target: torch.Generator, saved: Any) -> Iterator[str]:
+def _generator_misfits(target: Any, saved: Any) -> Iterator[str]:
     if reason := misfit(target, saved):
         yield reason
 
@@ -246,7 +247,9 @@ def _module_misfits(module: nn.Module, saved: Any, path: Path, shared: Aliased) 
         yield f"{few(map(show_part, missing))} not in the checkpoint"
     if extra:
         yield f"{few(map(show_part, extra))} in the checkpoint, but not in the module"
-    both = [(k, v, saved[k]) for k, v in own.items() if k in saved and (type(v) in PLAIN or is_dtensor(v))]
+    # `set_extra_state` decides about a plain tensor, as in torch's own `load_state_dict`.
+    checked = [k for k, v in own.items() if is_dtensor(v) or (type(v) in PLAIN and not is_extra_state(k))]
+    both = [(k, own[k], saved[k]) for k in checked if k in saved]
     wrong: list[str] = []
     for k, v, other in both:
         reasons = [f"{show_part(k)} ({reason})" for reason in _tensor_misfits(v, other)]

@@ -23,6 +23,8 @@ strings without a leading "$". Everything else is an object with one key, a tag:
     $array [name, dtype, shape]                 a NumPy array
     $values [name, kind, size]                  a list of plain values, or bytes (`tierd.state.kinds.packed_tensors`)
     $map [keys, values]                         a dict, as two lists
+    $bytesio $datetime $time $date $timedelta $path $uuid $decimal   `tierd.state.kinds.plain_objects`
+    $random [kind, state]                       a generator of NumPy or of random (`tierd.state.kinds.random_states`)
     $generator [name, device]                   a torch.Generator; the tensor is the result of get_state()
     $dtensor [tensor, placement]                a DTensor's local shard, a $tensor or $view, and its place in the
                                                 whole tensor (`tierd.core.shard_placement`)

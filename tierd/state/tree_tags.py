@@ -16,7 +16,7 @@ import torch
 
 from tierd.state import tree_budget
 from tierd.state.json_tree import FACTORIES, KEYS
-from tierd.state.kinds import numpy_arrays
+from tierd.state.kinds import numpy_arrays, plain_objects, random_states
 
 T = TypeVar("T")
 
@@ -152,4 +152,6 @@ TAGS: dict[str, Callable[[Any], object]] = {
     "$npscalar": lambda parts: numpy_arrays.scalar_of(*parts_of(parts, str, str)),
     "$npstr": lambda text: _npscalar("str_")(checked(text, str)),
     "$npbytes": lambda text: _npscalar("bytes_")(_decoded(text)),
+    "$random": random_states.made,
+    **plain_objects.TAGS,
 }

@@ -21,7 +21,7 @@ from tierd.state import cuda, tree_budget
 from tierd.state.classify import IMMUTABLE, PLAIN
 from tierd.state.containers import Path
 from tierd.state.json_tree import EXACT, KEYS, MAX_DEPTH, MAX_TREE, SCALARS
-from tierd.state.kinds import numpy_arrays, packed_tensors
+from tierd.state.kinds import numpy_arrays, packed_tensors, plain_objects, random_states
 from tierd.state.kinds.packed_tensors import Named
 from tierd.state.paths import fullest, heaviest, places
 from tierd.state.stored_dtypes import SHELLS, STORED_AS
@@ -208,7 +208,14 @@ def made(value: Any, path: Path) -> JsonText:
         return JsonText(dumps({f"${type(value).__name__}": members}))
     if type(value) is slice:
         return JsonText(dumps({"$slice": _slice(value, path)}))
-    return JsonText(dumps(SCALARS[bytearray](value) if type(value) is bytearray else _numpy_scalar(value, path)))
+    if type(value) is bytearray:
+        return JsonText(dumps(SCALARS[bytearray](value)))
+    if numpy_arrays.is_scalar(value):
+        return JsonText(dumps(_numpy_scalar(value, path)))
+    try:
+        return JsonText(dumps(plain_objects.ENCODERS.get(type(value), random_states.tree_of)(value)))
+    except ValueError as error:
+        refuse(path, f"{type_name(value)} {error}", error)
 
 
 def _slice(value: slice, path: Path) -> object:

@@ -99,8 +99,8 @@ MUTANTS = (
     Mutant(
         "an optimizer without a state is loaded without one",
         "tierd/dcp/optimizers.py",
-        '        if own["state"]:',
-        "        if True:",
+        '        if own["state"] and list(parameters)',
+        "        if True or list(parameters)",
         f"{_TEST_DTENSORS} -k others_load",
     ),
     Mutant(

@@ -20,6 +20,11 @@ from tierd.state.values import fill
 _EXTRA_STATE = "_extra_state"
 
 
+def is_extra_state(key: str) -> bool:
+    """Return whether a key of a module's state holds the result of `get_extra_state`."""
+    return key.rpartition(".")[2] == _EXTRA_STATE
+
+
 def _given(module: nn.Module, saved: dict[str, Any], memo: dict[int, object]) -> dict[str, Any]:
     """Return the state to pass to a module.
 
@@ -34,7 +39,7 @@ def _given(module: nn.Module, saved: dict[str, Any], memo: dict[int, object]) ->
     )
     given = copy.copy(saved)  # a copy of an OrderedDict keeps its _metadata
     for key, value in saved.items():
-        if not isinstance(value, torch.Tensor | SavedDTensor) or key.startswith(keepers) or key.endswith(_EXTRA_STATE):
+        if not isinstance(value, torch.Tensor | SavedDTensor) or key.startswith(keepers) or is_extra_state(key):
             given[key] = copy.deepcopy(value, memo)
         else:
             given[key] = memo.get(id(value), value)  # may be on the module's device already
@@ -49,7 +54,10 @@ def load_module(module: nn.Module, saved: dict[str, Any], memo: dict[int, object
     for key in shards:
         given[key] = meshes.first(own[key]).made(given[key])
     given = meshes.put(given)  # shards nested more deeply, for example in an extra state
-    shells = [key for key, value in given.items() if isinstance(value, torch.Tensor) and value.dtype in SHELLS]
+    tensors = {
+        key: value for key, value in given.items() if isinstance(value, torch.Tensor) and not is_extra_state(key)
+    }
+    shells = [key for key, value in tensors.items() if value.dtype in SHELLS]
     if not shells or type(module).load_state_dict is not nn.Module.load_state_dict:
         module.load_state_dict(given)
         return

@@ -28,6 +28,12 @@ def is_array(value: object) -> TypeGuard[np.ndarray[Any, Any]]:
     return numpy is not None and type(value) is numpy.ndarray
 
 
+def is_kind_of_array(value: object) -> bool:
+    """Return whether `value` is an instance of a subclass of `numpy.ndarray`."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray) and type(value) is not numpy.ndarray
+
+
 def is_scalar(value: object) -> TypeGuard[np.generic]:
     """Return whether `value` is a NumPy scalar; `numpy.float64` is one although it is a `float` too."""
     numpy = sys.modules.get("numpy")

@@ -68,6 +68,27 @@ def aligned(optimizer: Optimizer, saved: Any) -> Any:
     return found
 
 
+def owners(optimizer: Optimizer, groups: object) -> dict[Any, torch.Tensor]:
+    """Return the optimizer's parameters by the numbers that they have in a saved state.
+
+    Args:
+        groups: the saved `param_groups`. Without them, or if they do not fit, parameters have the numbers of
+            `state_dict()`.
+    """
+    own = optimizer.state_dict()["param_groups"]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    try:
+        order = _order(optimizer, {"param_groups": groups})
+        numbers = [number for group in groups for number in group["params"]]  # type: ignore[attr-defined]
+    except (TypeError, KeyError, AttributeError):
+        order, numbers = None, []
+    if order is not None:
+        numbers = [numbers[there] for there in order]
+    if len(numbers) != len(parameters):
+        numbers = [number for group in own for number in group["params"]]
+    return dict(zip(numbers, parameters, strict=True))
+
+
 def misfits(optimizer: Optimizer, saved: Any, name_of: NameOf) -> Iterator[str]:
     """Report why a saved state cannot be assigned to the optimizer's parameters.
 
