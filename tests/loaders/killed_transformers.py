@@ -38,10 +38,10 @@ class Watch(TrainerCallback):
         self.moment.record("resumed", state.global_step)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.moment.reached("epoch", state.global_step)
+        self.moment.reached("epoch", state.global_step, (state.global_step - 1) // self.every * self.every)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.moment.reached("evaluation", state.global_step)
+        self.moment.reached("evaluation", state.global_step, (state.global_step - 1) // self.every * self.every)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         history = [

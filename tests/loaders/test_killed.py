@@ -4,6 +4,7 @@ evaluation, and with schedulers and callbacks that have state.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,4 +27,20 @@ def test_trainer_resumes_exactly_with_plateau_and_early_stopping(
     whole, _ = records(f"loaders.killed_transformers:{loop}", tmp_path / "whole")
     killed, resumed = records(f"loaders.killed_transformers:{loop}", tmp_path / "killed", *moments)
     assert whole["end"][1] > 0 and len({values[2] for name, values in whole.items() if name.startswith("step")}) > 1
+    assert killed == whole and resumed == [0, *moments.values()]
+
+
+@pytest.mark.parametrize(
+    ("loop", "moments"),
+    [
+        ("by_batches", {"step 7": 5, "evaluation 12": 10, "epoch 12": 12, "step 26": 25, "evaluation 48": 45}),
+        ("by_epochs", {"step 14": 12, "evaluation 24": 12, "epoch 24": 24, "epoch 48": 48}),
+    ],
+)
+def test_keras_resumes_exactly_with_plateau_early_stopping_and_a_schedule(
+    loop: str, moments: dict[str, int], tmp_path: Path
+) -> None:
+    assert find_spec("keras"), "the program imports it, with its backend"
+    whole, _ = records(f"loaders.killed_keras:{loop}", tmp_path / "whole")
+    killed, resumed = records(f"loaders.killed_keras:{loop}", tmp_path / "killed", *moments)
     assert killed == whole and resumed == [0, *moments.values()]

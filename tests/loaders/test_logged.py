@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import tierd
+from tierd.spool.spool import Spool
 
 pytestmark = [pytest.mark.loaders, pytest.mark.timeout(600)]
 
@@ -133,3 +134,78 @@ def test_trainer_that_resumes_without_states_of_callbacks_is_warned(
     assert "without the saved states" not in caplog.text
     trained(tmp_path, 6, max_steps=12, **options)
     assert "without the saved states of EarlyStoppingCallback" in caplog.text
+
+
+# -- Keras ------------------------------------------------------------------------------------------------------------
+
+
+def fit(spool: Path, epochs: int, when: tierd.When | None, *callbacks: Any, **options: Any) -> None:
+    """Train a model with epochs of four batches."""
+    import keras
+    import torch
+
+    from tierd.adapters.keras import TierdCallback
+
+    keras.utils.set_random_seed(7)
+    x = torch.linspace(-1, 1, 8)[:, None].numpy()
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss="mse")
+    with tierd.Checkpointer(spool, "run", to=[], when=when) as ckpt:
+        saving = TierdCallback(ckpt, None if when else 2)
+        model.fit(x, x, 2, epochs, verbose=0, validation_data=(x, x), callbacks=[saving, *callbacks], **options)
+
+
+@pytest.fixture
+def on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    pytest.importorskip("keras")
+
+
+@pytest.mark.usefixtures("on_torch")
+def test_last_batch_of_an_epoch_has_the_metrics_of_its_validation(tmp_path: Path) -> None:
+    fit(tmp_path, 2, None)
+    assert "val_loss" in metrics(tmp_path, 4) and "val_loss" not in metrics(tmp_path, 6)
+
+
+@pytest.mark.usefixtures("on_torch")
+def test_epochs_of_keras_without_the_deciding_metric_end_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import keras
+
+    class Logs(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logs |= {"text": "good", "by_class": {"a": 1.0}}
+
+    fit(tmp_path, 4, tierd.When(best="val_loss", best_only=True), Logs(), validation_freq=2)
+    assert "val_loss" in metrics(tmp_path, 8)
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("no metric 'val_loss' was logged" in message for message in messages) == 1
+    assert sum("left out of the checkpoints" in message and "'text'" in message for message in messages) == 1
+
+
+@pytest.mark.usefixtures("on_torch")
+def test_callback_whose_state_is_not_saved_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import keras
+
+    class Counts(keras.callbacks.Callback):  # type: ignore[misc]
+        epochs = patience = 0
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.epochs += 1
+
+    fit(tmp_path, 3, None, Counts(), keras.callbacks.EarlyStopping(), keras.callbacks.TerminateOnNaN())
+    messages = [record.getMessage() for record in caplog.records if "begins anew" in record.getMessage()]
+    assert len(messages) == 1 and "Counts" in messages[0] and "epochs" in messages[0]
+
+
+@pytest.mark.usefixtures("on_torch")
+def test_run_that_early_stopping_ended_trains_on_only_with_more_patience(tmp_path: Path) -> None:
+    import keras
+
+    def stopping(patience: int) -> Any:
+        return keras.callbacks.EarlyStopping("val_loss", min_delta=100, patience=patience)
+
+    for patience, last in ((2, 12), (2, 12), (4, 20)):
+        fit(tmp_path, 9, None, stopping(patience))
+        assert max(part.checkpoint.step for part in Spool(tmp_path).parts("run")) == last

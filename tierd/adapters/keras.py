@@ -3,10 +3,13 @@
     saving = tierd.adapters.keras.TierdCallback(ckpt, every_batches=100, data=loader)
     model.fit(loader, epochs=10, callbacks=[saving])
 
-The callback saves weights, optimizer, metrics, seed generators and the process's generators. It saves at the end of
-every epoch and of every `every_batches`-th batch, with `fit`'s logs as metrics; or when the checkpointer's `when` says
-so: `When(best="val_loss", best_only=True)` saves the best alone. A later call of `fit` in another process resumes from
-there, without `initial_epoch`. `load_best` loads the best weights.
+The callback saves weights, optimizer, metrics, seed generators, the process's generators and the states of the other
+callbacks (`keras_callbacks`). It saves at the end of every epoch and of every `every_batches`-th batch, with `fit`'s
+logs as metrics; or when the checkpointer's `when` says so: `When(best="val_loss", best_only=True)` saves the best
+alone. What is due at an epoch's last batch is saved when the epoch has ended, with the metrics of its validation.
+
+A later call of `fit` in another process resumes from there, without `initial_epoch`. `load_best` loads the best
+weights.
 
 A resume at an epoch's end is always exact. Inside an epoch `fit` cannot skip batches, so:
 
@@ -22,7 +25,9 @@ import logging
 from typing import TYPE_CHECKING, Any, Literal
 
 from tierd.adapters import framework
+from tierd.adapters.keras_callbacks import CallbackStates, list_of
 from tierd.adapters.last_save import LastSave
+from tierd.adapters.step_metrics import StepMetrics
 from tierd.core.errors import ConfigError, StateMismatch
 from tierd.state.kinds.rng import RngState
 
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
     from tierd.client.restoring.restorer import Restored
 
 log = logging.getLogger("tierd")
+_CALLBACKS = "callbacks"
 _BACKEND = ", and set the environment variable KERAS_BACKEND=torch before Keras is imported"
 _keras = framework("keras", "keras", _BACKEND)
 _seeds = framework("keras.src.random.seed_generator", "keras", _BACKEND)
@@ -38,6 +44,9 @@ _seeds = framework("keras.src.random.seed_generator", "keras", _BACKEND)
 
 class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-defined]
     """Restore when training begins, and save while it runs; a step is a batch.
+
+    It moves itself behind the other callbacks of `fit`, because they change their states and the learning rate when an
+    epoch ends, and reset their states when training begins.
 
     If the `Checkpointer` has a `when`, save where `due` says so; else at the end of each epoch. After a notice of
     preemption, training stops.
@@ -64,7 +73,10 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         self._data = data
         self._epoch = self._done = 0
         self._last = LastSave(0)
-        self._metrics: Any = None
+        self._is_due = False  # whether a save waits for the end of the epoch
+        self._numbers = StepMetrics(checkpointer)
+        self._callbacks = CallbackStates([])
+        self._within: dict[str, Any] | None = None  # restored within an epoch, to be loaded when the epoch has begun
         self._best: Restored | None = None  # what `load_best` has loaded since the last `fit` began
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -73,16 +85,30 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         Raises:
             As `Checkpointer.restore`; StateMismatch: the checkpoint's model has other variables.
         """
+        callbacks = list_of(self, _keras.callbacks.CallbackList)
+        if callbacks is not None and callbacks.callbacks[-1] is not self:
+            # In place, because the list is being iterated: it ends with this callback's turn.
+            callbacks.callbacks[callbacks.callbacks.index(self)] = _keras.callbacks.Callback()
+            callbacks.callbacks.append(self)
+            return
+        self._callbacks = CallbackStates(callbacks.callbacks[:-1] if callbacks is not None else [])
         state = self._state(epoch=0, within=False)
         state["metrics"] = None  # restored as raw values, because Keras resets metrics when the epoch begins
         found = self._checkpointer.restore(state)
         best, self._best = self._best, None
+        self._is_due, self._within = False, None
         if found is None:
             return
         self._warn_of_loss(found, best)
         self._epoch, self._done, self._last = state["epoch"], state["done"], LastSave(found.step)
-        self._metrics = state["metrics"] if state["within"] else None
+        self._callbacks.load_state_dict(state["metrics"].get(_CALLBACKS, {}))
+        if state["within"]:
+            rate = float(self.model.optimizer.learning_rate) if self._has_rate() else None
+            self._within = {"metrics": state["metrics"], "rate": rate}
         self.model._initial_epoch = self._epoch  # the same as keras.callbacks.BackupAndRestore does
+        if not state["within"] and (stopped := self._callbacks.stopped()) is not None:
+            self.model._initial_epoch = self.params["epochs"]
+            log.warning("%s had stopped this run at epoch %d; raise its patience to train on", stopped, self._epoch)
 
     def _warn_of_loss(self, found: Restored, best: Restored | None) -> None:
         if best is not None:
@@ -105,21 +131,48 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         sampler: Any = getattr(self._data, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        if self._metrics is not None:
-            saved, self._metrics = self._metrics, None
-            _Variables(lambda: self.model.metrics_variables).load_state_dict(saved)
+        within, self._within = self._within, None
+        if within is None:
+            return
+        # Others have begun an epoch that had begun before: a LearningRateScheduler has stepped once more.
+        saved = dict(within["metrics"])
+        self._callbacks.load_state_dict(saved.pop(_CALLBACKS, {}))
+        _Variables(lambda: self.model.metrics_variables).load_state_dict(saved)
+        if self._has_rate():
+            self.model.optimizer.learning_rate = within["rate"]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._done += 1
         due = self._checkpointer.when is not None and self._checkpointer.due(self._done)
         if due or (self._every is not None and self._done % self._every == 0):
-            self._save(self._epoch, within=True, logs=logs)
+            self._is_due = self._checkpointer.notice is None and self._is_last(batch)
+            if not self._is_due:
+                self._save(self._epoch, within=True, logs=logs)
         if self._checkpointer.notice is not None:
             self.model.stop_training = True
 
+    def _has_rate(self) -> bool:
+        """Return whether the learning rate is a number that callbacks may set, and no schedule."""
+        optimizer = self.model.optimizer
+        schedule = _keras.optimizers.schedules.LearningRateSchedule
+        return optimizer is not None and not isinstance(getattr(optimizer, "_learning_rate", None), schedule)
+
+    def _is_last(self, batch: int) -> bool:
+        """Return whether a batch is known to be the last of its epoch."""
+        steps = (self.params or {}).get("steps")
+        if not steps:
+            return False
+        return bool(self._done % steps == 0 if self._data is not None else batch + 1 == steps)
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        due = self._checkpointer.when is None or self._checkpointer.due(self._done, epoch, _numbers(logs))
-        if due or self._every is not None:
+        is_due, self._is_due = self._is_due or self._every is not None, False
+        when = self._checkpointer.when
+        if when is None:
+            is_due = True
+        else:
+            numbers = self._numbers.decisive(self._numbers.usable(logs or {}))
+            is_due = self._checkpointer.due(self._done, epoch, numbers) or is_due
+        if is_due:
             self._save(epoch + 1, within=False, logs=logs)
 
     def load_best(self, metric: str, mode: Literal["min", "max"] = "min") -> Restored | None:
@@ -139,7 +192,9 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
 
     def _save(self, epoch: int, within: bool, logs: Any) -> None:
         if self._last.is_due(self._done):
-            self._last.save(self._checkpointer, self._done, self._state(epoch, within), _numbers(logs))
+            self._last.save(
+                self._checkpointer, self._done, self._state(epoch, within), self._numbers.usable(logs or {})
+            )
 
     def _state(self, epoch: int, within: bool) -> dict[str, Any]:
         model = self.model
@@ -147,7 +202,7 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         return {
             "model": _Variables(lambda: model.variables),
             "optimizer": _Variables(lambda: model.optimizer.variables),
-            "metrics": _Variables(lambda: model.metrics_variables),
+            "metrics": _Metrics(_Variables(lambda: model.metrics_variables), self._callbacks),
             "seeds": _Variables(lambda: [seeds.state]),
             "rng": RngState(),
             "data": self._data,
@@ -157,8 +212,18 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         }
 
 
-def _numbers(logs: Any) -> dict[str, float]:
-    return {name: float(value) for name, value in (logs or {}).items()}
+class _Metrics:
+    """The variables of metrics, and the states of callbacks beside them, so that older versions read this entry."""
+
+    def __init__(self, variables: _Variables, callbacks: CallbackStates) -> None:
+        self._variables, self._callbacks = variables, callbacks
+
+    def state_dict(self) -> dict[str, Any]:
+        states = self._callbacks.state_dict()
+        return self._variables.state_dict() | ({_CALLBACKS: states} if states else {})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError("the callback restores raw values")
 
 
 class _Variables:

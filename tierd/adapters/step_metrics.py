@@ -11,6 +11,7 @@ from typing import Any
 
 from tierd.client.checkpointer import Checkpointer
 from tierd.core.manifest import MAX_METRICS, is_metric_name
+from tierd.core.save_policy import listed
 
 log = logging.getLogger("tierd")
 _NAMED = 5  # names that the warning shows
@@ -38,6 +39,16 @@ class StepMetrics:
         usable = {name: numbers[name] for name in list(names)[:MAX_METRICS]}
         self.warn([name for name in logged if name not in usable], _NO_METRIC)
         return usable
+
+    def decisive(self, numbers: Mapping[str, float]) -> Mapping[str, float] | None:
+        """Return `numbers` for `due`; None if they lack the metric that decides, of which a warning tells once."""
+        when = self._checkpointer.when
+        if when is None or when.best is None or when.best in numbers:
+            return numbers
+        if when.best not in self._warned:
+            self._warned.add(when.best)
+            log.warning("no metric %r was logged at this step, so it does not decide; %s", when.best, listed(numbers))
+        return None
 
     def warn(self, left_out: list[Any], why: str) -> None:
         """Warn of names that were logged and are left out, once for each reason."""

@@ -158,7 +158,10 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
         if control.should_save or (self._every is not None and step % self._every == 0):
             self._wanted = step
         control.should_save = self._has_asked = False
+        evaluates = control.should_evaluate
         log_evaluate()
+        if evaluates and not self._has_asked:
+            self._metrics.decisive(_logged(state))
         if when is not None and not self._has_asked and self._checkpointer.due(step, self._epoch):
             self._wanted = step
         ends = control.should_training_stop or control.should_epoch_stop or float(state.epoch).is_integer()

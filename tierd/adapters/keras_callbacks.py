@@ -1,0 +1,122 @@
+"""The states of the other callbacks of a Keras `fit`, which Keras itself does not save.
+
+Saved are the attributes in which Keras's own callbacks keep what they have counted, and the `state_dict()` of a
+callback that has it and `load_state_dict`. Another callback has a state if its attributes differ from those at the
+beginning of `fit`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import FrameType
+from typing import Any
+
+log = logging.getLogger("tierd")
+
+_STATES = {
+    "BackupAndRestore": ("_batches_seen_since_last_saving", "_last_batch_seen", "_current_epoch"),
+    "EarlyStopping": ("best", "wait", "stopped_epoch", "best_epoch", "best_weights"),
+    "ModelCheckpoint": ("best", "_batches_seen_since_last_saving", "_last_batch_seen", "_current_epoch"),
+    "ReduceLROnPlateau": ("best", "wait", "cooldown_counter"),
+    "SwapEMAWeights": ("_ema_weights_in_model",),
+}
+
+
+def list_of(callback: Any, kind: type[Any]) -> Any:
+    """Return the `CallbackList` (`kind`) that is calling a callback; None if something else calls it.
+
+    Keras gives a callback no way to its list.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller: Any = frame.f_locals.get("self")
+        if isinstance(caller, kind) and any(each is callback for each in caller.callbacks):
+            return caller
+        frame = frame.f_back
+    return None
+
+
+class CallbackStates:
+    """The states of some callbacks, by the name of their class and their number among those of it.
+
+    Args:
+        callbacks: of a `fit` that has called their `on_train_begin`.
+    """
+
+    def __init__(self, callbacks: list[Any]) -> None:
+        self._named: dict[str, Any] = {}
+        for callback in callbacks:
+            name = type(callback).__name__
+            number = sum(type(each).__name__ == name for each in self._named.values())
+            self._named[f"{name}/{number}"] = callback
+        self._begun = {name: _scalars(callback) for name, callback in self._named.items()}
+        self._warned: set[str] = set()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states. Warn, once for each, of a callback that has a state and no way to save it."""
+        states = {}
+        for name, callback in self._named.items():
+            attributes = _attributes(callback)
+            if _has_methods(callback):
+                states[name] = callback.state_dict()
+            elif attributes:
+                states[name] = {attribute: getattr(callback, attribute, None) for attribute in attributes}
+            else:
+                self._warn(name, callback)
+        return states
+
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        """Load the state of each callback that has one. A callback that is new in this `fit` begins anew."""
+        for name, callback in self._named.items():
+            if name not in states:
+                continue
+            if _has_methods(callback):
+                callback.load_state_dict(states[name])
+            else:
+                for attribute in _attributes(callback):
+                    if attribute in states[name]:
+                        setattr(callback, attribute, states[name][attribute])
+
+    def stopped(self) -> str | None:
+        """Return the name of an `EarlyStopping` that has lost its patience; None if there is none."""
+        for name, callback in self._named.items():
+            if "EarlyStopping" in _names(callback) and callback.stopped_epoch and callback.wait >= callback.patience:
+                return name.partition("/")[0]
+        return None
+
+    def _warn(self, name: str, callback: Any) -> None:
+        if name in self._warned or type(callback).__module__.partition(".")[0] == "keras":
+            return
+        begun, now = self._begun[name], _scalars(callback)
+        changed = [attribute for attribute in now if attribute not in begun or begun[attribute] != now[attribute]]
+        if changed:
+            self._warned.add(name)
+            log.warning(
+                "the callback %s begins anew at a resume, because it has no state_dict and load_state_dict: it changes "
+                "%s while it trains",
+                type(callback).__name__,
+                ", ".join(changed),
+            )
+
+
+def _names(callback: Any) -> set[str]:
+    """Return the names of Keras's classes that a callback is an instance of."""
+    return {kind.__name__ for kind in type(callback).__mro__ if kind.__module__.partition(".")[0] == "keras"}
+
+
+def _attributes(callback: Any) -> tuple[str, ...]:
+    return next((_STATES[name] for name in sorted(_names(callback)) if name in _STATES), ())
+
+
+def _has_methods(callback: Any) -> bool:
+    return callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None))
+
+
+def _scalars(callback: Any) -> dict[str, Any]:
+    """Return the attributes that are numbers or texts."""
+    return {
+        name: value
+        for name, value in vars(callback).items()
+        if value is None or isinstance(value, (bool, int, float, str))
+    }
