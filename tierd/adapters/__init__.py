@@ -1,4 +1,5 @@
-"""Adapters that run tierd inside other training loops: `accelerate`, `lightning`, `transformers`, `keras`, `dali`.
+"""Adapters that run tierd inside other training loops: `accelerate`, `lightning`, `transformers`, `keras`, `dali`. `trainable`
+needs torch alone.
 
 Invariant: none of these frameworks is a dependency of tierd. Each module imports its framework when it is itself
 imported, and no other module of tierd imports these modules.
