@@ -138,11 +138,12 @@ def test_parameter_that_was_trained_for_a_while_is_in_every_later_save(tmp_path)
     assert is_equal(second, third)
 
 
-def test_parameter_that_was_written_in_place_is_saved(tmp_path, caplog):
+@pytest.mark.parametrize("through_data", [False, True], ids=["in place", "through .data, as a moving average"])
+def test_parameter_that_was_written_in_place_is_saved(tmp_path, caplog, through_data):
     model = Net()
     entry = TrainableState(model)
     with torch.no_grad():
-        model.base.bias.add_(1)
+        (model.base.bias.data if through_data else model.base.bias).add_(1)
     saved(tmp_path, entry)
     assert "1 parameters were frozen and are saved from now on, as base.bias is" in caplog.text
     again = Net()
