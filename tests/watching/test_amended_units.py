@@ -13,7 +13,7 @@ from support.watched_run import RUN, Home, files, flush, take
 from support.whole_layouts import pt, text, write
 
 from tierd.cli import run
-from tierd.daemon.intake.in_place import QUARANTINE
+from tierd.daemon.intake.swapping import QUARANTINE
 from tierd.watching.files import Tree
 from tierd.watching.layouts import units
 from tierd.watching.naming import series_of

@@ -21,7 +21,7 @@ from support.world import commit, part
 from tierd.cli import run
 from tierd.core.manifest_codec import decode
 from tierd.core.seal import seal
-from tierd.daemon.intake import in_place
+from tierd.daemon.intake import in_place, swapping
 from tierd.formats.byte_source import PIECE
 from tierd.spool.describe import describe_file
 from tierd.spool.spool import Spool
@@ -120,7 +120,7 @@ def test_what_was_there_is_not_deleted_after_a_kill(can_exchange: bool, renames:
     for path, text in ((root / "checkpoint-5" / "file", "the program's"), (fresh, "restored")):
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    rename, exchange, done = Path.rename, in_place._exchange, [0]
+    rename, exchange, done = Path.rename, swapping.exchange, [0]
 
     def killed(do: Callable[..., object], *given: object) -> object:
         if done[0] == renames:
@@ -130,11 +130,11 @@ def test_what_was_there_is_not_deleted_after_a_kill(can_exchange: bool, renames:
 
     monkeypatch.setattr(Path, "rename", lambda *given: killed(rename, *given))
     if can_exchange:
-        monkeypatch.setattr(in_place, "_exchange", lambda *given: killed(exchange, *given))
+        monkeypatch.setattr(swapping, "exchange", lambda *given: killed(exchange, *given))
     else:
-        monkeypatch.setattr(in_place, "_exchange", lambda *given: False)
+        monkeypatch.setattr(swapping, "exchange", lambda *given: False)
     with suppress(Killed):
-        in_place._swap_in(fresh.parent, root, "checkpoint-5")
+        swapping.swap_in(fresh.parent, root, "checkpoint-5")
     in_place._clear(root / in_place.RESTORED)
     assert "the program's" in [path.read_text() for path in root.rglob("file")]
 
@@ -147,10 +147,10 @@ def test_a_failed_exchange_leaves_nothing_in_quarantine(root: Path, monkeypatch:
     def busy(*_: object) -> bool:
         raise OSError(16, "Device or resource busy")
 
-    monkeypatch.setattr(in_place, "_exchange", busy)
+    monkeypatch.setattr(swapping, "exchange", busy)
     with pytest.raises(OSError, match="busy"):
-        in_place._swap_in(fresh, root, "checkpoint-5")
-    assert fresh.is_dir() and list((root / in_place.QUARANTINE).iterdir()) == []
+        swapping.swap_in(fresh, root, "checkpoint-5")
+    assert fresh.is_dir() and list((root / swapping.QUARANTINE).iterdir()) == []
 
 
 def test_a_link_on_the_way_is_not_followed(home: Home, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from support.watched_run import RUN, Home
 from tierd.cli import run
 from tierd.core.errors import ConfigError, SpoolUnusable
 from tierd.daemon.intake.chosen import read_chosen
-from tierd.daemon.intake.in_place import quarantine_files
+from tierd.daemon.intake.swapping import quarantine_files
 from tierd.spool.spool import Spool
 
 

@@ -179,6 +179,21 @@ def test_pointer_comes_back_if_its_program_was_killed_before_it_wrote_it_anew(ho
     assert entries(home.root) == before | {"epoch_30.pt": pt(30)}
 
 
+def test_directory_without_a_step_is_put_back_beside_what_lies_in_it_now(home: Home, capsys) -> None:
+    """Alone in `saves/`, `v10` and the logs beside it are one checkpoint; beside `v20` it is one by itself."""
+    for step in (10, 20):
+        write(home.root, {f"saves/v{step}/{name}": pt(step) for name in ("a.pt", "b.pt")}, 1_000_000 + step)
+        write(home.root, {"saves/.lock": b""}, 1_000_000)
+        take(home.spool, home.root)
+        flush(home.spool, home.tier)
+    write(home.root, {f"saves/v30/{name}": pt(30) for name in ("a.pt", "b.pt")}, 1_000_030)
+    for name in ("saves/v10", "saves/v20"):
+        shutil.rmtree(home.root / name)
+    before = files(home.root)
+    assert run(["restore", str(home.tier), "--run", RUN, "--into", str(home.root)]) == 0
+    assert files(home.root).items() >= before.items()
+
+
 def test_link_that_leads_out_is_no_pointer(home: Home) -> None:
     write(home.root, {"epoch_10.pt": pt(10)}, 1_000_010)
     (home.root / "newest").symlink_to("../out/epoch_10.pt")

@@ -1,5 +1,6 @@
-"""Adapters that run tierd inside other training loops: `accelerate`, `lightning`, `transformers`, `keras`, `dali`. `trainable`
-needs torch alone.
+"""Adapters that run tierd inside other training loops: `accelerate`, `lightning`, `transformers`, `keras`, `dali`.
+
+`trainable` needs torch alone.
 
 Invariant: none of these frameworks is a dependency of tierd. Each module imports its framework when it is itself
 imported, and no other module of tierd imports these modules.

@@ -90,6 +90,37 @@ MUTANTS = (
         f"{_TEST_BEST} -k lightnings",
     ),
     Mutant(
+<<<<<<< HEAD
+=======
+        "a checkpoint of Trainer carries an earlier evaluation's metrics",
+        _TRANSFORMERS,
+        ' if entry.get("step") == state.global_step]',
+        "]",
+        "pytest tests/loaders/test_logged.py -k trainer_itself",
+    ),
+    Mutant(
+        "a checkpoint of Trainer lacks what Trainer does at the end of an epoch",
+        _TRANSFORMERS,
+        "        if self._wanted == step and not ends:",
+        "        if self._wanted == step:",
+        "pytest tests/loaders/test_killed.py -k by_epochs",
+    ),
+    Mutant(
+        "Keras saves before its other callbacks have changed the learning rate",
+        "tierd/adapters/keras.py",
+        "        if callbacks is not None and callbacks.callbacks[-1] is not self:\n",
+        "        if False:\n",
+        "pytest tests/loaders/test_killed.py -k keras",
+    ),
+    Mutant(
+        "Trainer saves beside tierd",
+        _TRANSFORMERS,
+        "        control.should_save = self._has_asked = False\n",
+        "        self._has_asked = False\n",
+        f"{_TEST_BEST} -k trainers_own",
+    ),
+    Mutant(
+>>>>>>> 72fcff45 (Fit the adapters' mutants to the code)
         "a rank of Trainer but the first has no model to resume from",
         _TRANSFORMERS,
         "    if trainer.args.should_save:\n",

@@ -7,6 +7,7 @@ from faults.rounds import Mutant
 _BUCKET = "tierd/daemon/intake/bucket.py"
 _IMPORTING = "tierd/daemon/intake/importing.py"
 _IN_PLACE = "tierd/daemon/intake/in_place.py"
+_SWAPPING = "tierd/daemon/intake/swapping.py"
 _ORDERING = "tierd/daemon/intake/ordering.py"
 _JUDGING = "tierd/daemon/intake/judging.py"
 _PREPARE = "tierd/daemon/intake/prepare.py"
@@ -155,7 +156,7 @@ MUTANTS = (
     ),
     Mutant(
         "each failed exchange leaves a checkpoint in quarantine",
-        _IN_PLACE,
+        _SWAPPING,
         "        target.rename(fresh)  # or each",
         "        pass  # or each",
         f"{_TEST_IN_PLACE} -k failed_exchange",
@@ -274,9 +275,9 @@ MUTANTS = (
     ),
     Mutant(
         "a kill leaves the program's former file where the next command deletes it",
-        _IN_PLACE,
-        "    fresh.rename(target)\n    try:\n        exchanged = _exchange(target, final)\n",
-        "    try:\n        exchanged = _exchange(fresh, final)\n        fresh.rename(target)\n",
+        _SWAPPING,
+        "    fresh.rename(target)\n    try:\n        exchanged = exchange(target, final)\n",
+        "    try:\n        exchanged = exchange(fresh, final)\n        fresh.rename(target)\n",
         f"{_TEST_IN_PLACE} -k after_a_kill",
     ),
     Mutant(
@@ -526,7 +527,7 @@ MUTANTS = (
     ),
     Mutant(
         "a link on the way is followed",
-        _IN_PLACE,
+        _SWAPPING,
         "        if here.is_symlink():\n",
         "        if False:\n",
         f"{_TEST_IN_PLACE} -k link_on_the_way",
@@ -540,7 +541,7 @@ MUTANTS = (
     ),
     Mutant(
         "what was in place is lost",
-        _IN_PLACE,
+        _SWAPPING,
         "    sync_directory(target.parent)\n    return",
         "    remove(target)\n    return",
         f"{_TEST_IN_PLACE} -k a_step_can_be_chosen",

@@ -19,7 +19,8 @@ from tierd.core.ids import CheckpointId
 from tierd.core.save_policy import Goal
 from tierd.daemon.intake.directory_lock import alone_in
 from tierd.daemon.intake.each_series import put_back_each
-from tierd.daemon.intake.in_place import PutBack, put_back, write_whole
+from tierd.daemon.intake.in_place import PutBack, put_back
+from tierd.daemon.intake.pointing import write_whole
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress

@@ -21,18 +21,11 @@ from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.intake.chosen import read_chosen
 from tierd.daemon.intake.directory_lock import alone_in
 from tierd.daemon.intake.each_series import put_back_each, recorded_pointers
-from tierd.daemon.intake.in_place import (
-    QUARANTINE,
-    NotWatched,
-    PutBack,
-    is_named,
-    point_to,
-    put_back,
-    quarantine_files,
-    write_lost,
-)
+from tierd.daemon.intake.in_place import NotWatched, PutBack, put_back
 from tierd.daemon.intake.judging import CHANGING, NEVER, Judged, Verdict, described, is_newer, judge, recorded
 from tierd.daemon.intake.own import check_rules
+from tierd.daemon.intake.pointing import is_named, point_to, write_lost
+from tierd.daemon.intake.swapping import QUARANTINE, quarantine_files
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress

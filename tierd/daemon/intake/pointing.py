@@ -1,0 +1,101 @@
+"""Write the pointers of programs: small files and links that name a checkpoint.
+
+Invariant: a pointer names a checkpoint only after that is in place, and one rename makes it visible.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tierd.daemon.intake.swapping import way_to
+from tierd.spool.file_io import open_own, sync_directory
+from tierd.watching.listing import MAX_MARKER
+from tierd.watching.pointers import Pointer, pointers
+from tierd.watching.step_in_name import without_ending
+from tierd.watching.unit_file import UnitFile
+
+
+def is_named(directory: Path, program: str, path: str, files: Sequence[str]) -> bool:
+    """Whether the program has pointers, and all of them name this unit."""
+    found = [*pointers(program, path, files)]
+    return bool(found) and all(_named(directory / one.path, one) == _first_line(one.text) for one in found)
+
+
+def recorded_or_known(about: UnitFile, files: Sequence[str]) -> list[Pointer]:
+    """Return the pointers to a unit; as they were when it was taken, if they named it then."""
+    found = {pointer.path: pointer for pointer in pointers(about.program, about.path, files)}
+    return [*(found | {pointer.path: pointer for pointer in about.pointers or ()}).values()]
+
+
+def point_to(directory: Path, program: str, path: str, files: Sequence[str]) -> list[str]:
+    """Write the pointers to a unit, each by one rename, if they do not name it yet; return their paths."""
+    return [one.path for one in pointers(program, path, files) if write_pointer(directory, one)]
+
+
+def write_lost(directory: Path, recorded: Iterable[Pointer]) -> list[str]:
+    """Write the recorded pointers where nothing lies, or what names nothing that is there; return their paths."""
+    lost = [pointer for pointer in recorded if _is_lost(directory, pointer)]
+    return [pointer.path for pointer in lost if write_pointer(directory, pointer)]
+
+
+def _is_lost(directory: Path, pointer: Pointer) -> bool:
+    path = directory / pointer.path
+    if pointer.link or not path.exists():
+        return not path.exists()
+    text = _named(path, pointer)
+    # A text of the same form whose names are gone. Whether a number names something, nobody can tell.
+    same_form = text is not None and re.sub(r"\d+", "#", text) == re.sub(r"\d+", "#", _first_line(pointer.text).strip())
+    return same_form and _names_any(path.parent, pointer.text) and not _names_any(path.parent, text or "")
+
+
+def _names_any(home: Path, text: str) -> bool:
+    """Whether a text has the name of a file or directory beside it, also without its ending."""
+    names = {name for path in home.iterdir() for name in (path.name, without_ending(path.name))}
+    return any(token.rstrip("/").rpartition("/")[2] in names for token in re.split(r"[\s\"',:=\[\]{}]+", text) if token)
+
+
+def write_pointer(directory: Path, pointer: Pointer) -> bool:
+    path = way_to(directory, pointer.path)
+    if _named(path, pointer) == _first_line(pointer.text):
+        return False
+    if path.is_dir() and not path.is_symlink():
+        return False  # no pointer any more
+    write_whole(path, pointer.text, link=pointer.link)
+    return True
+
+
+def _named(path: Path, pointer: Pointer) -> str | None:
+    """Return what a pointer names now; None if it cannot be read. Raises `ConfigError` for a FIFO or a directory."""
+    try:
+        if pointer.link:
+            return str(path.readlink())
+        with os.fdopen(open_own(path, follow=True), encoding="utf-8") as file:
+            return _first_line(file.read(MAX_MARKER)).strip()
+    except (OSError, ValueError):
+        return None
+
+
+def _first_line(text: str) -> str:
+    return text.split("\n")[0]
+
+
+def write_whole(path: Path, text: str, *, link: bool = False) -> None:
+    """Write a small file, or a link to `text`, durably and by one rename."""
+    fresh = path.with_name(f".tierd-{secrets.token_hex(8)}")
+    try:
+        if link:
+            fresh.symlink_to(text)
+        else:
+            with fresh.open("x") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
