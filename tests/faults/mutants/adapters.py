@@ -90,8 +90,6 @@ MUTANTS = (
         f"{_TEST_BEST} -k lightnings",
     ),
     Mutant(
-<<<<<<< HEAD
-=======
         "a checkpoint of Trainer carries an earlier evaluation's metrics",
         _TRANSFORMERS,
         ' if entry.get("step") == state.global_step]',
@@ -120,7 +118,6 @@ MUTANTS = (
         f"{_TEST_BEST} -k trainers_own",
     ),
     Mutant(
->>>>>>> 72fcff45 (Fit the adapters' mutants to the code)
         "a rank of Trainer but the first has no model to resume from",
         _TRANSFORMERS,
         "    if trainer.args.should_save:\n",

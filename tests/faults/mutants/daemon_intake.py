@@ -543,7 +543,7 @@ MUTANTS = (
         "what was in place is lost",
         _SWAPPING,
         "    sync_directory(target.parent)\n    return",
-        "    remove(target)\n    return",
+        "    target.unlink()\n    return",
         f"{_TEST_IN_PLACE} -k a_step_can_be_chosen",
     ),
     Mutant(
