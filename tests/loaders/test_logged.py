@@ -15,11 +15,19 @@ from tierd.spool.spool import Spool
 pytestmark = [pytest.mark.loaders, pytest.mark.timeout(600)]
 
 
+def steps(spool: Path) -> list[int]:
+    return sorted(part.checkpoint.step for part in Spool(spool).parts("run"))
+
+
+def metrics_of(ckpt: tierd.Checkpointer, step: int) -> dict[str, float]:
+    found = ckpt.restore(step=step)
+    assert found is not None
+    return dict(found.metrics)
+
+
 def metrics(spool: Path, step: int) -> dict[str, float]:
     with tierd.Checkpointer(spool, "run", to=[]) as ckpt:
-        found = ckpt.restore(step=step)
-        assert found is not None
-        return dict(found.metrics)
+        return metrics_of(ckpt, step)
 
 
 # -- Trainer ----------------------------------------------------------------------------------------------------------
@@ -208,4 +216,82 @@ def test_run_that_early_stopping_ended_trains_on_only_with_more_patience(tmp_pat
 
     for patience, last in ((2, 12), (2, 12), (4, 20)):
         fit(tmp_path, 9, None, stopping(patience))
-        assert max(part.checkpoint.step for part in Spool(tmp_path).parts("run")) == last
+        assert steps(tmp_path)[-1] == last
+
+
+# -- Lightning --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("best_first", [False, True])
+@pytest.mark.parametrize("sanity_batches", [0, 2])
+def test_checkpoints_of_two_model_checkpoints_have_the_metric_of_their_own_step(
+    best_first: bool, sanity_batches: int, tmp_path: Path
+) -> None:
+    lightning = pytest.importorskip("lightning")
+    import torch
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from loaders.loops_lightning import quiet_trainer
+
+    from tierd.adapters.lightning import TierdCheckpointIO
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+            self.measured: dict[int, float] = {}
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            loss = (self.weight - batch.sum()).square().sum()  # it swings
+            self.log("train_loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            self.measured[self.global_step] = (self.weight - 1).square().sum().item()
+            self.log("val_loss", self.measured[self.global_step])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.4)
+
+    often = ModelCheckpoint(tmp_path / "often", every_n_train_steps=3, save_top_k=-1)
+    best = ModelCheckpoint(tmp_path / "best", monitor="val_loss", save_top_k=1, filename="{step}")
+    both = [best, often] if best_first else [often, best]
+    with tierd.Checkpointer(tmp_path / "spool", "run", to=[], retention=tierd.Retention(keep_last=99)) as ckpt:
+        io, module = TierdCheckpointIO(ckpt), Module()
+        options = {"max_epochs": 2, "val_check_interval": 4, "num_sanity_val_steps": sanity_batches}
+        trainer = quiet_trainer(io, tmp_path, *both, **options)
+        data = torch.utils.data.DataLoader(torch.tensor([3.0, -1, 2, 0.5, 1.5, 0.9, 4, -2, 1, 0, 3, 1.2])[:, None], 1)
+        trainer.fit(module, data, torch.utils.data.DataLoader(torch.ones(2, 1), 1))
+        with io.file(best.best_model_path) as file:
+            weight = torch.load(file, weights_only=False)["state_dict"]["weight"]
+    with tierd.Checkpointer(tmp_path / "spool", "run", to=[]) as ckpt:
+        saved = {step: metrics_of(ckpt, step) for step in steps(tmp_path / "spool")}
+    assert {3, 6, 9, 12, 15, 18, 21, 24} <= saved.keys()
+    measured = {step: found["val_loss"] for step, found in saved.items() if "val_loss" in found}
+    assert measured == pytest.approx({step: module.measured[step] for step in saved if step % 4 == 0})
+    assert {12, 24} <= measured.keys() and saved[12]["train_loss_step"] and "train_loss_epoch" not in saved[9]
+    assert (weight - 1).square().item() == pytest.approx(min(module.measured[step] for step in module.measured if step))
+    assert min(measured, key=measured.__getitem__) == int(best.best_model_path.rpartition("=")[2].removesuffix(".ckpt"))
+
+
+def test_numbers_that_lightning_logs_end_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lightning = pytest.importorskip("lightning")
+    import torch
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from loaders.loops_lightning import quiet_trainer
+
+    from tierd.adapters.lightning import TierdCheckpointIO
+
+    class Module(BoringModel):  # type: ignore[misc]
+        def validation_step(self, batch: Any, number: int) -> None:
+            self.log_dict({f"class_{number}": float(number) for number in range(1200)} | {"val_loss": torch.ones(())})
+
+    assert lightning.__version__
+    with tierd.Checkpointer(tmp_path / "spool", "run", to=[]) as ckpt:
+        io = TierdCheckpointIO(ckpt)
+        saving = ModelCheckpoint(tmp_path / "out", monitor="val_loss")
+        trainer = quiet_trainer(io, tmp_path, saving, max_epochs=1, limit_train_batches=2, limit_val_batches=1)
+        trainer.fit(Module())
+    found = metrics(tmp_path / "spool", 2)
+    assert len(found) == 1000 and found["val_loss"] == 1
+    assert sum("left out of the checkpoints" in record.getMessage() for record in caplog.records) == 1

@@ -41,6 +41,8 @@ import torch
 
 from tierd.adapters import framework
 from tierd.adapters.last_save import LastSave
+from tierd.adapters.lightning_step import BATCH, EPOCH, VALIDATION, StepOfTraining, WaitingSave
+from tierd.adapters.step_metrics import StepMetrics
 from tierd.client.checkpointer import Checkpointer, made_of
 from tierd.core.errors import CheckpointNotFound, ConfigError
 from tierd.state.kinds.rng import RngState
@@ -75,7 +77,10 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         self._checkpointer = checkpointer
         self._restored: tuple[str, dict[str, Any]] | None = None
         self._last = LastSave(-1)
-        self.callback = _Resume(checkpointer)
+        self._metrics = StepMetrics(checkpointer)
+        self._waiting: tuple[int, str] | None = None  # the step and path of a save that waits for metrics
+        self._step = StepOfTraining()
+        self.callback = _Resume(checkpointer, self._step, WaitingSave(self._step, self._waiting_at))
 
     def latest(self) -> str | None:
         """Restore the newest verified checkpoint, and return the value for `ckpt_path`; None on a fresh start.
@@ -91,7 +96,7 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         """Save the trainer's dictionary; Lightning calls this.
 
         A second save of the same step (at a batch's end and at its epoch's) is left out unless the first was skipped or
-        has failed.
+        has failed. A save waits for its step's validation and epoch if a `ModelCheckpoint` monitors what they measure.
 
         Raises:
             StateRefused: a value in the dictionary cannot be stored; the message names its path.
@@ -101,13 +106,21 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
             return
         step = checkpoint["global_step"]
         _forget_what_is_read(checkpoint)
+        waits = False
         if self._last.holds(step):
             log.info("step %d is saved already: %s is the same", step, path)
+        elif waits := self._step.lacks_metrics():
+            self._waiting = step, str(path)
         else:
-            state = {"lightning": checkpoint, "rng": RngState()}
-            self._last.save(self._checkpointer, step, state, _monitored(checkpoint))
-        if self._last.holds(step) and "://" not in str(path):  # only local paths get a text
+            self._waiting = None
+            metrics = self._metrics.usable(self._step.measured(), self._step.monitored())
+            self._last.save(self._checkpointer, step, {"lightning": checkpoint, "rng": RngState()}, metrics)
+        if (waits or self._last.holds(step)) and "://" not in str(path):  # only local paths get a text
             self._name(Path(path), step)
+
+    def _waiting_at(self, step: int) -> str | None:
+        """Return the path of the save that waits at this step; None if there is none."""
+        return self._waiting[1] if self._waiting is not None and self._waiting[0] == step else None
 
     def _name(self, path: Path, step: int) -> None:
         """Write the text that stands for a checkpoint at the path that Lightning has for it."""
@@ -192,10 +205,11 @@ class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
     _fitting = False  # whether a fit has begun that has not loaded everything yet
     _has_read = False  # whether that fit has read a checkpoint
 
-    def __init__(self, checkpointer: Checkpointer) -> None:
+    def __init__(self, checkpointer: Checkpointer, step: StepOfTraining, waiting: WaitingSave) -> None:
         super().__init__()
         self._checkpointer = checkpointer
-        self._step = -1
+        self._step, self._waiting = step, waiting
+        self._stepped = -1
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         strategy = trainer.strategy
@@ -207,6 +221,8 @@ class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
                 '(state_dict_type="full", save_distributed_checkpoint=False)'
             )
         self._fitting, self._has_read = stage == "fit", False  # Lightning loads after this hook
+        if stage == "fit" and self._waiting not in trainer.callbacks:
+            trainer.callbacks.append(self._waiting)
 
     def read(self) -> None:
         """Let saves in, unless a fit has read the checkpoint: it has yet to load it into its objects."""
@@ -230,6 +246,7 @@ class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._loaded()
+        self._step.begin(trainer)
         generators, loaders = self.generators, self.loaders
         self.generators, self.loaders = None, ()
         if generators is None:
@@ -245,13 +262,25 @@ class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
 
         Each rank's `Checkpointer` knows its own notices alone, so the ranks agree by a collective of the trainer's.
         """
-        when, before, self._step = self._checkpointer.when, self._step, trainer.global_step
-        if when is None or not when.preemption or trainer.should_stop or self._step == before:
+        when, before, self._stepped = self._checkpointer.when, self._stepped, trainer.global_step
+        self._step.ended(BATCH)
+        if when is None or not when.preemption or trainer.should_stop or self._stepped == before:
             return  # a batch whose gradients are accumulated ends no step
-        self._checkpointer.due(self._step)
+        self._checkpointer.due(self._stepped)
         if trainer.strategy.reduce_boolean_decision(self._checkpointer.notice is not None, all=False):
+            self._step.ended("")  # so that nothing waits: the process may end before it is measured
             trainer.save_checkpoint(f"{trainer.default_root_dir}/preempted.ckpt")  # all of tierd's end at `io`
             trainer.should_stop = True
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self._step.begin(trainer)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._step.ended(VALIDATION)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._step.ended(EPOCH)
 
     def _set_epochs(self, trainer: Any) -> bool:
         """Set the epoch of each sampler that has one, and return whether there was any."""
@@ -293,13 +322,3 @@ def _forget_what_is_read(checkpoint: dict[str, Any]) -> None:
     fit = checkpoint.get("loops", {}).get("fit_loop", {})
     if fit.get("epoch_loop.batch_progress", {}).get("is_last_batch") and _loaders(checkpoint):
         fit["state_dict"] = {**fit["state_dict"], "combined_loader": []}
-
-
-def _monitored(checkpoint: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics that the `ModelCheckpoint`s monitor, for retention by `keep_best`."""
-    states = [state for state in checkpoint.get("callbacks", {}).values() if isinstance(state, dict)]
-    return {
-        state["monitor"]: float(state["current_score"])
-        for state in states
-        if state.get("monitor") and state.get("current_score") is not None
-    }

@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant(
         "a file stands for a checkpoint that Lightning did not get saved",
         "tierd/adapters/lightning.py",
-        '        if self._last.holds(step) and "://"',
+        '        if (waits or self._last.holds(step)) and "://"',
         '        if "://"',
         f"{_TEST_SAME_PROCESS} -k lightning_saves_a_step_whose",
     ),
@@ -95,6 +95,20 @@ MUTANTS = (
         ' if entry.get("step") == state.global_step]',
         "]",
         "pytest tests/loaders/test_logged.py -k trainer_itself",
+    ),
+    Mutant(
+        "a checkpoint of Lightning has the metric of an earlier step",
+        "tierd/adapters/lightning_step.py",
+        " if not _is_same(value, self._before.get(name))}",
+        "}",
+        "pytest tests/loaders/test_logged.py -k model_checkpoints",
+    ),
+    Mutant(
+        "a checkpoint of Lightning lacks the metric of its step's validation",
+        "tierd/adapters/lightning_step.py",
+        "        if self._at == BATCH:\n",
+        "        if False:\n",
+        "pytest tests/loaders/test_logged.py -k model_checkpoints",
     ),
     Mutant(
         "a checkpoint of Trainer lacks what Trainer does at the end of an epoch",

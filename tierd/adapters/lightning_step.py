@@ -1,0 +1,93 @@
+"""What Lightning measures at a step, and saves that wait for it.
+
+A `ModelCheckpoint` may ask for a save at a step's end, and another one for the same step after its validation. A
+checkpoint is saved once, so the first save waits while metrics of the step are to come that some `ModelCheckpoint`
+monitors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tierd.adapters import framework
+
+_callbacks = framework("lightning.pytorch.callbacks", "lightning")
+
+BATCH, VALIDATION, EPOCH = "batch", "validation", "epoch"
+
+
+class StepOfTraining:
+    """The step that a fit is at, which ends with a batch, perhaps a validation, and perhaps an epoch."""
+
+    def __init__(self) -> None:
+        self._trainer: Any = None
+        self._before: dict[str, Any] = {}  # the metrics of earlier steps
+        self._at = ""  # what has ended of this step; empty if nothing has
+
+    def begin(self, trainer: Any) -> None:
+        """Forget the metrics of earlier steps."""
+        self._trainer, self._before, self._at = trainer, dict(trainer.callback_metrics), ""
+
+    def ended(self, part: str) -> None:
+        self._at = part
+
+    def measured(self) -> dict[str, Any]:
+        """Return the metrics that were measured since the step began."""
+        if self._trainer is None:
+            return {}
+        metrics = self._trainer.callback_metrics.items()
+        return {name: value for name, value in metrics if not _is_same(value, self._before.get(name))}
+
+    def monitored(self) -> list[str]:
+        """Return the metrics by which some `ModelCheckpoint` decides."""
+        callbacks = [] if self._trainer is None else self._trainer.checkpoint_callbacks
+        return [callback.monitor for callback in callbacks if getattr(callback, "monitor", None)]
+
+    def lacks_metrics(self) -> bool:
+        """Return whether a monitored metric is missing that a later part of this step may measure."""
+        if self._trainer is None or not self._at or set(self.monitored()) <= self.measured().keys():
+            return False
+        fit = self._trainer.fit_loop
+        epoch_ends = bool(fit.epoch_loop._is_training_done)
+        if self._at == BATCH:
+            return epoch_ends or (self._validates() and fit.epoch_loop._should_check_val_fx(fit._data_fetcher))
+        return self._at == VALIDATION and epoch_ends
+
+    def _validates(self) -> bool:
+        batches = self._trainer.num_val_batches
+        return sum(batches if isinstance(batches, list) else [batches]) > 0
+
+
+class WaitingSave(_callbacks.Checkpoint):  # type: ignore[misc,name-defined]
+    """Save what has waited, behind all `ModelCheckpoint`s, because they may have saved the step by themselves.
+
+    It is a `Checkpoint` because Lightning calls these last when an epoch ends.
+    """
+
+    def __init__(self, step: StepOfTraining, waiting: Callable[[int], str | None]) -> None:
+        super().__init__()
+        self._step, self._waiting = step, waiting
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._save(trainer)
+
+    def _save(self, trainer: Any) -> None:
+        if self._step.lacks_metrics():  # the same on every rank
+            return
+        path = self._waiting(trainer.global_step)  # known to rank 0 alone
+        if trainer.strategy.reduce_boolean_decision(path is not None, all=False):
+            trainer.save_checkpoint(path or f"{trainer.default_root_dir}/waiting.ckpt")  # all of tierd's end at `io`
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    """Return whether a metric was not measured again: Lightning gives new views of the tensor that it holds."""
+    if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
+        return value.data_ptr() == before.data_ptr()
+    return value is before
