@@ -13,6 +13,7 @@ from torch import nn
 
 import tierd
 from tierd.adapters.trainable import TrainableState
+from tierd.check import check_resume
 from tierd.core.errors import ConfigError, StateMismatch
 
 
@@ -182,3 +183,66 @@ def test_run_that_saved_whole_models_goes_on_with_the_trained_part(tmp_path):
 def test_parameters_without_bytes_here_are_refused():
     with pytest.raises(ConfigError, match="weight: on the meta device"):
         TrainableState(nn.Linear(2, 2, device="meta"))
+
+
+# -- PEFT in Trainer --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.loaders
+@pytest.mark.timeout(1800)
+def test_killed_lora_training_resumes_exactly() -> None:
+    """Killed in the middle of an epoch, at its end, and during a save."""
+    pytest.importorskip("peft")
+    pytest.importorskip("accelerate")
+    report = check_resume("loaders.loops_peft:train", steps=24, kill_at=("4", "12", "17+save"), patience=300)
+    assert report.ok and report.exact, str(report)
+    assert tuple(launch.began for launch in report.launches) == (0, 3, 12, 15), str(report)
+
+
+@pytest.mark.loaders
+def test_lora_saves_hold_the_adapter_alone_and_refuse_another_base(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("accelerate")
+    from loaders.loops_peft import built, trainer_of
+
+    from tierd.adapters.transformers import TierdCallback
+
+    def trained(home: Path, model: Any, steps: int, **options: Any) -> int:
+        """Train to a step. Returns the bytes of the newest checkpoint's tensors."""
+        with tierd.Checkpointer(home, "run", to=[]) as ckpt:
+            saving = TierdCallback(ckpt, every_steps=4, **options)
+            trainer = trainer_of(model, home, saving, max_steps=steps)
+            trainer.train(resume_from_checkpoint=saving.resume(trainer))
+            assert trainer.state.global_step == steps
+        return sorted(home.glob("run/*/*/tensors.safetensors"))[-1].stat().st_size
+
+    parts = trained(tmp_path / "parts", built(1, 2), 8, trainable_only=True)
+    whole = trained(tmp_path / "whole", built(1, 2), 8)
+    base = sum(value.nbytes for value in built(1, 2).parameters() if not value.requires_grad)
+    assert whole - parts > 0.9 * base
+    with pytest.raises(StateMismatch, match=r"frozen parameters are not those .* Build the model from the same base"):
+        trained(tmp_path / "parts", built(7, 2), 12, trainable_only=True)
+    with pytest.raises(StateMismatch):
+        trained(tmp_path / "parts", built(1, 2), 12)
+    model, wanted = built(1, 98), built(1, 99)  # with adapters that are drawn anew
+    for home, entry in (("parts", TrainableState(model)), ("whole", wanted)):
+        with tierd.Checkpointer(tmp_path / home, "run", to=[]) as ckpt:
+            assert ckpt.restore({"model": entry}, step=8, only="model")
+    assert is_equal(model, wanted)
+
+
+@pytest.mark.loaders
+def test_model_that_train_makes_itself_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("accelerate")
+    from loaders.loops_peft import Texts, built
+    from transformers import Trainer, TrainingArguments
+
+    from tierd.adapters.transformers import TierdCallback
+
+    with tierd.Checkpointer(tmp_path, "run", to=[]) as ckpt:
+        saving = TierdCallback(ckpt, every_steps=4, trainable_only=True)
+        args = TrainingArguments(output_dir=str(tmp_path / "out"), save_strategy="no", report_to=[], use_cpu=True)
+        trainer = Trainer(model_init=lambda: built(1, 2), args=args, train_dataset=Texts(), callbacks=[saving])
+        with pytest.raises(ConfigError, match="model_init"):
+            trainer.train(resume_from_checkpoint=saving.resume(trainer))

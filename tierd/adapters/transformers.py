@@ -31,6 +31,7 @@ import torch
 from tierd.adapters import framework
 from tierd.adapters.last_save import LastSave
 from tierd.adapters.step_metrics import StepMetrics, plain
+from tierd.adapters.trainable import TrainableState
 from tierd.core.errors import ConfigError
 from tierd.state.kinds.rng import RngState
 
@@ -53,16 +54,23 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
     Do not use it with FSDP, DeepSpeed or tensor parallelism, because a rank holds a shard there: use `tierd.dcp` or
     `Checkpointer.stage`.
 
+    With `trainable_only`, checkpoints do not hold the frozen parameters, as those below an adapter of PEFT: see
+    `TrainableState`. Each launch builds the same model from the same weights.
+
     Raises:
         ConfigError: `every_steps` is no positive number.
     """
 
-    def __init__(self, checkpointer: Checkpointer, every_steps: int | None = None) -> None:
+    def __init__(
+        self, checkpointer: Checkpointer, every_steps: int | None = None, *, trainable_only: bool = False
+    ) -> None:
         if every_steps is not None and (type(every_steps) is not int or every_steps < 1):
             raise ConfigError(f"every_steps={every_steps!r}: a number from 1")
         self._checkpointer = checkpointer
         self._every = every_steps
         self._trainer: Any = None
+        self._trainable_only = trainable_only
+        self._trainable: TrainableState | None = None
         self._last = LastSave(0)
         self._metrics = StepMetrics(checkpointer)
         self._wanted = -1  # the step that is saved when Trainer has done all that belongs to it
@@ -84,7 +92,8 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
             self._follow(trainer)
         self._trainer = trainer
         names = ("optimizer", "scheduler", "scaler", "rng", "trainer_state")
-        state: dict[str, Any] = {"model": trainer.model, **dict.fromkeys(names)}
+        self._trainable = TrainableState(trainer.model) if self._trainable_only else None
+        state: dict[str, Any] = {"model": self._trainable or trainer.model, **dict.fromkeys(names)}
         found = self._checkpointer.restore(state)
         if found is None:
             return None
@@ -101,6 +110,8 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
             raise ConfigError("call resume(trainer), and pass what it returns to train(resume_from_checkpoint=...)")
         if self._every is None and self._checkpointer.when is None and args.save_strategy == "no":
             raise ConfigError("nothing says when to save: give every_steps, the Checkpointer's when=, or save_strategy")
+        if self._trainable is not None and self._trainable.model is not self._trainer.model:
+            raise ConfigError("trainable_only: train() made another model (model_init) than resume() was given")
         if args.save_strategy == "best":
             raise ConfigError(
                 'save_strategy="best": Trainer would save by itself after the evaluation; leave it "no", and make the '
@@ -131,7 +142,8 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
             self._save()
         if args.load_best_model_at_end and (metric := _best(args)) is not None:
             mode: Literal["min", "max"] = "max" if args.greater_is_better else "min"
-            self._checkpointer.restore({"model": parts["model"]}, best=metric, mode=mode, only="model")
+            model = self._trainable or parts["model"]
+            self._checkpointer.restore({"model": model}, best=metric, mode=mode, only="model")
 
     @property
     def _saves_the_end(self) -> bool:
@@ -189,7 +201,7 @@ class TierdCallback(_callbacks.TrainerCallback):  # type: ignore[misc,name-defin
             self._checkpointer,
             state.global_step,
             {
-                "model": handler.model,
+                "model": self._trainable or handler.model,
                 "optimizer": handler.optimizer,
                 "scheduler": handler.lr_scheduler,
                 "scaler": trainer.accelerator.scaler,
