@@ -54,6 +54,23 @@ def test_lost_directory_comes_back_with_files_without_a_step_and_pointers(home: 
     assert entries(home.root) == {name: before[name] for name in newest}
 
 
+def test_damaged_file_that_was_taken_by_another_name_is_put_over_no_whole_one(home: Home, capsys) -> None:
+    """A loop renames `last.ckpt` to `prev.ckpt` before it writes the next one."""
+    for number in (1, 2, 3):
+        if number > 1:
+            (home.root / "last.ckpt").replace(home.root / "prev.ckpt")
+        write(home.root, {"last.ckpt": pt(number)}, 1_000_000 + number)
+        take(home.spool, home.root)
+    flush(home.spool, home.tier)
+    path = home.root / "prev.ckpt"
+    status = path.stat()
+    path.write_bytes(pt(2)[:-1] + b"?")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    units = home.prepare(capsys)
+    assert (home.root / "last.ckpt").read_bytes() == pt(3) and units["last.ckpt"]["verdict"] == "verified"
+    assert units["prev.ckpt"]["moved"] == [".tierd-quarantine/prev.ckpt"]
+
+
 def test_intact_directory_is_left_as_it_is(home: Home, capsys) -> None:
     saves(home, 10, 20, 30)
     flush(home.spool, home.tier)

@@ -8,7 +8,7 @@ is never deleted. A pointer names a checkpoint only after that is in place.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,10 @@ _LAST = (".index", ".index.json")  # a file that names others is put in place af
 
 class NotWatched(ConfigError):
     """No `tierd watch` took the checkpoint, so it has no place in a directory."""
+
+
+class PlaceTaken(ConfigError):
+    """Another checkpoint that is whole lies in the place of this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ async def put_back(
     *,
     point: bool = True,
     but: Collection[str] = (),
+    but_over: Set[str] = frozenset(),
 ) -> PutBack:
     """Restore the newest verified checkpoint of a watched run, or the best one, into its program's directory.
 
@@ -91,8 +96,10 @@ async def put_back(
         best: restore the best checkpoint by this goal, not the newest one.
         point: also write the pointers that the program follows.
         but: pointers, as paths in the directory, that are left as they are.
+        but_over: files, as paths in the directory, that nothing may be put over.
 
     Raises:
+        PlaceTaken: the checkpoint has one of these files. Nothing was changed.
         NotWatched: nothing is fetched.
         ConfigError: the directory cannot be used.
         CheckpointNotFound, StoreUnavailable, SpoolFull: as `export` raises them.
@@ -102,7 +109,7 @@ async def put_back(
     with writing(directory):
         await to_the_end(_clear, target)
         exported = await export(stores, run, target, step, attempt, progress, best=best, accept=_check_watched)
-        return await to_the_end(place, directory, target, exported, point=point, but=but)
+        return await to_the_end(place, directory, target, exported, point=point, but=but, but_over=but_over)
 
 
 def _check_watched(manifest: Manifest) -> None:
@@ -114,11 +121,21 @@ def _check_watched(manifest: Manifest) -> None:
         )
 
 
-def place(directory: Path, target: Path, exported: Exported, *, point: bool, but: Collection[str] = ()) -> PutBack:
+def place(
+    directory: Path,
+    target: Path,
+    exported: Exported,
+    *,
+    point: bool,
+    but: Collection[str] = (),
+    but_over: Set[str] = frozenset(),
+) -> PutBack:
     """Put a verified checkpoint that lies in `target` in place, and remove `target`; raises as `put_back`."""
     home = Path(exported.directories[0])
     about = _described(home, exported)
     files = _files(home, about)
+    if taken := sorted(but_over & {*files}):
+        raise PlaceTaken(f"{directory / taken[0]}: another checkpoint that is whole lies there")
     was_there = [swap_in(home / name, directory, name) for name in _names(directory, about, files)]
     named = [one for one in recorded_or_known(about, files) if one.path not in but] if point else []
     for one in named:

@@ -21,7 +21,7 @@ from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.intake.chosen import read_chosen
 from tierd.daemon.intake.directory_lock import alone_in
 from tierd.daemon.intake.each_series import put_back_each, recorded_pointers
-from tierd.daemon.intake.in_place import NotWatched, PutBack, put_back
+from tierd.daemon.intake.in_place import NotWatched, PlaceTaken, PutBack, put_back
 from tierd.daemon.intake.judging import CHANGING, NEVER, Judged, Verdict, described, is_newer, judge, recorded
 from tierd.daemon.intake.own import check_rules
 from tierd.daemon.intake.pointing import is_named, point_to, write_lost
@@ -132,7 +132,8 @@ async def _prepare(
     judged = await _judged(directory, own, run, stepless if beside.made else run, known, spool, stores)
     for one in judged:
         if one.verdict in ("damaged", "unfinished"):
-            await _replace(one, directory, stores, progress)
+            good = {path for other in judged if other is not one and other.is_good for path in other.unit.files}
+            await _replace(one, directory, stores, progress, good)
     fetched = list[PutBack]()
     tried = set[CheckpointId]()
     for _ in range(_LISTINGS):
@@ -184,15 +185,20 @@ async def _observed(spool: Spool | None, stores: Mapping[str, Store], run: str, 
     return inventory
 
 
-async def _replace(one: Judged, directory: Path, stores: Mapping[str, Store], progress: Progress) -> None:
-    """Put the verified checkpoint of a unit's step in its place; without one, move the unit away."""
+async def _replace(
+    one: Judged, directory: Path, stores: Mapping[str, Store], progress: Progress, good: Set[str]
+) -> None:
+    """Put the verified checkpoint of a unit's step in its place; without one, move the unit away.
+
+    `good` are the files of other units that are whole: `prev.ckpt` may have been taken when it was `last.ckpt`.
+    """
     moved = tuple[str, ...]()
     if not one.is_copied:
         one.moved = tuple(await to_the_end(quarantine_files, directory, one.entries))
         return
-    with suppress(CheckpointNotFound, NotWatched):
+    with suppress(CheckpointNotFound, NotWatched, PlaceTaken):
         attempt = one.checkpoint.attempt if one.checkpoint else None
-        put = await put_back(stores, one.run, directory, one.step, attempt, progress, point=False)
+        put = await put_back(stores, one.run, directory, one.step, attempt, progress, point=False, but_over=good)
         moved = put.moved
         # What was there before lies in quarantine by its own name, or with a number behind it.
         was_there = any(path.startswith(f"{QUARANTINE}/{name}") for path in moved for name in one.entries)
