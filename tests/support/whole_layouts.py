@@ -82,6 +82,13 @@ def ranks_beside_each_other(step: int) -> Files:
     return {f"ckpt_{step}_rank_{rank}.pt": pt(step, rank) for rank in (0, 1, 2)}
 
 
+def ranks_without_a_word(step: int) -> Files:
+    """llm.c: the model, a state for each rank, and an empty file when all is written."""
+    number = f"{step:08d}"
+    states = {f"state_{number}_{rank:05d}.pt": pt(step, rank + 1) for rank in (0, 1)}
+    return {f"model_{number}.pt": pt(step)} | states | {f"DONE_{number}": b""}
+
+
 def directory_of_states(step: int) -> Files:
     """A loop that writes a directory for each step."""
     return {
@@ -141,7 +148,8 @@ def epochs_with_steps(step: int) -> Files:
 
 SERIES: tuple[Callable[[int], Files], ...] = (
     *(accelerate_state, accelerate_state_and_embeds, own_loop_with_adapter, downloaded_trainer, copied_by_macos),
-    *(ranks_in_directories, ranks_beside_each_other, directory_of_states, number_as_directory, weights_and_state),
+    *(ranks_in_directories, ranks_beside_each_other, ranks_without_a_word, directory_of_states, number_as_directory),
+    weights_and_state,
     *(archive, generator_and_discriminator, numbered_first, word_after_the_number, epoch_with_a_loss),
     *(unknown_formats, epochs_with_steps),
 )

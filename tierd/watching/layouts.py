@@ -50,7 +50,7 @@ from tierd.watching.programs import (
     UnitLayout,
 )
 from tierd.watching.series import compare_nested, compare_series
-from tierd.watching.step_in_name import directory_step, is_log, is_weights, step_in, without_ending
+from tierd.watching.step_in_name import directory_step, is_log, is_weights, step_in, steps_beside, without_ending
 from tierd.watching.unit import WITHOUT_STEP, Unit
 
 
@@ -201,6 +201,8 @@ def _joined(directory: str, found: Sequence[Unit]) -> list[Unit]:
     A program that names others by their steps rewrites these together. Without others, what names its program also
     tells its step, and is not joined.
     """
+    beside = steps_beside(unit.path.rpartition("/")[2] for unit in found if unit.layout is FILE)
+    found = [replace(unit, step=beside.get(unit.path.rpartition("/")[2], unit.step)) for unit in found]
     steps = {unit.step for unit in found} - {None}
     groups: dict[object, list[Unit]] = {}
     for unit in found:

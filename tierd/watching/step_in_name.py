@@ -6,6 +6,7 @@ Invariant: a rank, a number of shards, a date, a fraction and a digest are no st
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 # The endings of files that hold weights or states; also those whose format is not known to `formats`.
 WEIGHT_ENDINGS = (
@@ -102,6 +103,26 @@ def directory_step(name: str) -> int | None:
     Another number may be that of a run, a version or a fold, whose directory holds many checkpoints.
     """
     return _number(_after_word(name) or re.fullmatch(r"(\d+)|.+[-_](\d+)[-_]states?", _bare(name)))
+
+
+def steps_beside(names: Iterable[str]) -> dict[str, int]:
+    """Return the steps of names that end with a rank, as `state_00000100_00001` beside `model_00000100` does.
+
+    The step of such a name is a number of four digits or more that is the only one of a name beside it, and the last
+    numbers behind that count from 0 or 1.
+    """
+    numbers = {name: re.findall(r"\d+", _bare(name)) for name in names if _after_word(name) is None}
+    alone = {found[0] for found in numbers.values() if len(found) == 1 and len(found[0]) > 3}
+    ranked: dict[str, dict[str, list[str]]] = {}
+    for name, found in numbers.items():
+        if len(found) > 1 and found[-1] not in alone and found[-2] in alone:
+            ranked.setdefault(found[-2], {})[name] = found
+    steps = dict[str, int]()
+    for step, of_step in ranked.items():
+        ranks = {int(found[-1]) for found in of_step.values()}
+        if min(ranks) in (0, 1) and max(ranks) - min(ranks) + 1 == len(ranks):
+            steps |= dict.fromkeys(of_step, int(step))
+    return steps
 
 
 def without_step(name: str) -> str:
