@@ -41,6 +41,7 @@ TIER = V1 / "tier"
 FORMAT = (Path(__file__).parent.parent / "tierd" / "FORMAT.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", FORMAT, re.DOTALL)
 OBJECTS = HERE / "v1-objects"  # the files of a part with plain objects; see make_v1_objects.py
+WRAPPERS = HERE / "v1-wrappers"  # the files of a part with wrapper subclasses; see make_v1_wrappers.py
 VALUES = HERE / "v1-values"  # the files of a part with packed runs; see make_v1_values.py
 ENCRYPTED = HERE / "v1-encrypted"  # the tier of v1, encrypted; see make_v1_encrypted.py
 A = CheckpointId("demo", "01941f297c00-0a0b0c0d", 100)
@@ -186,6 +187,19 @@ def test_plain_objects_are_read():
     assert files == _maker("make_v1_objects").files()
 
 
+def test_wrapper_subclasses_are_read():
+    torch = pytest.importorskip("torch")
+    from tierd.state.flatten import flatten, unflatten
+
+    files, expected = tree(WRAPPERS), _maker("make_v1_wrappers").state()
+    found = unflatten(files["state.json"], bytearray(files["tensors.safetensors"]))
+    weight, (nested,) = found["weight"].made(), (one.made() for one in found["nested"])
+    assert flatten({"weight": weight, "nested": [nested]}).tree == files["state.json"]
+    assert torch.equal(weight.b, expected["weight"].b)
+    assert torch.equal(nested.b.b, expected["nested"][0].b.b)
+    assert files == _maker("make_v1_wrappers").files()
+
+
 def test_packed_runs_are_read_by_nothing_but_the_tables_of_the_format():
     pytest.importorskip("torch")
     from support.by_hand import values
@@ -207,6 +221,7 @@ def _maker(name="make_v1"):
         "make_v1": "torch",
         "make_v1_values": "torch",
         "make_v1_objects": "torch",
+        "make_v1_wrappers": "torch",
         "make_v1_encrypted": "cryptography",
     }
     pytest.importorskip(needed.get(name, "numpy"))
@@ -523,5 +538,5 @@ def test_every_tag_of_the_state_tree_is_in_the_table_and_no_other():
     tree, tags = (pytest.importorskip(f"tierd.state.{name}") for name in ("json_tree", "tree_tags"))
     table = FORMAT.split("an object with one key, a tag:")[1].split("A *mapping*")[0]
     named = set(re.findall(r"`(\$\w+)`", "".join(re.findall(r"^\|([^|]*)\|", table, re.M))))
-    assert named == set(tags.TAGS) | set(tree.NAMING) | {"$dtensor"}
+    assert named == set(tags.TAGS) | set(tree.NAMING) | {"$dtensor", "$wrapper"}
     assert named == set(re.findall(r"\$[a-z]+", tree.__doc__)) - {"$"}

@@ -50,6 +50,7 @@ from tierd.daemon.status import COUNTERS, Status
 from tierd.daemon.transfer.export import Exported
 from tierd.reading.commands import Delivery
 from tierd.reading.exports import StateExport
+from tierd.state import reference as state_reference
 from tierd.watching.explain import Explained
 
 ROOT = Path(__file__).parent.parent
@@ -415,6 +416,17 @@ def errors() -> str:
     return table(("error", "raised when"), rows)
 
 
+def state_kinds() -> str:
+    """The kinds of values that a state may hold."""
+    rows = ((row.value, row.stored, row.restored) for row in state_reference.KINDS)
+    return table(("value", "what is stored", "the value in its place at a restore"), rows)
+
+
+def state_refused() -> str:
+    """What a state may not hold, with what to do."""
+    return table(("not stored", "what to do"), state_reference.REFUSED)
+
+
 KINDS_OF_TABLE: dict[str, Callable[..., str]] = {
     "codes": exit_codes,
     "events": events,
@@ -428,6 +440,8 @@ KINDS_OF_TABLE: dict[str, Callable[..., str]] = {
     "types": types,
     "api": api,
     "errors": errors,
+    "state": state_kinds,
+    "refused": state_refused,
 }
 
 

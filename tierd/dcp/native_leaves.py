@@ -24,6 +24,7 @@ from tierd.state.containers import members, replaced
 from tierd.state.kinds import numpy_arrays
 from tierd.state.kinds.dtensors import SavedDTensor
 from tierd.state.kinds.packed_tensors import BYTES, check_form, unpack
+from tierd.state.kinds.wrapper_tensors import SavedWrapper
 from tierd.state.stored_dtypes import check_view, logical
 from tierd.state.tensor_file import TensorEntry
 from tierd.state.tree_parser import DEFECTS, Copies, check_depth, decoder, tree_text
@@ -157,7 +158,9 @@ def read_leaves(files: PartRanges, part: PartId) -> Leaves:
             return SavedBytes(entry, kind, (size,))
         return copies.values(read_tensor(files, part, entry), kind, size)
 
-    def sharded(saved: SavedDTensor) -> torch.Tensor:
+    def sharded(saved: SavedDTensor) -> Any:
+        if isinstance(saved.local, SavedWrapper):
+            return saved.local  # as this rank's own tensors, because no placement is known of the inner ones
         local = known[id(saved.local)]
         if saved.placement.coordinate is not None and saved.placement.local_shape != local.shape:
             raise ValueError(f"{saved}, whose local shard is {local.shape}")
@@ -173,7 +176,8 @@ def read_leaves(files: PartRanges, part: PartId) -> Leaves:
         check_depth(state)
         if type(state) is not dict:
             raise ValueError("its root is no mapping of names")
-        state = _with_whole_values(replaced(state, SavedDTensor, sharded), nameless)
+        state = replaced(replaced(state, SavedDTensor, sharded), SavedWrapper, SavedWrapper.nested)
+        state = _with_whole_values(state, nameless)
         flat, paths = flatten_state_dict(state)
     except (*DEFECTS, RecursionError) as error:
         raise StateMismatch(f"{part}: the state tree: {str(error)[:300] or type(error).__name__}") from error

@@ -42,6 +42,15 @@ class OptimizerStandIn:
 
     def misfits(self, name_of: NameOf) -> Iterator[str]:
         """Report why the optimizer cannot load what the checkpoint's metadata describes."""
+        own = self.optimizer.state_dict()["state"]
+        lost = [(number, key) for number, key in sorted(self._nested) if key not in own.get(number, {})]
+        if lost:
+            number, key = lost[0]
+            yield (
+                f"{key!r} of parameter {number} holds several tensors, which DCP does not load into an optimizer "
+                "that has none there; Checkpointer.restore does, or take a step first"
+            )
+            return
         if not self._groups:
             return
         state: dict[int, dict[str, Any]] = {

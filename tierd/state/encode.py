@@ -21,7 +21,7 @@ from tierd.core.errors import StateRefused
 from tierd.state.classify import IMMUTABLE, PLAIN, is_stateful
 from tierd.state.containers import Path
 from tierd.state.json_tree import FACTORIES, MAX_DEPTH
-from tierd.state.kinds import loader_fingerprint, numpy_arrays, plain_objects, random_states, ways_out
+from tierd.state.kinds import loader_fingerprint, numpy_arrays, plain_objects, random_states, ways_out, wrapper_tensors
 from tierd.state.kinds.dtensors import is_dtensor, placement_of
 from tierd.state.kinds.packed_tensors import Named, Packed, pack, pack_run, run_form
 from tierd.state.nodes import Form, Node, name_of, pieces
@@ -120,7 +120,7 @@ class Encoder:
             refuse(path, f"{type_name(value)}, nested deeper than {MAX_DEPTH}")
         self._open[id(value)] = path
         try:
-            return _NODES.get(kind, Encoder.other)(self, value, path)
+            return NODES.get(kind, Encoder.other)(self, value, path)
         finally:
             del self._open[id(value)]
 
@@ -128,7 +128,8 @@ class Encoder:
         if is_dtensor(value):
             return self.dtensor(value, path)
         if isinstance(value, torch.Tensor):
-            return self.tensor(value, path)
+            wrapper = wrapper_tensors.name_of(value)
+            return self.tensor(value, path) if wrapper is None else self.wrapper(value, wrapper, path)
         if numpy_arrays.is_array(value):
             if reason := why_array_refused(value):
                 refuse(path, reason)
@@ -171,10 +172,29 @@ class Encoder:
         except ValueError as error:
             refuse(path, str(error))
         self._text.append('{"$dtensor":[')
-        local = self.tensor(value._local_tensor, path)
+        wrapper = wrapper_tensors.name_of(value._local_tensor)
+        if wrapper is None:
+            local = self.tensor(value._local_tensor, path)
+            self.dtensors.append((self._names[local.index], value))
+        else:
+            local = self.wrapper(value._local_tensor, wrapper, path)
         self._text.append(f",{dumps(placement.as_plain())}]}}")
-        self.dtensors.append((self._names[local.index], value))
         return Node(Form.SHARD, type(value), local.index, value._spec, (local,))
+
+    def wrapper(self, value: torch.Tensor, name: str, path: Path) -> Node:
+        try:
+            context = wrapper_tensors.context_of(value)
+        except ValueError as error:
+            refuse(path, f"{name}: {error}; {ways_out.OF_WRAPPERS}", error)
+        inner = wrapper_tensors.inner_tensors(value)
+        self._alive.append(inner)
+        opening, children = f'{{"$wrapper":[{dumps(name)},{{', []
+        for key, tensor in inner.items():
+            self._text.append(f"{opening}{quoted(key)}:")
+            children.append(self.node(tensor, (*path, key)))
+            opening = ","
+        self._text.append(f"}},{dumps(context)}]}}")
+        return Node(Form.WRAPPER, type(value), detail=(list(inner), context), children=children)
 
     def generator(self, value: torch.Generator, path: Path) -> Node:
         try:
@@ -318,7 +338,7 @@ class Encoder:
 _BYTES = frozenset((bytes, bytearray))
 _METADATA = ("_metadata",)  # the attributes that `ordered` passes as `extra` for an OrderedDict's metadata
 
-_NODES: dict[type, Callable[[Encoder, Any, Path], Node]] = {
+NODES: dict[type, Callable[[Encoder, Any, Path], Node]] = {
     dict: Encoder.mapping,
     list: Encoder.sequence,
     tuple: Encoder.sequence,

@@ -19,7 +19,7 @@ from tierd.core.errors import ConfigError, StateMismatch, as_both
 from tierd.state.aliasing import Aliased, expanded
 from tierd.state.classify import IMMUTABLE, PLAIN, Kind, Stateful, kind_of
 from tierd.state.containers import SEQUENCES, Path, instances, leaves
-from tierd.state.kinds import loader_fingerprint, numpy_arrays, optimizer_states
+from tierd.state.kinds import loader_fingerprint, numpy_arrays, optimizer_states, wrapper_tensors
 from tierd.state.kinds.device_meshes import meshless, shards_in
 from tierd.state.kinds.dtensors import RESHARD, SavedDTensor, is_dtensor, local_of
 from tierd.state.kinds.dtensors import misfit as shard_misfit
@@ -29,6 +29,7 @@ from tierd.state.kinds.packed_tensors import is_plain
 from tierd.state.kinds.rng import RngState
 from tierd.state.kinds.shard_datasets import mismatch_error
 from tierd.state.kinds.wrapped_names import differing
+from tierd.state.kinds.wrapper_tensors import SavedWrapper
 from tierd.state.values import show, show_part, type_name, why_refused
 
 
@@ -100,6 +101,9 @@ def check_fit(state: Mapping[str, object], restored: Mapping[str, object]) -> Fi
         for path, target, saved in stateful:
             if isinstance(target, torch.optim.Optimizer):
                 found += [f"{show(path)}: {reason}" for reason in optimizer_states.misfits(target, saved, name_of)]
+        for key in restored:
+            wrappers = instances(restored[key], SavedWrapper, (key,))
+            found += [f"{show(path)}: {reason}" for path, saved in wrappers if (reason := saved.unusable())]
         shards = shards_in(restored)
         found += meshless(state, shards)
     except RecursionError as error:
@@ -169,7 +173,7 @@ def _misfits(
     elif reasons := list(_FILLED[kind](target, saved)):
         yield from (f"{show(path)}: {reason} {_WAY_OUT}" for reason in reasons)
     elif kind is not Kind.GENERATOR and stays(target, saved):
-        shared.add((path, None), local_of(target), saved_local(saved))
+        _share(shared, (path, None), target, saved)
 
 
 def _groups(state_dict: dict[Any, Any]) -> object:
@@ -193,7 +197,13 @@ def _tensor_misfits(target: torch.Tensor, saved: Any) -> Iterator[str]:
         if reason := shard_misfit(target, saved):
             yield reason
         return
-    if (reason := why_refused(target)) is not None:
+    if isinstance(saved, SavedWrapper):
+        if reason := saved.misfit(target):
+            yield reason
+    elif type(target) not in PLAIN and wrapper_tensors.name_of(target):
+        there = _form(saved) if isinstance(saved, torch.Tensor) else type_name(saved)
+        yield f"{there} in the checkpoint, a {wrapper_tensors.name_of(target)} here"
+    elif (reason := why_refused(target)) is not None:
         yield reason
     elif isinstance(saved, SavedDTensor):
         yield f"{saved} in the checkpoint, {_form(target)}, no DTensor, here"
@@ -248,16 +258,34 @@ def _module_misfits(module: nn.Module, saved: Any, path: Path, shared: Aliased) 
     if extra:
         yield f"{few(map(show_part, extra))} in the checkpoint, but not in the module"
     # `set_extra_state` decides about a plain tensor, as in torch's own `load_state_dict`.
-    checked = [k for k, v in own.items() if is_dtensor(v) or (type(v) in PLAIN and not is_extra_state(k))]
+    checked = [k for k, v in own.items() if is_dtensor(v) or (_is_checked(v) and not is_extra_state(k))]
     both = [(k, own[k], saved[k]) for k in checked if k in saved]
     wrong: list[str] = []
     for k, v, other in both:
         reasons = [f"{show_part(k)} ({reason})" for reason in _tensor_misfits(v, other)]
         wrong += reasons
         if not reasons and stays(v, other):
-            shared.add((path, k), local_of(v), saved_local(other))
+            _share(shared, (path, k), v, other)
     if wrong:
         yield f"of another shape or dtype: {few(wrong)}"
+
+
+def _is_checked(value: object) -> bool:
+    return type(value) in PLAIN or (isinstance(value, torch.Tensor) and wrapper_tensors.name_of(value) is not None)
+
+
+def _share(shared: Aliased, place: tuple[Path, str | None], target: torch.Tensor, saved: Any) -> None:
+    for inner, stored in filled_pairs(target, saved):
+        shared.add(place, inner, stored)
+
+
+def filled_pairs(target: torch.Tensor, saved: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each plain tensor that a load fills for `target`, with the stored one."""
+    local = saved.local if isinstance(saved, SavedDTensor) else saved
+    if isinstance(local, SavedWrapper):
+        yield from local.pairs(local_of(target))
+    else:
+        yield local_of(target), local
 
 
 def stays(target: Any, saved: Any) -> bool:
@@ -268,6 +296,8 @@ def stays(target: Any, saved: Any) -> bool:
     kind = kind_of(target)
     if kind is Kind.TENSOR:
         target = local_of(target)
+        if wrapper_tensors.name_of(target):
+            return True
         return not expanded(target.shape, target.stride()) and not target.is_inference()
     if kind is Kind.ARRAY:
         return target.flags.writeable and not expanded(target.shape, target.strides)
@@ -292,10 +322,6 @@ def is_simple(value: object) -> bool:
     if type(value) is dict:
         return is_plain(value.values())
     return type(value) in SEQUENCES and is_plain(value)  # type: ignore[arg-type]
-
-
-def saved_local(saved: Any) -> Any:
-    return saved.local if isinstance(saved, SavedDTensor) else saved
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -26,6 +26,7 @@ strings without a leading "$". Everything else is an object with one key, a tag:
     $bytesio $datetime $time $date $timedelta $path $uuid $decimal   `tierd.state.kinds.plain_objects`
     $random [kind, state]                       a generator of NumPy or of random (`tierd.state.kinds.random_states`)
     $generator [name, device]                   a torch.Generator; the tensor is the result of get_state()
+    $wrapper [class, tensors, context]          a wrapper subclass of a tensor (`tierd.state.kinds.wrapper_tensors`)
     $dtensor [tensor, placement]                a DTensor's local shard, a $tensor or $view, and its place in the
                                                 whole tensor (`tierd.core.shard_placement`)
 """

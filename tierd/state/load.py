@@ -27,10 +27,10 @@ from tierd.core.errors import as_both
 from tierd.spool.direct_io import PAGE
 from tierd.state.classify import IMMUTABLE, Kind, Stateful, kind_of
 from tierd.state.containers import paired, walk
-from tierd.state.fit import Fitting, check_fit, few, is_sequence_of, is_simple, saved_local, stays
+from tierd.state.fit import Fitting, check_fit, few, filled_pairs, is_sequence_of, is_simple, stays
 from tierd.state.kinds import loader_arguments, loader_fingerprint
 from tierd.state.kinds.device_meshes import meshes_of, put_beside
-from tierd.state.kinds.dtensors import local_of, tensors_in
+from tierd.state.kinds.dtensors import tensors_in
 from tierd.state.kinds.modules import load_module
 from tierd.state.kinds.rng import RngState
 from tierd.state.reclaim import ReclaimedMemory
@@ -160,9 +160,9 @@ def _place(target: Any, saved: Any, memo: dict[int, object]) -> Any:
     if kind is Kind.ARRAY:
         target[...] = saved
         return target
-    local = saved_local(saved)
-    there = memo.get(id(local), local)
-    fill(local_of(target), there if isinstance(there, torch.Tensor) else local)
+    for inner, stored in filled_pairs(target, saved):
+        there = memo.get(id(stored), stored)
+        fill(inner, there if isinstance(there, torch.Tensor) else stored)
     return target
 
 

@@ -21,6 +21,7 @@ class Form(enum.Enum):
     SEQUENCE = enum.auto()
     PACKED = enum.auto()  # runs of plain values: for each run a hole with its `Named`, and a tensor of its own
     STATEFUL = enum.auto()
+    WRAPPER = enum.auto()  # a wrapper subclass; its children are its inner tensors
     SHARD = enum.auto()  # a DTensor; its only child is its local shard
 
 

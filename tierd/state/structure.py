@@ -17,7 +17,7 @@ import torch
 
 from tierd.state.classify import IMMUTABLE, is_stateful
 from tierd.state.encode import Answers
-from tierd.state.kinds import loader_fingerprint, numpy_arrays, packed_tensors
+from tierd.state.kinds import loader_fingerprint, numpy_arrays, packed_tensors, wrapper_tensors
 from tierd.state.kinds.dtensors import is_placed_alike
 from tierd.state.kinds.packed_tensors import pack, pack_run, run_form
 from tierd.state.nodes import Form, Node
@@ -48,7 +48,8 @@ class Level:
         self._bytes_at = [index for index in at[Form.SCALAR] if self._kinds[index] is bytes]
         self._scalars = picker(at[Form.SCALAR])
         self.tensors_at, self.tensors = at[Form.TENSOR], picker(at[Form.TENSOR])
-        self.shards_at, self.dtensors = at[Form.SHARD], picker(at[Form.SHARD])
+        self.shards_at = [index for index in at[Form.SHARD] if nodes[index].children[0].form is Form.TENSOR]
+        self.dtensors = picker(self.shards_at)
         self.arrays_at, self._arrays = at[Form.ARRAY], [(index, nodes[index].detail) for index in at[Form.ARRAY]]
         kept = [*at[Form.MADE], *at[Form.RUN]]
         self.holes_at = [*at[Form.SCALAR], *kept]
@@ -65,7 +66,7 @@ class Level:
         simple = set(self.dicts_at)
         self.others_at = [
             index
-            for form in (Form.MAPPING, Form.SEQUENCE, Form.STATEFUL, Form.PACKED, Form.SHARD)
+            for form in (Form.MAPPING, Form.SEQUENCE, Form.STATEFUL, Form.PACKED, Form.SHARD, Form.WRAPPER)
             for index in at[form]
             if index not in simple
         ]
@@ -188,6 +189,8 @@ def _opener(node: Node) -> Callable[[Any, Answers], Iterable[Any]]:
         return _packer(*node.detail)
     if node.form is Form.SHARD:
         return _Shard(node.detail)
+    if node.form is Form.WRAPPER:
+        return _unwrapper(*node.detail)
     if node.form is Form.SEQUENCE:
         length, maxlen = node.detail
 
@@ -244,6 +247,18 @@ def _extra(value: Any) -> object:
     if type(value) is OrderedDict:
         return tuple(vars(value))
     return (tuple(vars(value)) or None) if type(value) is Counter else None
+
+
+def _unwrapper(names: list[str], context: list[object]) -> Callable[[Any, Answers], Iterable[Any]]:
+    """Return a function that returns the inner tensors of a wrapper, or raises `Doubt` if its context differs."""
+
+    def tensors(value: Any, answers: Answers) -> Iterable[Any]:
+        inner = wrapper_tensors.inner_tensors(value)
+        if list(inner) != names or wrapper_tensors.context_of(value) != context:
+            raise Doubt
+        return inner.values()
+
+    return tensors
 
 
 class _Shard:

@@ -16,7 +16,7 @@ from tierd.core.errors import StateMismatch
 from tierd.core.shard_placement import parse_placement
 from tierd.state import tree_budget
 from tierd.state.json_tree import MAX_DEPTH, MAX_TREE
-from tierd.state.kinds import numpy_arrays, packed_tensors
+from tierd.state.kinds import numpy_arrays, packed_tensors, wrapper_tensors
 from tierd.state.kinds.dtensors import SavedDTensor
 from tierd.state.kinds.generators import SavedGenerator
 from tierd.state.stored_dtypes import logical
@@ -157,6 +157,7 @@ def decoder(
         "$values": run,
         "$generator": generator,
         "$dtensor": dtensor,
+        "$wrapper": wrapper_tensors.parsed,
     }
 
     def build(pairs: list[tuple[str, Any]]) -> object:

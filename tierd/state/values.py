@@ -21,7 +21,7 @@ from tierd.state import cuda, tree_budget
 from tierd.state.classify import IMMUTABLE, PLAIN
 from tierd.state.containers import Path
 from tierd.state.json_tree import EXACT, KEYS, MAX_DEPTH, MAX_TREE, SCALARS
-from tierd.state.kinds import numpy_arrays, packed_tensors, plain_objects, random_states
+from tierd.state.kinds import numpy_arrays, packed_tensors, plain_objects, random_states, ways_out
 from tierd.state.kinds.packed_tensors import Named
 from tierd.state.paths import fullest, heaviest, places
 from tierd.state.stored_dtypes import SHELLS, STORED_AS
@@ -135,7 +135,9 @@ def why_refused(tensor: torch.Tensor) -> str | None:
         if hasattr(tensor, "full_tensor"):
             kind = type_name(tensor)
             return f"{kind}, a sharded tensor; pass .full_tensor(), or save it through tierd.dcp.StorageWriter"
-        return f"{type_name(tensor)}, a tensor subclass; pass a plain torch.Tensor"
+        if hasattr(tensor, "__tensor_flatten__"):
+            return f"{type_name(tensor)}, a tensor subclass; {ways_out.OF_WRAPPERS}"
+        return f"{type_name(tensor)}, a tensor subclass; pass .as_subclass(torch.Tensor)"
     if tensor.is_nested:
         return "a nested tensor; pass the list that .unbind() gives"
     if tensor.layout != torch.strided:

@@ -17,7 +17,7 @@ from tierd.client.saving.pinning import Pinning
 from tierd.spool.arena import Arena, available
 from tierd.state import cuda
 from tierd.state.containers import leaves
-from tierd.state.kinds.dtensors import local_of, tensors_in
+from tierd.state.kinds.dtensors import held_by, local_of, tensors_in
 from tierd.state.tensor_file import Targets, TensorFileLayout, targets
 from tierd.state.uncollected import uncollected
 
@@ -166,7 +166,7 @@ def estimate(state: Mapping[str, object]) -> int:
     for value in leaves(state):
         tensors: Iterable[torch.Tensor] = ()
         if isinstance(value, torch.nn.Module):
-            tensors = map(local_of, chain(value.parameters(), value.buffers()))
+            tensors = chain.from_iterable(map(held_by, chain(value.parameters(), value.buffers())))
         elif isinstance(value, torch.optim.Optimizer):
             tensors = tensors_in(value.state)
             if not value.state:
@@ -175,7 +175,7 @@ def estimate(state: Mapping[str, object]) -> int:
                 )
                 extra += _moments(value.defaults) * own
         elif isinstance(value, torch.Tensor):
-            tensors = (local_of(value),)
+            tensors = held_by(value)
         seen |= {tensor.data_ptr() if not tensor.is_meta else id(tensor): tensor.nbytes for tensor in tensors}
     return sum(seen.values()) + extra + _HEADER
 

@@ -18,6 +18,7 @@ from tierd.core.shard_placement import REPLICATE, SHARD, STRIDED
 from tierd.state.containers import SEQUENCES, Path, instances, leaves, replaced
 from tierd.state.kinds.dtensors import SavedDTensor, is_dtensor, is_whole
 from tierd.state.kinds.optimizers import optimizers_in
+from tierd.state.kinds.wrapper_tensors import SavedWrapper
 from tierd.state.values import show
 
 
@@ -71,7 +72,8 @@ class Meshes:
         }
         placements = [makers[name](*numbers) for name, *numbers in saved.placement.rules]
         shape, stride = torch.Size(saved.placement.shape), saved.placement.stride
-        return DTensor.from_local(saved.local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        local = saved.local.made() if isinstance(saved.local, SavedWrapper) else saved.local
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def misfit(self, saved: SavedDTensor) -> str | None:
         """Return why no DTensor can be made of this shard; None if one can."""

@@ -20,6 +20,7 @@ import torch
 
 from tierd.core.shard_placement import REPLICATE, SHARD, STRIDED, Placement, Rule
 from tierd.state.containers import leaves
+from tierd.state.kinds.wrapper_tensors import SavedWrapper, parts_of
 
 RESHARD = "tierd.dcp.load(state, checkpointer) loads DTensors onto another mesh, placement or number of ranks"
 
@@ -29,11 +30,11 @@ class SavedDTensor:
     """One rank's shard in a checkpoint.
 
     Attributes:
-        local: the shard; may be a view of the restored file.
+        local: the shard, a tensor or a `SavedWrapper`; may be a view of the restored file.
         placement: its position in the whole tensor, and the rank that saved it.
     """
 
-    local: torch.Tensor
+    local: Any
     placement: Placement
 
     def __post_init__(self) -> None:
@@ -55,6 +56,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     # Not `to_local()`, because it builds a graph if gradients are enabled. torch's own FSDP and DCP use this member,
     # too.
     return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def held_by(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors that hold this rank's values: of a DTensor's local shard, or of a wrapper."""
+    return parts_of(local_of(tensor))
 
 
 def placement_of(dtensor: Any) -> Placement:
@@ -138,6 +144,8 @@ def misfit(target: Any, saved: object) -> str | None:
     if not isinstance(saved, SavedDTensor):
         what = "a whole tensor" if isinstance(saved, torch.Tensor) else type(saved).__name__
         return f"{what} in the checkpoint, a DTensor of {dtype} {here} here"
+    if isinstance(saved.local, SavedWrapper) and (reason := saved.local.misfit(target._local_tensor)):
+        return reason
     if saved.placement != here or saved.local.dtype != target.dtype or not is_whole(saved):
         return f"{saved} in the checkpoint, {dtype} {here} here"
     return None
@@ -149,9 +157,13 @@ def is_whole(saved: SavedDTensor) -> bool:
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested containers, live or saved; for a DTensor its local shard."""
+    """Yield the tensors in nested containers, live or saved; for a DTensor its local shard, for a wrapper the inner
+    tensors.
+    """
     for leaf in leaves(value):
         if isinstance(leaf, torch.Tensor):
-            yield local_of(leaf)
+            yield from held_by(leaf)
+        elif isinstance(leaf, SavedWrapper):
+            yield from leaf.tensors()
         elif isinstance(leaf, SavedDTensor):
-            yield leaf.local
+            yield from leaf.local.tensors() if isinstance(leaf.local, SavedWrapper) else (leaf.local,)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from tierd.state.kinds.dtensors import SavedDTensor, local_of
 from tierd.state.kinds.wrapped_names import bare_names
+from tierd.state.kinds.wrapper_tensors import SavedWrapper
 from tierd.state.values import show_part
 
 Groups = Sequence[dict[str, Any]]  # the `param_groups` of an optimizer, or of its saved state
@@ -28,7 +29,7 @@ NameOf = Callable[[torch.Tensor], str | None]
 
 SAME_ORDER = "make the optimizer with its parameters in the order of the checkpoint"
 _SCALARS = frozenset(("step", "eta", "mu", "mu_product"))  # of torch's own optimizers; every other tensor is a moment
-_PLAIN = (torch.Tensor, SavedDTensor, bool, int, float, str, type(None))
+_PLAIN = (torch.Tensor, SavedDTensor, SavedWrapper, bool, int, float, str, type(None))
 _FEW = 3  # parameters that a message names
 
 
@@ -240,6 +241,8 @@ def _shape_misfit(optimizer: Optimizer, saved: Any, state: dict[Any, dict[Any, A
 def _shape(value: object) -> tuple[int, ...] | None:
     if isinstance(value, SavedDTensor):
         return value.placement.shape
+    if isinstance(value, SavedWrapper):
+        return value.shape
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 

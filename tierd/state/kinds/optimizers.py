@@ -14,8 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tierd.state.classify import IMMUTABLE
-from tierd.state.containers import SEQUENCES
-from tierd.state.kinds.dtensors import local_of, tensors_in
+from tierd.state.containers import SEQUENCES, leaves
+from tierd.state.kinds import wrapper_tensors
+from tierd.state.kinds.dtensors import held_by, local_of, tensors_in
 from tierd.state.values import is_storable
 
 _FEW = 64  # items; larger containers are not searched, because nobody keeps optimizers in them
@@ -31,10 +32,14 @@ def place(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def owned(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield all tensors that `step()` may change; for a DTensor its local shard."""
-    for group in optimizer.param_groups:
-        yield from map(local_of, group["params"])
-    yield from tensors_in(optimizer.state)
+    """Yield the tensors that `step()` may change; for a DTensor its local shard.
+
+    Wrappers are left out, because a write to one does not raise the version counters of its inner tensors.
+    """
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for tensor in chain(parameters, leaves(optimizer.state)):
+        if isinstance(tensor, torch.Tensor) and wrapper_tensors.name_of(local_of(tensor)) is None:
+            yield local_of(tensor)
 
 
 def optimizers_in(state: Mapping[str, object]) -> list[Optimizer]:
@@ -69,7 +74,9 @@ def moving(optimizers: list[Optimizer], tensors: Mapping[str, torch.Tensor]) -> 
 
 def _moved(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
-        yield from (local_of(parameter) for parameter in group["params"] if parameter.requires_grad)
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                yield from held_by(parameter)
     for key, value in optimizer.state.items():
         if not isinstance(key, torch.Tensor) or key.requires_grad:
             yield from tensors_in(value)

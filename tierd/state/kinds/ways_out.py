@@ -24,6 +24,10 @@ _BASES = (
     *(dict, list, tuple, set, str, int, float, bytes, torch.Generator, random.Random),
     *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, pathlib.PurePath, io.BytesIO),
 )
+OF_WRAPPERS = (
+    "a state holds the tensor subclasses that its reference lists; pass this one's inner tensors "
+    "(__tensor_flatten__()), or its values as a plain tensor (.dequantize())"
+)
 _GETTERS = ("get_state", "getstate", "get_state_dict", "save_state")
 _SETTERS = ("set_state", "load_state", "setstate", "set_state_dict", "restore_state")
 _DICTS = ("to_dict", "as_dict", "model_dump", "_asdict")
