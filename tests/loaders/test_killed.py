@@ -44,3 +44,25 @@ def test_keras_resumes_exactly_with_plateau_early_stopping_and_a_schedule(
     whole, _ = records(f"loaders.killed_keras:{loop}", tmp_path / "whole")
     killed, resumed = records(f"loaders.killed_keras:{loop}", tmp_path / "killed", *moments)
     assert killed == whole and resumed == [0, *moments.values()]
+
+
+@pytest.mark.parametrize(
+    ("loop", "moments"),
+    [
+        (
+            "within_epochs",
+            {"step 7": 6, "evaluation 8": 6, "step 11": 9, "epoch 12": 12, "evaluation 24": 21, "step 26": 24},
+        ),
+        ("at_epochs", {"step 7": 6, "evaluation 12": 9, "epoch 12": 12, "epoch 24": 24, "evaluation 36": 33}),
+        ("on_plateau", {"step 16": 15, "step 31": 30, "evaluation 36": 33}),
+        ("on_plateau", {"epoch 24": 24, "evaluation 36": 33}),
+    ],
+)
+def test_lightning_resumes_exactly_with_schedulers_and_early_stopping(
+    loop: str, moments: dict[str, int], tmp_path: Path
+) -> None:
+    pytest.importorskip("lightning")
+    whole, _ = records(f"loaders.killed_lightning:{loop}", tmp_path / "whole")
+    killed, resumed = records(f"loaders.killed_lightning:{loop}", tmp_path / "killed", *moments)
+    assert len({values[2] for name, values in whole.items() if name.startswith("step")}) > 2, "the rate changes"
+    assert killed == whole and resumed == [0, *moments.values()]

@@ -41,7 +41,7 @@ import torch
 
 from tierd.adapters import framework
 from tierd.adapters.last_save import LastSave
-from tierd.adapters.lightning_step import BATCH, EPOCH, VALIDATION, StepOfTraining, WaitingSave
+from tierd.adapters.lightning_step import BATCH, EPOCH, VALIDATION, Resumption, StepOfTraining, WaitingSave
 from tierd.adapters.step_metrics import StepMetrics
 from tierd.client.checkpointer import Checkpointer, made_of
 from tierd.core.errors import CheckpointNotFound, ConfigError
@@ -53,6 +53,7 @@ _io = framework("lightning.fabric.plugins.io.torch_io", "lightning")
 
 SCHEME = "tierd:"
 _MEMBERS = {"run": str, "step": int, "attempt": str}
+_METRICS = "tierd_metrics"  # the member of Lightning's dictionary for the newest values of its metrics
 _LONGEST = 4096  # bytes of a text that stands for a checkpoint
 
 
@@ -114,6 +115,8 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         else:
             self._waiting = None
             metrics = self._metrics.usable(self._step.measured(), self._step.monitored())
+            if values := self._step.all():
+                checkpoint = {**checkpoint, _METRICS: values}
             self._last.save(self._checkpointer, step, {"lightning": checkpoint, "rng": RngState()}, metrics)
         if (waits or self._last.holds(step)) and "://" not in str(path):  # only local paths get a text
             self._name(Path(path), step)
@@ -190,6 +193,9 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         self._last = LastSave(-1)  # because the attempt that begins has saved none
         self._restored = path, state["lightning"]
         self.callback.generators, self.callback.loaders = state["rng"], _loaders(state["lightning"])
+        self.callback.measured = tuple(found.metrics)
+        values, is_last = state["lightning"].get(_METRICS, {}), _is_last(state["lightning"])
+        self.callback.resumption = Resumption(values, is_last)
         return path
 
 
@@ -201,6 +207,9 @@ class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
 
     generators: dict[str, Any] | None = None
     loaders: Sequence[Any] = ()
+    measured: Sequence[str] = ()  # the metrics that were measured at the restored step
+    resumption: Resumption | None = None  # for the fit that begins next
+    _resumed: Resumption | None = None  # of the fit that runs, until its first epoch has ended
     waiting = False  # whether saves are refused until a restored checkpoint is loaded
     _fitting = False  # whether a fit has begun that has not loaded everything yet
     _has_read = False  # whether that fit has read a checkpoint
@@ -246,9 +255,12 @@ class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._loaded()
-        self._step.begin(trainer)
-        generators, loaders = self.generators, self.loaders
-        self.generators, self.loaders = None, ()
+        generators, loaders, measured = self.generators, self.loaders, self.measured
+        self.generators, self.loaders, self.measured = None, (), ()
+        self._resumed, self.resumption = self.resumption, None
+        if self._resumed is not None:
+            self._resumed.begin(trainer)
+        self._step.begin(trainer, measured)
         if generators is None:
             return
         if self._set_epochs(trainer):  # the loaders have already begun, in another order
@@ -279,8 +291,15 @@ class _Resume(_callbacks.Callback):  # type: ignore[misc,name-defined]
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._step.ended(VALIDATION)
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._resumed is not None:
+            self._resumed.epoch_starts(trainer)
+
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._step.ended(EPOCH)
+        if self._resumed is not None:
+            self._resumed.epoch_ends(trainer)
+            self._resumed = None
 
     def _set_epochs(self, trainer: Any) -> bool:
         """Set the epoch of each sampler that has one, and return whether there was any."""
@@ -314,11 +333,17 @@ def _loaders(checkpoint: dict[str, Any]) -> list[Any]:
     return found
 
 
+def _is_last(checkpoint: dict[str, Any]) -> bool:
+    """Return whether a checkpoint was saved at an epoch's last batch."""
+    fit = checkpoint.get("loops", {}).get("fit_loop", {})
+    return bool(fit.get("epoch_loop.batch_progress", {}).get("is_last_batch"))
+
+
 def _forget_what_is_read(checkpoint: dict[str, Any]) -> None:
     """Drop the state of an exhausted loader after an epoch's last batch.
 
     Lightning resumes with the next epoch then, and the exhausted loader's state would make that epoch empty.
     """
-    fit = checkpoint.get("loops", {}).get("fit_loop", {})
-    if fit.get("epoch_loop.batch_progress", {}).get("is_last_batch") and _loaders(checkpoint):
+    if _is_last(checkpoint) and _loaders(checkpoint):
+        fit = checkpoint["loops"]["fit_loop"]
         fit["state_dict"] = {**fit["state_dict"], "combined_loader": []}

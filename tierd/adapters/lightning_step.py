@@ -7,7 +7,7 @@ monitors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -27,9 +27,10 @@ class StepOfTraining:
         self._before: dict[str, Any] = {}  # the metrics of earlier steps
         self._at = ""  # what has ended of this step; empty if nothing has
 
-    def begin(self, trainer: Any) -> None:
-        """Forget the metrics of earlier steps."""
-        self._trainer, self._before, self._at = trainer, dict(trainer.callback_metrics), ""
+    def begin(self, trainer: Any, measured: Collection[str] = ()) -> None:
+        """Forget the metrics of earlier steps: all but those `measured` at a step from which training resumes."""
+        before = {name: value for name, value in trainer.callback_metrics.items() if name not in measured}
+        self._trainer, self._before, self._at = trainer, before, ""
 
     def ended(self, part: str) -> None:
         self._at = part
@@ -40,6 +41,11 @@ class StepOfTraining:
             return {}
         metrics = self._trainer.callback_metrics.items()
         return {name: value for name, value in metrics if not _is_same(value, self._before.get(name))}
+
+    def all(self) -> dict[str, torch.Tensor]:
+        """Return the newest value of each metric, which schedulers and callbacks may read long after it was logged."""
+        metrics = {} if self._trainer is None else self._trainer.callback_metrics
+        return {name: value for name, value in metrics.items() if isinstance(value, torch.Tensor)}
 
     def monitored(self) -> list[str]:
         """Return the metrics by which some `ModelCheckpoint` decides."""
@@ -84,6 +90,41 @@ class WaitingSave(_callbacks.Checkpoint):  # type: ignore[misc,name-defined]
         path = self._waiting(trainer.global_step)  # known to rank 0 alone
         if trainer.strategy.reduce_boolean_decision(path is not None, all=False):
             trainer.save_checkpoint(path or f"{trainer.default_root_dir}/waiting.ckpt")  # all of tierd's end at `io`
+
+
+class Resumption:
+    """What Lightning does not do by itself when it resumes.
+
+    It steps no `ReduceLROnPlateau` at the end of the epoch in which it resumes, nor for an epoch at whose last batch
+    the checkpoint was saved, because it does not save the metrics.
+
+    Args:
+        metrics: the newest value of each metric when the checkpoint was saved.
+        is_last: whether it was saved at an epoch's last batch.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], is_last: bool) -> None:
+        self._metrics = metrics
+        self._is_due = is_last  # whether an epoch has ended without a step of its schedulers
+
+    def begin(self, trainer: Any) -> None:
+        trainer._logger_connector._callback_metrics.update(self._metrics)
+
+    def epoch_starts(self, trainer: Any) -> None:
+        """Step the schedulers for the epoch before, if Lightning has not ended it again."""
+        if self._is_due and self._can_step(trainer):
+            trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        self._is_due = False
+
+    def epoch_ends(self, trainer: Any) -> None:
+        """Let Lightning step the schedulers next."""
+        if self._can_step(trainer):
+            trainer.fit_loop.restarting = False
+        self._is_due = False
+
+    def _can_step(self, trainer: Any) -> bool:
+        monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+        return all(monitor in trainer.callback_metrics for monitor in monitors)
 
 
 def _is_same(value: Any, before: Any) -> bool:

@@ -111,6 +111,13 @@ MUTANTS = (
         "pytest tests/loaders/test_logged.py -k model_checkpoints",
     ),
     Mutant(
+        "a resumed epoch of Lightning ends without a step of its ReduceLROnPlateau",
+        "tierd/adapters/lightning_step.py",
+        "            trainer.fit_loop.restarting = False\n",
+        "            pass\n",
+        "pytest tests/loaders/test_killed.py -k on_plateau",
+    ),
+    Mutant(
         "a checkpoint of Trainer lacks what Trainer does at the end of an epoch",
         _TRANSFORMERS,
         "        if self._wanted == step and not ends:",
