@@ -33,9 +33,9 @@ def causes(
     worst = min(failing, key=lambda one: one.divergence.step if one.divergence else 0)
     assert worst.divergence is not None
     found = list(_not_deterministic(reference, killed, again, worst, terms))
-    found += _from_states(reference, killed, again if not found else None, worst) or _resume(
-        reference, killed, worst.rank, worst.divergence, terms
-    )
+    known = _from_states(reference, killed, again if not found else None, worst)
+    shown = list(_resume(reference, killed, worst.rank, worst.divergence, terms))
+    found += [_with_place(known[0], shown), *known[1:]] if known else shown
     if worst.divergence.what == "loss" or not found:
         found += _settings(reference, killed, worst.rank, worst.divergence)
     return tuple(found)
@@ -89,6 +89,13 @@ def _follows(states: Sequence[StateDifference]) -> Cause:
         + ". No value is seen to be lost by the load or set after it: it may follow from a generator or an order of "
         "sums that was not seen",
     )
+
+
+def _with_place(cause: Cause, shown: Sequence[Cause]) -> Cause:
+    """Add to a position the place in the uninterrupted run from which the launch read, if its samples show it."""
+    if cause.kind == "position" and shown and shown[0].kind in ("position", "prefetch"):
+        return Cause(cause.kind, f"{shown[0].says.split(': ')[0]}; {cause.says}")
+    return cause
 
 
 def _from_states(reference: History, killed: History, again: History | None, worst: RankResult) -> list[Cause]:

@@ -102,14 +102,18 @@ class Witness:
         if number >= self._steps and not self._ended:
             self._ended = True
             # The state of a later step is not the state of the last one.
-            self._write(RecordLine(taken=self._states.take(number, "end")))
+            self._capture(number, "end")
         elif self._resumed or number in self._orders.captured:
             self._resumed = False  # the first step after a restore: its state is evidence for causes
-            self._write(RecordLine(taken=self._states.take(number, "step")))
+            self._capture(number, "step")
             if number in self._orders.captured:
                 self._forward = self._backward = number
         if self._kill is not None and number >= self._kill.step:
             self._near(self._kill, number)
+
+    def _capture(self, step: int, at: str) -> None:
+        taken = self._states.take(step, at)
+        self._write(RecordLine(taken=msgspec.structs.replace(taken, after=self._last)))
 
     def _near(self, kill: KillPoint, step: int) -> None:
         """Kill the process, now or soon: `step` is the kill point's or a later one."""
@@ -166,7 +170,7 @@ class Witness:
         def beginning(one: Any, step: int, state: Any, *args: Any, **kwargs: Any) -> Any:
             self._states.note(state, "save", int(step))
             if self._orders.every_save and step <= self._steps:
-                self._write(RecordLine(taken=self._states.take(step, "save")))
+                self._capture(step, "save")
             return save(one, step, state, *args, **kwargs)
 
         @wraps(restore)
@@ -175,16 +179,17 @@ class Witness:
             self._states.note(state, "restore", -1 if found is None else found.step)
             if found is not None:
                 self._resumed = True
-                self._write(RecordLine(taken=self._states.take(found.step, "loaded")))
+                self._capture(found.step, "loaded")
                 self._forward = self._backward = found.step
             return found
 
         kind.save, kind.restore = beginning, restoring
 
         def before_forward(*_: Any) -> None:
-            if self._forward is not None and os.getpid() == self._pid:
+            # A forward pass without gradients is an evaluation, which may come before the step's batch is fetched.
+            if self._forward is not None and os.getpid() == self._pid and sys.modules["torch"].is_grad_enabled():
                 after, self._forward = self._forward, None
-                self._write(RecordLine(taken=self._states.take(after, "forward")))
+                self._capture(after, "forward")
 
         modules: Any = sys.modules["torch.nn.modules.module"]
         modules.register_module_forward_pre_hook(before_forward)

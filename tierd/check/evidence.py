@@ -8,13 +8,18 @@ set since. A value that training itself changes until then was not set: it may o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+import msgspec
 
 from tierd.check.buffers import filled_again
 from tierd.check.final import of_other_forms, unsteady
 from tierd.check.finding import StateFinding
 from tierd.check.history import GLOBAL, History, RankHistory, Taken
-from tierd.check.kinds import DATA, kind_of_path, same, values
+from tierd.check.kinds import DATA, kind_of_path, position_of, same, values
+from tierd.check.loading import loader_findings
+from tierd.check.moments import beginnings, capture_before, capture_of, loads_later, next_steps
+from tierd.check.texts import both_texts
 
 _LOCAL = re.compile(r"\w+\(\) \w")
 _OBJECTS = frozenset({"weights", "optimizer", "scheduler", "scaler"})
@@ -43,11 +48,12 @@ def evidence(again: History, killed: History, rank: int, launch: int, what: str)
         what: `samples`, `first loss`, `later loss`, or `state` if all of these are right.
     """
     here, whole = killed.launches[launch - 1][rank], again.launches[0][rank]
-    loaded = _one(here, "loaded")
+    loaded = capture_of(here, "loaded")
     begun = here.first
     if begun is None:
         return []
-    if loaded is not None and begun != loaded.step + 1:
+    saved = None if loaded is None else capture_of(whole, "save", loaded.step)
+    if loaded is not None and begun not in next_steps(loaded.step, saved):
         return [
             StateFinding(
                 "steps",
@@ -56,28 +62,44 @@ def evidence(again: History, killed: History, rank: int, launch: int, what: str)
                 "after the checkpoint's is the next",
             )
         ]
-    saved = None if loaded is None else _one(whole, "save", loaded.step)
-    if (both := _beginnings(whole, here, begun)) is None:
+    if saved is not None and loaded is not None and loads_later(saved, loaded):
+        loaded = None
+    if (both := beginnings(whole, here, begun)) is None:
         return []
     then, before = both
     shaky = unsteady([again.launches[0][rank], killed.launches[0][rank]])
-    earlier = saved or _one(whole, "step", begun - 1)
+    earlier = capture_before(whole, then)
     found = [one for one in _findings(saved, loaded, earlier, then, before, begun) if one.path not in shaky]
+    found += loader_findings(then, before, begun, what)
     if what == "samples" and saved is not None and loaded is not None:
         found += filled_again(saved, loaded, then, before, begun)
-    if what != "samples" and loaded is not None and (early := _saved_early(whole, loaded.step)):
+    if what != "samples" and saved is not None and (early := _saved_early(whole, saved, begun)):
         return [early]
     if what in ("later loss", "state") and saved is not None and loaded is not None:
-        found += _left_alone(saved, loaded, whole, here, launch)
+        found += [] if any(one.lost for one in found) else _left_alone(saved, loaded, whole, here, launch)
     order = _ORDERS[what].split(", ")
     idle = _idle(whole, begun, what)
     known = [one for one in found if one.kind in order and one.path not in idle and _is_cause(one, what)]
+    if what != "samples":  # right samples were drawn by the right generator, unless something else draws from it too
+        drawing = _of_orders(*(one for one in (saved, then, before) if one is not None))
+        known = [one for one in known if one.path not in drawing] or known
     added_to = _added_to(whole, here, begun)
     known = [one for one in known if one.kind != "gradients" or one.path in added_to]
     # A batch is drawn before the forward pass, so that what was not lost may be only a consequence of other samples.
-    known.sort(key=lambda one: (not one.lost if what == "samples" else not one.is_sure, order.index(one.kind)))
+    known.sort(
+        key=lambda one: (
+            one.weak,
+            not one.lost if what == "samples" else not one.is_sure,
+            position_of(one.path) is None,
+            order.index(one.kind),
+        )
+    )
+    if known and known[0].kind in DATA:  # other samples draw another number of times
+        known = [one for one in known if one.lost or one.kind != "generator"]
     # Gradients follow from any stronger cause.
-    return [one for one in known if one.kind != "gradients" or known[0].kind == "gradients"]
+    known = [one for one in known if one.kind != "gradients" or known[0].kind == "gradients"]
+    names = before.names | then.names
+    return [msgspec.structs.replace(one, says=_with_users_name(one, names)) for one in known]
 
 
 def first_evidence(again: History, killed: History, rank: int) -> list[StateFinding]:
@@ -88,7 +110,7 @@ def first_evidence(again: History, killed: History, rank: int) -> list[StateFind
     for launch, begun in killed.resumes(rank, again.launches[0][rank].first or 0).items():
         if found := evidence(again, killed, rank, launch, "state"):
             return found
-        both = _beginnings(again.launches[0][rank], killed.launches[launch - 1][rank], begun)
+        both = beginnings(again.launches[0][rank], killed.launches[launch - 1][rank], begun)
         if both is None or any(not same(leaf, both[1].entries.get(path)) for path, leaf in both[0].entries.items()):
             return []
     return []
@@ -105,52 +127,58 @@ def _is_cause(one: StateFinding, what: str) -> bool:
         return True
     if what == "samples":  # the data's own values are as close to the samples as anything
         return one.kind in DATA
-    if what == "later loss" and one.kind in _SET_BY_STEPS and not one.late:
+    if not one.late and (one.weak or (what == "later loss" and one.kind in _SET_BY_STEPS)):
         return True  # no step was made since the load that could have moved it
     return not one.moved and (what != "first loss" or one.kind in _UNCONDITIONAL)
 
 
 def _idle(whole: RankHistory, begun: int, what: str) -> set[str]:
-    """Return the generators from which an uninterrupted run did not draw before the losses differed."""
-    start = _one(whole, "step", begun - 1)
-    end = _one(whole, "step", begun) if what == "first loss" else _one(whole, "end")
+    """Return the generators from which an uninterrupted run did not draw before the losses differed.
+
+    A loader may draw a step's batch one step early, so that each capture until then counts.
+    """
+    start = capture_of(whole, "step", begun - 1)
+    end = capture_of(whole, "step", begun) if what == "first loss" else capture_of(whole, "end")
     if what == "samples" or start is None or end is None:
         return set()
     after = values(end)
+    before = [values(one) for one in whole.taken[: whole.taken.index(end)] if one.at != "backward"]
     return {
         path
         for path, leaf in values(start).items()
-        if kind_of_path(path, start.kinds, leaf.text) == "generator" and path in after and same(leaf, after[path])
+        if kind_of_path(path, start.kinds, leaf.text) == "generator"
+        and path in after
+        and all(same(one.get(path, leaf), after[path]) for one in before)
     }
 
 
-def _one(seen: RankHistory, at: str, step: int | None = None) -> Taken | None:
-    return next((one for one in seen.taken if one.at == at and step in (None, one.step)), None)
+def _with_users_name(one: StateFinding, names: Mapping[str, str]) -> str:
+    """Return the text of a finding with the user's name for the object, if that is not in its state."""
+    owner = max((prefix for prefix in names if one.path.startswith(prefix)), key=len, default="")
+    if not owner or owner not in one.says:
+        return one.says
+    return one.says.replace(one.path, f"{one.path} ({names[owner]})", 1)
 
 
-def _beginnings(whole: RankHistory, here: RankHistory, begun: int) -> tuple[Taken, Taken] | None:
-    """Return both runs' states at the first step: right before its forward pass, or else when it was observed."""
-    for at, step in (("forward", begun - 1), ("step", begun), ("end", begun)):
-        then, before = _one(whole, at, step), _one(here, at, step)
-        if then is not None and before is not None:
-            return then, before
-    return None
+def _of_orders(*some: Taken) -> set[str]:
+    """Return the paths of the generators from which loaders and samplers draw."""
+    return {path for one in some for path, leaf in values(one).items() if leaf.digest in one.orders}
 
 
 def _added_to(whole: RankHistory, here: RankHistory, begun: int) -> set[str]:
     """Return the gradients that differ when the first backward pass adds to them; most loops clear them before."""
-    both = [one.evidence for seen in (whole, here) if (one := _one(seen, "backward", begun - 1)) is not None]
-    if len(both) < 2:
+    then, before = capture_of(whole, "backward", begun - 1), capture_of(here, "backward")
+    if then is None or before is None:
         return set()
-    return {path for path in both[0].keys() | both[1].keys() if not same(both[0].get(path), both[1].get(path))}
+    paths = then.evidence.keys() | before.evidence.keys()
+    return {path for path in paths if not same(then.evidence.get(path), before.evidence.get(path))}
 
 
-def _saved_early(whole: RankHistory, step: int) -> StateFinding | None:
-    """Report weights that changed between the save of a step and its `tierd.observe`."""
-    at = [(one.at, one) for one in whole.taken if one.step == step and one.at in ("save", "step")]
-    if [name for name, _ in at] != ["save", "step"]:
+def _saved_early(whole: RankHistory, save: Taken, begun: int) -> StateFinding | None:
+    """Report weights that changed between the save before `begun` and that step's `tierd.observe`."""
+    done = capture_of(whole, "step", begun - 1)
+    if done is None or whole.taken.index(done) < whole.taken.index(save):
         return None
-    save, done = at[0][1], at[1][1]
     moved = [
         path
         for path, leaf in save.entries.items()
@@ -163,7 +191,7 @@ def _saved_early(whole: RankHistory, step: int) -> StateFinding | None:
     return StateFinding(
         "save before the step",
         moved[0],
-        f"the save of step {step} was made before the update of that step: {moved[0]} moved between it and "
+        f"the save of step {save.step} was made before the update of that step: {moved[0]} moved between it and "
         "tierd.observe, so a resume leaves that update out; save after optimizer.step()",
     )
 
@@ -172,7 +200,7 @@ def _left_alone(
     saved: Taken, loaded: Taken, whole: RankHistory, here: RankHistory, launch: int
 ) -> Iterator[StateFinding]:
     """Report objects of the state that training changes, and that stay after the load as they were loaded."""
-    then, now = _one(whole, "end"), _one(here, "end")
+    then, now = capture_of(whole, "end"), capture_of(here, "end")
     if then is None or now is None or then.step != now.step:
         return
     apart = of_other_forms(then, now)
@@ -194,16 +222,20 @@ def _left_alone(
 def _findings(
     saved: Taken | None, loaded: Taken | None, earlier: Taken | None, then: Taken, before: Taken, begun: int
 ) -> Iterator[StateFinding]:
-    expected, got = values(then), values(before)
+    apart = of_other_forms(then, before)
+    expected, got = (
+        {path: leaf for path, leaf in values(one).items() if not path.startswith(apart)} for one in (then, before)
+    )
     kinds = then.kinds | before.kinds
     differ = {path for path in expected.keys() | got.keys() if not same(expected.get(path), got.get(path))}
     at_save, at_load = (values(saved), values(loaded)) if saved and loaded else ({}, {})
     saved_evidence = saved.evidence if saved else {}
     reported: set[str] = set()
+    weak = {*then.owned, *before.owned}
     for path, was in at_save.items():
         now = at_load.get(path)
-        if now is None and _LOCAL.match(path):  # a local variable that the loop assigns only later
-            continue
+        if now is None and (_LOCAL.match(path) or path in weak):
+            continue  # a variable or an attribute that the loop assigns only later
         if same(was, now) or _within(path, reported) or not (path in differ or _within_any(path, differ)):
             continue
         reported.add(path)
@@ -215,14 +247,16 @@ def _findings(
             kind = "buffer" if kind == "order" else kind
         elif unsaved and kind != "generator":
             kind = "not in the checkpoint"
-        at = f"{was.text} at the save of step {saved.step if saved else 0}"
-        says = f"{path}: {at}, {now.text if now else 'gone'} right after the load"
+        then_text, now_text = both_texts(was, now) if now else (was.text, "gone")
+        says = f"{path}: {then_text} at the save of step {saved.step if saved else 0}, {now_text} right after the load"
         says += "; the state that is saved does not have it" if unsaved else ""
-        says += "; put tierd.RngState() into the state" if path in GLOBAL else ""
-        yield StateFinding(kind, path, says, lost=True)
+        says += "; put tierd.RngState() into the state" if path in GLOBAL and not _has_generators(saved) else ""
+        yield StateFinding(kind, path, says, lost=True, weak=path in weak)
     at_first = values(earlier) if earlier else {}
     moment = f"{'before' if before.at == 'forward' else 'after'} step {begun}"
     for path in sorted(differ):
+        if path in expected and path.startswith("gradient of ") and path not in got and saved is None:
+            yield StateFinding("gradients", path, f"{path}: {expected[path].text} uninterrupted {moment}, none here")
         if path in expected and path in got and not _within(path, reported):
             if _LOCAL.match(path) and path not in at_load:
                 continue  # a consequence of another value
@@ -230,14 +264,21 @@ def _findings(
             kind = kind_of_path(path, kinds, was.text, is_.text, was, is_)
             if was.saved is False and kind not in DATA | {"generator"}:
                 kind = "not in the checkpoint"
+            whole, killed = both_texts(was, is_)
             when = "as at the save right after the load, and " if path in at_load else ""
             yield StateFinding(
                 kind,
                 path,
-                f"{path}: {when}{is_.text} {moment}, {was.text} uninterrupted",
+                f"{path}: {when}{killed} {moment}, {whole} uninterrupted",
                 moved=not same(at_first.get(path), was),
                 late=before.at != "forward",
+                weak=path in weak,
             )
+
+
+def _has_generators(saved: Taken | None) -> bool:
+    """Return whether the saved state has the process's generators."""
+    return saved is not None and any(path.endswith('["python"][0]') for path in saved.entries)
 
 
 def _within(path: str, reported: set[str]) -> bool:

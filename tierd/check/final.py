@@ -17,6 +17,7 @@ import msgspec
 
 from tierd.check.history import History, RankHistory, Taken
 from tierd.check.leaves import ValueLeaf
+from tierd.check.texts import both_texts
 
 _SHOWN = 5  # entries that a report names, at most
 
@@ -87,8 +88,7 @@ def differences(
     ends = whole[last][1], pieces[last][1]
     for path, one, other in _differing(*ends, tolerance, of_other_forms(*ends)):
         if counts(path):
-            apart = _apart(one, other)
-            found.append(StateDifference(rank, path, first[path], launch, one.text, other.text, *apart, other.saved))
+            found.append(StateDifference(rank, path, first[path], launch, *_shown(one, other), other.saved))
     found.sort(key=lambda one: one.saved is False)
     return found + [one for one in _passing(whole, pieces, rank, tolerance, found) if counts(one.path)]
 
@@ -106,9 +106,7 @@ def _passing(
         for path, one, other in _differing(then, now, tolerance, of_other_forms(then, now)):
             if path in then.entries.keys() | now.entries.keys() and not _is_below(path, known):
                 known.add(path)
-                yield StateDifference(
-                    rank, path, step, launch, one.text, other.text, *_apart(one, other), other.saved, passing=True
-                )
+                yield StateDifference(rank, path, step, launch, *_shown(one, other), other.saved, passing=True)
 
 
 def compared(reference: History, killed: History, rank: int) -> int:
@@ -215,12 +213,20 @@ def _differing(
                 yield path, ours.get(path, gone), theirs.get(path, gone)
 
 
+def _shown(a: ValueLeaf, b: ValueLeaf) -> tuple[str, str, float | None, float | None]:
+    """Return both values for a reader, and their distance; where no number shows a distance, the texts differ."""
+    distance, relative = _apart(a, b)
+    texts = both_texts(a, b) if distance is None else (a.text, b.text)
+    return *texts, distance, relative
+
+
 def _apart(a: ValueLeaf, b: ValueLeaf) -> tuple[float | None, float | None]:
     if not a.sample or len(a.sample) != len(b.sample) or a.count != b.count:
         return None, None
     distance = max(abs(x - y) for x, y in zip(a.sample, b.sample, strict=True))
-    largest = max(map(abs, (*a.sample, *b.sample)))
-    return distance, distance / largest if largest else 0.0
+    if not distance:  # the bytes differ elsewhere, or in a sign of zero, or where a value is no number
+        return None, None
+    return distance, distance / max(map(abs, (*a.sample, *b.sample)))
 
 
 def _is_below(path: str, known: Collection[str]) -> bool:

@@ -95,6 +95,12 @@ class Taken(msgspec.Struct, frozen=True):
         evidence: values that are evidence for causes and are not compared: the attributes of loaders, samplers and
             datasets, gradients, and the process's global generators.
         kinds: the kinds of objects by the prefix of their paths: `weights`, `optimizer`, `scheduler`, `scaler`, `data`.
+        loaders: how far the process's data loaders are, and the attributes of their samplers.
+        orders: digests of the generators from which loaders and samplers draw.
+        names: the names that the user gave to objects, by the prefix of their paths.
+        owned: the paths in `evidence` of attributes of objects of the user's own classes.
+        after: the last step that was observed before the capture, because a loop may count the steps of its saves from
+            another number.
     """
 
     step: int
@@ -105,6 +111,11 @@ class Taken(msgspec.Struct, frozen=True):
     kinds: dict[str, str] = {}
     forms: dict[str, str] = {}
     note: tuple[str, int] | None = None
+    loaders: dict[str, ValueLeaf] = {}
+    orders: list[str] = []
+    names: dict[str, str] = {}
+    owned: list[str] = []
+    after: int | None = None
 
 
 class RecordLine(msgspec.Struct, frozen=True, omit_defaults=True):

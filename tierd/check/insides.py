@@ -120,14 +120,14 @@ def _generators(value: Any, path: str, seen: set[int], depth: int) -> Iterator[t
         return
     if id(value) in seen or depth > _DEEPEST or len(seen) > _MOST:
         return
-    inside = _reached(value, path)
+    inside = reached(value, path)
     if inside:
         seen.add(id(value))
     for place, inner in inside:
         yield from _generators(inner, place, seen, depth + 1)
 
 
-def _reached(value: Any, path: str) -> list[tuple[str, Any]]:
+def reached(value: Any, path: str) -> list[tuple[str, Any]]:
     """Return what a container, an object of the user's own code, a module or a function refers to."""
     torch = sys.modules.get("torch")
     if isinstance(value, dict) and len(value) < _MOST:
@@ -154,6 +154,11 @@ def _content(cell: CellType) -> list[Any]:
         return [cell.cell_contents]
     except ValueError:  # a variable that the loop assigns only later
         return []
+
+
+def walk(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, ValueLeaf]]:
+    """Yield the leaves below one object, if it is of the user's own code or of torch's."""
+    yield from islice(_walk(value, path, seen, 0), _MOST)
 
 
 def _walk(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, ValueLeaf]]:

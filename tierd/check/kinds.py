@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from tierd.check.history import Taken
 from tierd.check.leaves import ValueLeaf
 
+POSITION = "batches read"  # the end of the path of how far a loader is
 DATA = frozenset({"position", "epoch", "shuffle", "buffer", "prefetch", "order", "data"})
 _EPOCH, _SEED = re.compile(r"epoch"), re.compile(r"seed")
 _POSITION = re.compile(r"position|pos|sample|index|idx|offset|cursor|consumed|yielded|drawn|read|at")
@@ -40,7 +41,7 @@ def kind_of_path(
     """Name the kind of the value at `path`."""
     if path.startswith("gradient of "):
         return "gradients"
-    if path.endswith(".training"):
+    if path.endswith((".training", ".requires_grad")):
         return "mode"
     if "generator" in (was[:9], now[:9]):
         return "generator"
@@ -50,10 +51,10 @@ def kind_of_path(
     kind = kinds.get(owner, "data" if _OF_DATA.search(path) else "state")
     if kind == "weights":
         return "buffers" if not path.startswith(f'{owner}["') else kind
-    return _data_kind(path, a, b) if kind == "data" else kind
+    return data_kind(path, a, b) if kind == "data" else kind
 
 
-def _data_kind(path: str, a: ValueLeaf | None, b: ValueLeaf | None) -> str:
+def data_kind(path: str, a: ValueLeaf | None, b: ValueLeaf | None) -> str:
     """Name the kind of a data pipeline's attribute, by its name and its content."""
     names = _LAST.findall(path)
     name = names[-1].lower() if names else ""
@@ -68,3 +69,8 @@ def _data_kind(path: str, a: ValueLeaf | None, b: ValueLeaf | None) -> str:
     if re.search(r"\[\d+\]$", path):
         return "data"
     return "position" if any(_POSITION.fullmatch(part) for part in name.split("_")) else "data"
+
+
+def position_of(path: str) -> str | None:
+    """Return the loader whose batches are at `path`; None if they are not."""
+    return path.removesuffix(f": {POSITION}") if path.endswith(POSITION) else None

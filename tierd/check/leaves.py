@@ -23,6 +23,7 @@ _MOST = 20_000  # leaves of one tree; later ones are left out, the same ones eac
 _FEW = 8  # up to so many numbers are a leaf each; a longer sequence is one leaf
 _LONGEST = 100_000  # items of a sequence that is digested as a whole
 _TEXT = 80
+_WHOLE = 20_000  # characters of a long text that are kept
 _SCALARS = (bool, int, float, complex, str, bytes, bytearray, type(None))
 
 
@@ -35,6 +36,7 @@ class ValueLeaf(msgspec.Struct, frozen=True, omit_defaults=True):
         count: the number of items of a container or sequence.
         sample: some of its numbers, from the same positions for equal shapes.
         saved: whether the saved state contains it; None if no state was captured.
+        whole: the text before it was shortened, up to a limit, to show where two values differ.
     """
 
     digest: str
@@ -42,6 +44,7 @@ class ValueLeaf(msgspec.Struct, frozen=True, omit_defaults=True):
     count: int | None = None
     sample: tuple[float, ...] = ()
     saved: bool | None = None
+    whole: str = ""
 
 
 def leaves(value: object, path: str, saved: bool | None = None) -> dict[str, ValueLeaf]:
@@ -66,7 +69,9 @@ def leaf_of(value: Any) -> ValueLeaf | None:
         return _generator(value.get_state().cpu().numpy().tobytes())
     if isinstance(value, _SCALARS):
         sample = (float(value),) if isinstance(value, bool | int | float) and abs(value) < 1e300 else ()
-        return ValueLeaf(_digest(repr(value).encode()), _cut(repr(value)), sample=sample)
+        text = repr(value)
+        whole = text[:_WHOLE] if len(text) > _TEXT else ""
+        return ValueLeaf(_digest(text.encode()), _cut(text), sample=sample, whole=whole)
     if isinstance(value, random.Random):
         return None if isinstance(value, random.SystemRandom) else _generator(repr(value.getstate()).encode())
     if numpy is not None:
@@ -102,9 +107,9 @@ def run_of(values: Any) -> ValueLeaf | None:
     if isinstance(values, set | frozenset):
         items.sort(key=repr)
     sample = tuple(float(one) for one in items[:SAMPLED] if isinstance(one, bool | int | float) and abs(one) < 1e300)
-    return ValueLeaf(
-        _digest(repr(items).encode()), _cut(f"{count} items: {', '.join(map(repr, items[:4]))}, …"), count, sample
-    )
+    text = repr(items)
+    shown = _cut(f"{count} items: {', '.join(map(repr, items[:4]))}, …")
+    return ValueLeaf(_digest(text.encode()), shown, count, sample, whole=text[:_WHOLE])
 
 
 def _is_plain(value: object) -> bool:

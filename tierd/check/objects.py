@@ -11,12 +11,13 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import active_children
 from types import GeneratorType
 from typing import Any
 
 from tierd.check.leaves import ValueLeaf, is_generator, leaf_of, leaves
+from tierd.check.owned import is_kerass_callback, is_kerass_optimizer, is_own_class
 from tierd.check.places import ObjectPlaces, is_users, users_frames
 
 _DEEPEST = 30  # frames and containers
@@ -91,13 +92,18 @@ def live(
 
 
 def details(places: ObjectPlaces, objects: LiveObjects, known: bool) -> dict[str, ValueLeaf]:
-    """Return the attributes of modules outside of parameters and buffers: gradients, numbers, and training mode.
+    """Return the attributes of modules outside of parameters and buffers.
+
+    These are gradients, numbers, the training mode, and which parameters are trained and which are frozen.
 
     Args:
         known: whether the saved state was captured; it does not contain the numbers.
     """
     found = gradients(places, objects)
     for name, one in _modules(places, objects):
+        for path, weight in one.named_parameters():
+            trained = str(weight.requires_grad)
+            found[f'{name}["{path}"].requires_grad'] = ValueLeaf(trained, trained)
         for path, inner in one.named_modules():
             where = f"{name}{f'.{path}' if path else ''}"
             found[f"{where}.training"] = ValueLeaf(str(inner.training), str(inner.training))
@@ -120,6 +126,11 @@ def gradients(places: ObjectPlaces, objects: LiveObjects) -> dict[str, ValueLeaf
 def _modules(places: ObjectPlaces, objects: LiveObjects) -> Iterator[tuple[str, Any]]:
     torch: Any = sys.modules["torch"]
     return _named(places, (one for one in objects.stateful if isinstance(one, torch.nn.Module)), _Saved(None))
+
+
+def named(places: ObjectPlaces, objects: LiveObjects) -> dict[str, object]:
+    """Return the objects outside of the saved state by the names that `live` and `details` have for them."""
+    return dict(_named(places, objects.stateful, _Saved(None)))
 
 
 class _Saved:
@@ -159,36 +170,62 @@ class LiveObjects:
         stateful: objects with `state_dict()` and `load_state_dict()` that are no part of another module, and no data.
         generators: the running generator functions of the user's own code, because often only a `for` loop refers to
             them.
+        iterators: those of torch's data loaders, for the same reason.
+        owned: objects of the user's own classes, but no loaders, samplers and datasets.
+        orders: torch's loaders and samplers.
     """
 
     stateful: list[Any]
     generators: list[GeneratorType[Any, Any, Any]]
+    iterators: list[Any] = field(default_factory=list)
+    owned: list[Any] = field(default_factory=list)
+    orders: list[Any] = field(default_factory=list)
 
 
 def find_live() -> LiveObjects:
     """Go through all objects of the process once, because they are many. Requires torch."""
-    from tierd.state.kinds.rng import RngState
-
     torch: Any = sys.modules["torch"]
     gc.collect()  # so that the collector's order is by age
     running: list[GeneratorType[Any, Any, Any]] = []
-    kinds: dict[type, bool] = {}
-    modules: list[Any] = []
-    others: list[Any] = []
+    groups: dict[type, str] = {}
+    by_group: dict[str, list[Any]] = {"module": [], "stateful": [], "iterator": [], "order": [], "owned": []}
     for one in gc.get_objects():
         kind = type(one)
         if kind is GeneratorType and one.gi_frame is not None and is_users(one.gi_code.co_filename):
             running.append(one)
-        wanted = kinds.get(kind)
-        if wanted is None:
-            wanted = kinds[kind] = not issubclass(kind, type | RngState) and (
-                callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
-            )
-        if wanted:
-            (modules if isinstance(one, torch.nn.Module) else others).append(one)
+        group = groups.get(kind)
+        if group is None:
+            group = groups[kind] = _group(torch, kind)
+        if group:
+            by_group[group].append(one)
+    modules, stateful = by_group["module"], by_group["stateful"]
     inner = {id(child) for one in modules for child in one.children()}
     top = [one for one in modules if id(one) not in inner]
-    return LiveObjects(top + [one for one in others if not is_data(one)], running)
+    own = [one for one in modules + stateful if is_own_class(type(one))] + by_group["owned"]
+    return LiveObjects(
+        top + [one for one in stateful if not is_data(one)],
+        running,
+        by_group["iterator"],
+        [one for one in own if not is_data(one)],
+        by_group["order"],
+    )
+
+
+def _group(torch: Any, kind: type) -> str:
+    """Return the group of the objects of a class in a capture; empty if they are in none."""
+    from tierd.state.kinds.rng import RngState
+
+    if issubclass(kind, type | RngState):
+        return ""
+    if issubclass(kind, sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter):
+        return "iterator"
+    if issubclass(kind, torch.utils.data.DataLoader | torch.utils.data.Sampler):
+        return "order"
+    if issubclass(kind, torch.nn.Module):
+        return "module"
+    if callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None)):
+        return "stateful"
+    return "owned" if is_own_class(kind) or is_kerass_callback(kind) or is_kerass_optimizer(kind) else ""
 
 
 def _named(places: ObjectPlaces, objects: Iterable[Any], saved: _Saved) -> Iterator[tuple[str, Any]]:

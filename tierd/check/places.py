@@ -14,19 +14,26 @@ from typing import Any
 from tierd.check.imported import once_imported
 
 _OURS = str(Path(__file__).parent.parent)
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
 _HOOKED = {
     "torch.nn.modules.module": "Module",
     "torch.optim.optimizer": "Optimizer",
     "torch.optim.lr_scheduler": "LRScheduler",
     "torch.amp.grad_scaler": "GradScaler",
+    "torch.utils.data.dataloader": "_BaseDataLoaderIter",
 }
 
 
 @lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
-    """Return whether code is neither in Python's library, nor in an installed package, nor in tierd."""
+    """Return whether code is neither in Python's library, nor in an installed package, nor in tierd.
+
+    Packages are also installed outside of this interpreter's directories: for the user, for the system, or in the
+    environment below a virtual one. They all lie in a directory of one of two names.
+    """
     paths = sysconfig.get_paths()
-    return not file.startswith(("<", _OURS, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))))
+    ours = ("<", _OURS, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+    return not file.startswith(ours) and _PACKAGES.isdisjoint(Path(file).parts)
 
 
 class ObjectPlaces:

@@ -8,14 +8,17 @@ loaders, samplers and datasets that are not the user's own, or from which thread
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from typing import Any
 
 from tierd.check.history import Taken
 from tierd.check.insides import global_generators, held_generators, insides
 from tierd.check.leaves import ValueLeaf, leaves
-from tierd.check.objects import details, find_live, gradients, is_alone, is_data, kind_of, live
+from tierd.check.loaders import loader_leaves, order_digests
+from tierd.check.naming import users_names
+from tierd.check.objects import details, find_live, gradients, is_alone, is_data, kind_of, live, named
+from tierd.check.owned import owned_leaves
 from tierd.check.places import ObjectPlaces
 
 
@@ -62,16 +65,32 @@ class States:
             if kind == "weights":
                 kinds |= {f'state["{key}"]["{name}"]': "buffers" for name, _ in value.named_buffers()}
         generators |= {path: leaf for path, leaf in held_generators(self._state).items() if path not in beside}
-        evidence = (
-            generators
-            | insides(objects, self._state, entries)
-            | details(self._places, objects, self._state is not None)
+        known = self._state is not None
+        owned = owned_leaves(_unsaved(objects.owned, self._state), known)
+        evidence = owned | generators | insides(objects, self._state, entries) | details(self._places, objects, known)
+        return Taken(
+            step,
+            at,
+            entries,
+            beside,
+            evidence,
+            kinds,
+            forms,
+            self._noted,
+            loader_leaves(self._places, objects.iterators),
+            order_digests(objects.orders),
+            users_names(named(self._places, objects), objects.owned),
+            sorted(owned),
         )
-        return Taken(step, at, entries, beside, evidence, kinds, forms, self._noted)
 
     def take_gradients(self, step: int) -> Taken:
         """Capture the gradients that the first backward pass after a step adds to."""
         return Taken(step, "backward", {}, {}, gradients(self._places, find_live()))
+
+
+def _unsaved(objects: Iterable[Any], state: Mapping[str, Any] | None) -> list[Any]:
+    saved = {id(value) for value in (state or {}).values()}
+    return [one for one in objects if id(one) not in saved]
 
 
 def _is_scalar(value: object) -> bool:

@@ -47,7 +47,7 @@ MUTANTS = (
     Mutant(
         "a rate that is set before the first step is no cause",
         "tierd/check/evidence.py",
-        "one.kind in _SET_BY_STEPS and not one.late",
+        '(what == "later loss" and one.kind in _SET_BY_STEPS)',
         "False",
         "pytest tests/check/test_evidence.py -k set_before",
     ),
@@ -82,8 +82,8 @@ MUTANTS = (
     Mutant(
         "a state past the last step is taken for its own",
         "tierd/check/child.py",
-        'take(number, "end")',
-        'take(self._steps, "end")',
+        '_capture(number, "end")',
+        '_capture(self._steps, "end")',
         f"{_TEST_CHECK_RESUME} -k past_the_last",
     ),
     Mutant(

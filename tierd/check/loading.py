@@ -1,0 +1,55 @@
+"""Find what the process's data loaders show of the cause: how far they are, and how their samplers are set.
+
+Invariant: pure. A loader that begins anew is no cause where a sampler or a dataset knows its own position, and has the
+same one as uninterrupted: the loop makes another loader then, and goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tierd.check.finding import StateFinding
+from tierd.check.history import Taken
+from tierd.check.kinds import data_kind, kind_of_path, position_of, same, values
+from tierd.check.texts import both_texts
+
+
+def loader_findings(then: Taken, before: Taken, begun: int, what: str) -> Iterator[StateFinding]:
+    """Report what differs in the loaders before the first step after a resume.
+
+    Args:
+        then: the uninterrupted run at the same moment.
+        what: as for `evidence`.
+    """
+    moment = f"{'before' if before.at == 'forward' else 'after'} step {begun}"
+    for path, was in then.loaders.items():
+        now = before.loaders.get(path)
+        if now is None or same(was, now):
+            continue
+        loader = position_of(path)
+        if loader is not None:
+            if what == "samples" and not _knows_its_position(then, before):
+                yield StateFinding(
+                    "position",
+                    path,
+                    f"{path}: {now.text} {moment}, {was.text} uninterrupted: the position of its sampler or dataset is "
+                    "not in the checkpoint, and the loop does not go on from there",
+                    lost=True,
+                )
+            continue
+        kind = "generator" if was.text.startswith("generator") else data_kind(path, was, now)
+        # Right samples were drawn in the right order, so that only an attribute of a dataset may explain a loss.
+        if what == "samples" or kind == "data":
+            ours, theirs = both_texts(now, was)
+            yield StateFinding(
+                kind, path, f"{path}: {ours} {moment}, {theirs} uninterrupted", moved=kind == "generator"
+            )
+
+
+def _knows_its_position(then: Taken, before: Taken) -> bool:
+    whole = {path: leaf for path, leaf in values(then).items() if kind_of_path(path, then.kinds) == "position"}
+    whole |= {path: leaf for path, leaf in then.loaders.items() if data_kind(path, leaf, leaf) == "position"}
+    killed = values(before) | before.loaders
+    return any(
+        same(leaf, killed.get(path)) and any(leaf.sample) and position_of(path) is None for path, leaf in whole.items()
+    )

@@ -1,0 +1,45 @@
+"""Choose the captures of two runs that are compared, and the steps with which a launch may go on.
+
+Invariant: pure.
+"""
+
+from __future__ import annotations
+
+from tierd.check.history import RankHistory, Taken
+
+
+def loads_later(saved: Taken, loaded: Taken) -> bool:
+    """Return whether the loop only read values, and gives them to its objects itself: a framework does so."""
+    forms = [(saved.forms.get(key, ""), form) for key, form in loaded.forms.items()]
+    return any(then.endswith(("object", "both")) and now.endswith("values") for then, now in forms)
+
+
+def next_steps(step: int, saved: Taken | None) -> set[int]:
+    """Return the steps with which a launch may go on after the checkpoint of `step`.
+
+    A framework counts the finished steps, and a loop may count the observed ones from 0. Then the save shows which
+    step was observed before it; the step after that one may have been finished as well, and not observed yet.
+    """
+    if saved is None or saved.after is None or saved.after == step:
+        return {step + 1}
+    return {step + 1, saved.after + 1, saved.after + 2}
+
+
+def capture_of(seen: RankHistory, at: str, step: int | None = None) -> Taken | None:
+    return next((one for one in seen.taken if one.at == at and step in (None, one.step)), None)
+
+
+def capture_before(whole: RankHistory, then: Taken) -> Taken | None:
+    """Return the last capture before `then`, after a step or at a save."""
+    earlier = [one for one in whole.taken[: whole.taken.index(then)] if one.at in ("step", "save")]
+    return earlier[-1] if earlier else None
+
+
+def beginnings(whole: RankHistory, here: RankHistory, begun: int) -> tuple[Taken, Taken] | None:
+    """Return both runs' states at the first step: right before its forward pass, or else when it was observed."""
+    for at, step in (("forward", begun - 1), ("step", begun), ("end", begun)):
+        # After a restore the first one is the first step's, whatever the number of the checkpoint.
+        then, before = capture_of(whole, at, step), capture_of(here, at, None if at == "forward" else step)
+        if then is not None and before is not None:
+            return then, before
+    return None

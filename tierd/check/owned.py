@@ -1,0 +1,104 @@
+"""Read the attributes of objects of the user's own classes, wherever they are: callbacks, collators, trainers.
+
+A framework often holds such an object, so that no variable of the loop refers to it. A difference in an attribute is
+evidence for a cause only: many attributes, such as sums for a log, change nothing.
+
+Invariant: as `insides`, this module reads attributes and calls nothing.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import islice
+from types import FunctionType
+from typing import Any
+
+import msgspec
+
+from tierd.check.leaves import ValueLeaf, is_generator, leaf_of, leaves
+from tierd.check.places import is_users
+
+_SAME = 16  # objects of one class; of more, none is read, because they are records or samples
+_MOST = 2000  # leaves in one capture, at most
+_OF_ONE = 200  # leaves of one attribute, at most
+
+
+def is_own_class(kind: type) -> bool:
+    """Return whether a class is defined in the user's own code."""
+    module = sys.modules.get(kind.__module__)
+    return is_users(getattr(module, "__file__", None) or "<builtin>")
+
+
+def is_kerass_callback(kind: type) -> bool:
+    """Return whether a class is a callback of Keras, which saves none of their attributes, and is no log."""
+    names = {base.__name__ for base in kind.__mro__}
+    return kind.__module__.startswith("keras.") and "Callback" in names and not names & {"History", "ProgbarLogger"}
+
+
+def is_kerass_optimizer(kind: type) -> bool:
+    """Return whether a class is an optimizer of Keras, which is none of torch's."""
+    return any(base.__name__ == "BaseOptimizer" and base.__module__.startswith("keras.") for base in kind.__mro__)
+
+
+def _variables(optimizer: Any) -> dict[str, Any]:
+    return {str(one.name): one.value for one in optimizer.variables}
+
+
+def owned_leaves(objects: Iterable[Any], known: bool) -> dict[str, ValueLeaf]:
+    """Return numbers, tensors and generators in the attributes of `objects`, and in containers there.
+
+    Args:
+        known: whether the saved state was captured; it does not contain them.
+    """
+    by_class: defaultdict[str, list[Any]] = defaultdict(list)
+    for one in objects:
+        by_class[type(one).__qualname__.split("<locals>.")[-1]].append(one)
+    found = (leaf for name, some in by_class.items() if len(some) <= _SAME for leaf in _of_class(name, some))
+    saved = False if known else None
+    return {path: msgspec.structs.replace(leaf, saved=saved) for path, leaf in islice(found, _MOST)}
+
+
+@lru_cache(maxsize=4096)
+def _is_own_attribute(kind: type, name: str) -> bool:
+    """Return whether the user's own code sets an attribute, where a class has a library's class as its base."""
+    if is_kerass_callback(kind):
+        return not name.startswith("_")
+    libraries = [base for base in kind.__mro__[:-1] if not is_own_class(base)]
+    return not libraries or not any(name in _set_by(base) for base in libraries)
+
+
+def _class_numbers(kind: type) -> dict[str, Any]:
+    """Return the numbers that a user's class sets for its objects, which have their own only after a change."""
+    own = [base for base in kind.__mro__[-2::-1] if is_own_class(base)]
+    return {name: value for base in own for name, value in vars(base).items() if type(value) in (bool, int, float)}
+
+
+@lru_cache(maxsize=256)
+def _set_by(kind: type) -> frozenset[str]:
+    """Return the names of the attributes that the methods of a class set."""
+    codes = [one.__code__ for one in vars(kind).values() if isinstance(one, FunctionType)]
+    return frozenset(
+        str(one.argval) for code in codes for one in dis.get_instructions(code) if one.opname == "STORE_ATTR"
+    )
+
+
+def _of_class(name: str, objects: list[Any]) -> Iterator[tuple[str, ValueLeaf]]:
+    torch = sys.modules["torch"]
+    for number, one in enumerate(objects, start=1):
+        where = name if len(objects) == 1 else f"{name} ({number} of {len(objects)})"
+        kind: Any = type(one)
+        if is_kerass_optimizer(kind):
+            yield from leaves(_variables(one), where).items()
+            continue
+        is_module = isinstance(one, torch.nn.Module)
+        for key, value in (_class_numbers(kind) | dict(getattr(one, "__dict__", {}))).items():
+            # Other functions read the numbers and tensors of modules, and their inner modules.
+            if not _is_own_attribute(kind, key):
+                continue
+            if is_module and (key.startswith("_") or (not is_generator(value) and leaf_of(value) is not None)):
+                continue
+            yield from islice(leaves(value, f"{where}.{key}").items(), _OF_ONE)
