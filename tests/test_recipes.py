@@ -64,6 +64,36 @@ def test_a_shuffled_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert one[:48] + two == whole and sorted(whole[:96]) == list(range(96)) and whole[96:] != whole[:64]
 
 
+AT_THE_END = (
+    (
+        '            state["epoch"] += 1\n',
+        '            state["epoch"] += 1\n            ckpt.save(state["step"], state)\n',
+    ),
+    ("% 3 == 0", "% 100 == 0"),
+)
+
+
+def test_a_shuffled_loader_that_is_saved_after_each_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    [(_, code)] = recipes()["A shuffled loader"]
+    for within, after in AT_THE_END:
+        assert within in code
+        code = code.replace(within, after)
+    one, two, whole = resumed(lambda name="": execute(code, tmp_path / f"home{name}"), 14, 30)  # an epoch has 12 steps
+    assert one[:96] + two == whole and whole[:96] != whole[96:192]
+
+
+def test_a_dataset_draws_nothing_from_torchs_global_generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    _, after = sides("A dataset with a state", tmp_path, monkeypatch)
+    loader, before = after().loader, torch.get_rng_state()
+    assert len(list(loader)) == 12 and (torch.get_rng_state() == before).all()
+    with tierd.Checkpointer(tmp_path / "spool", "run", to=[]) as ckpt:
+        ckpt.save(12, {"data": loader})  # after the epoch's loop
+        again = after().loader
+        ckpt.restore({"data": again})
+    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in loader]
+
+
 def test_a_dataset_with_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     before, after = sides("A dataset with a state", tmp_path, monkeypatch)
     first = before().loader

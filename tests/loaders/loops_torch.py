@@ -1,8 +1,8 @@
 """Loops over torch's and torchdata's own loaders.
 
 Each loader has a `generator=` of its own. Without one it draws a seed from torch's global generator whenever it is
-iterated, once more in a run that was resumed: dropout would go another way from there on. Where it shuffles, the
-generator is seeded by the epoch, so that no order hangs on how often it was drawn from before.
+iterated, once more in a run that was resumed: dropout would go another way from there on. A sampler or dataset shuffles
+by the epoch alone, so that no order hangs on how often a generator was drawn from before.
 """
 
 from __future__ import annotations
@@ -49,18 +49,19 @@ class Shard(IterableDataset[int]):
         self.epoch, self.at = state_dict["epoch"], state_dict["at"]
 
 
-def stateful(spool: Path, workers: int, iterable: bool) -> None:
-    own = torch.Generator()
+def stateful(spool: Path, workers: int, iterable: bool, at_the_end: bool = False) -> None:
     data = Shard() if iterable else Ids()
-    loader = StatefulDataLoader(data, BATCH, shuffle=not iterable, generator=own, num_workers=workers)
+    sampler = None if iterable else DistributedSampler(Ids(), num_replicas=1, rank=0)
+    loader = StatefulDataLoader(data, BATCH, sampler=sampler, generator=torch.Generator(), num_workers=workers)
 
     def batches(epoch: int) -> StatefulDataLoader[int]:
-        own.manual_seed(epoch)
+        if sampler is not None:
+            sampler.set_epoch(epoch)
         if isinstance(data, Shard):
             data.epoch = epoch
         return loader
 
-    loop(spool, loader, batches)
+    loop(spool, loader, batches, at_the_end=at_the_end)
 
 
 def map_0(spool: Path) -> None:
@@ -69,6 +70,18 @@ def map_0(spool: Path) -> None:
 
 def map_4(spool: Path) -> None:
     stateful(spool, 4, iterable=False)
+
+
+def map_0_at_the_end(spool: Path) -> None:
+    stateful(spool, 0, iterable=False, at_the_end=True)
+
+
+def map_4_at_the_end(spool: Path) -> None:
+    stateful(spool, 4, iterable=False, at_the_end=True)
+
+
+def iterable_0_at_the_end(spool: Path) -> None:
+    stateful(spool, 0, iterable=True, at_the_end=True)
 
 
 def iterable_0(spool: Path) -> None:

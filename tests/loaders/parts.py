@@ -39,8 +39,11 @@ def loop(
     data: Any,
     batches: Callable[[int], Iterable[torch.Tensor]],
     after: Callable[[torch.Tensor], None] | None = None,
+    at_the_end: bool = False,
 ) -> None:
     """Train epoch after epoch on `batches(epoch)`, tensors of sample ids, with `data` in the state.
+
+    `at_the_end`: save after each epoch's loop, and not within it.
 
     A sample is told with its epoch: one that is skipped must not be made up for by the next epoch's.
     """
@@ -62,7 +65,9 @@ def loop(
                 if after:
                     after(ids)
                 tierd.observe(step, [f"{state['epoch']}:{one}" for one in ids.tolist()], loss.item())
-                if step % EVERY == EVERY - 1:
+                if step % EVERY == EVERY - 1 and not at_the_end:
                     ckpt.save(step, state)
                 step += 1
             state["epoch"] += 1
+            if at_the_end:
+                ckpt.save(step - 1, state)

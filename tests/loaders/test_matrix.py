@@ -49,7 +49,7 @@ class Row:
 
 
 OWN = "a `generator=` of its own"
-BY_EPOCH = f"{OWN}, seeded by the epoch"
+BY_EPOCH = f"{OWN}; a sampler with `set_epoch`"
 STATE = f"{OWN}; a dataset with a state"
 ROWS = (
     Row("`StatefulDataLoader`, map-style, shuffled", "loops_torch:map_0", advice=BY_EPOCH),
@@ -144,6 +144,17 @@ def test_a_killed_loop_goes_on_as_if_it_had_not_been(row: Row, reports: dict[str
     assert report.exact or row.allowance, str(report)
     assert not any(rank.skipped for rank in report.ranks), str(report)
     assert tuple(launch.began for launch in report.launches) == row.began, "a save was not resumed from"
+
+
+@pytest.mark.loaders
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("loop", ["map_0", "map_4", "iterable_0"])
+def test_a_loop_that_saves_after_each_epoch_goes_on_in_the_next(loop: str) -> None:
+    """The loader has read all of an epoch then, and its state must not decide the next one's order (data#1437)."""
+    pytest.importorskip("torchdata")
+    report = check_resume(f"loaders.loops_torch:{loop}_at_the_end", steps=30, kill_at=("14", "26"), patience=300)
+    assert report.exact and report.ok, str(report)
+    assert tuple(launch.began for launch in report.launches) == (0, 12, 24)
 
 
 def test_the_how_to_shows_these_rows() -> None:

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import tierd
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "recipes.md"
-IMPORTS = (DataLoader, IterableDataset, StatefulDataLoader, deque, dist, logging, os, pathlib, tierd, torch)
+IMPORTS = (DataLoader, DistributedSampler, IterableDataset, StatefulDataLoader, deque, dist, logging, os, pathlib, tierd, torch)
 
 
 def recipes() -> dict[str, list[tuple[str, str]]]:
