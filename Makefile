@@ -11,6 +11,7 @@
 # make system  tests that need root or a real S3 server (.ci/run calls it)
 # make lock    writes the hashes of the versions in constraints*.txt, as the package index states them
 # make dist    builds a release twice, compares, and signs it: KEY=FILE names the ssh key; UNSIGNED=1 leaves the signature out
+# make mutants  makes mutants of each line of tierd/core, and shows which no test of tests/core notices: an hour or more; ONLY=corruption names one module
 # make faults  a short round of every kind of fault, as root (needs xfsprogs and strace); make gate: the full one, two hours
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ READY := $(VENV)/.ready
 # Hundreds of processes load tierd, and each would compile it anew where no bytecode is written.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test long lint check bench gpu loaders loaders/ready reference docs lowest system faults gate format lock dist clean
+.PHONY: demo test long lint check bench gpu loaders loaders/ready reference docs lowest system mutants faults gate format lock dist clean
 .DELETE_ON_ERROR:
 
 # pip checks the hashes of all that one call installs, or of nothing, and a checkout has none: so what is locked comes first,
@@ -95,6 +96,14 @@ lowest: $(READY)
 # A file's tests share what it starts, such as a container, so they stay in one process.
 system: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m system
+
+$(VENV)/mutants/.ready: constraints-mutants.txt $(READY)
+	rm -rf $(VENV)/mutants
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/mutants --requirement constraints-mutants.txt
+	touch $@
+
+mutants: $(VENV)/mutants/.ready
+	PYTHONPATH=$(CURDIR)/$(VENV)/mutants $(BIN)/python -m mutmut run 'tierd.core.$(if $(ONLY),$(ONLY).)*'
 
 faults: loaders/ready
 	PYTHONPATH=tests:. $(BIN)/python -m faults short

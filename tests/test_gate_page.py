@@ -11,7 +11,7 @@ def result(first: int, last: int, **more: object) -> dict:
     trials = last - first + 1
     known = {
         "kind": "sabotage",
-        "unit": "mutants",
+        "unit": "fences",
         "seeds": [first, last],
         "asked": trials,
         "trials": trials,
@@ -43,7 +43,7 @@ def test_pieces_of_a_round_are_joined():
         result(0, 9, skipped=["no root"]),
         result(0, 9, of=21),
     ],
-    ids=["none", "a gap", "twice", "another tierd", "not committed", "a loss", "skipped", "of other mutants"],
+    ids=["none", "a gap", "twice", "another tierd", "not committed", "a loss", "skipped", "of other fences"],
 )
 def test_what_does_not_belong_together_is_not(before):
     piece = result(10, 19)
@@ -63,7 +63,7 @@ def test_only_a_full_round_has_a_row_and_of_others_the_page_says_how_far_they_ar
     assert made.endswith("Not played in full yet: power, launchers (1,500 of 2,000 so far).\n")
 
 
-def test_a_round_stays_full_when_there_are_more_mutants_than_it_had():
+def test_a_round_stays_full_when_there_are_more_fences_than_it_had():
     assert page.is_full(result(0, 19, of=20), 21)
     assert not page.is_full(result(0, 18, of=20), 19)
 
@@ -84,7 +84,7 @@ def test_the_launchers_table_counts_what_was_done_under_each():
         "the longest wait is at most 30 s": 1,
     }
     table = page.tables({"launchers": result(0, 2, kind="launchers", notes=notes)}, {"launchers": 3})
-    assert "| launchers | 3 mutants | 0..2 |" in table
+    assert "| launchers | 3 fences | 0..2 |" in table
     assert "| spawn | 2 | 2 |  |  |  |  |  |" in table and "| srun | 1 |  |  | 1 |  |  |  |" in table
     assert "longer than 30 s" in table
 

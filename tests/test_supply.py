@@ -14,10 +14,24 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tools import lock, locked
-from tools.locked import DEEPSPEED, DOCS, ENVIRONMENTS, LOADERS, LOCK, LOWEST, ROOT, TORCH, Pin, active, closure
+from tools.locked import (
+    DEEPSPEED,
+    DOCS,
+    ENVIRONMENTS,
+    LOADERS,
+    LOCK,
+    LOWEST,
+    MUTANTS,
+    ROOT,
+    TORCH,
+    Pin,
+    active,
+    closure,
+)
 
-LOCKS = {path: path.read_text() for path in (LOCK, LOADERS, DEEPSPEED, DOCS)}
+LOCKS = {path: path.read_text() for path in (LOCK, LOADERS, DEEPSPEED, DOCS, MUTANTS)}
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+APART = ("loaders", "docs", "mutants")  # groups that a lock of their own has
 NUMPY, GLIBC = "numpy-2.4.6", "manylinux_2_28_x86_64"
 
 
@@ -97,7 +111,7 @@ def test_what_is_missing_is_found() -> None:
         "msgspec has no hash"
     ]
     assert lacking(LOCKS[LOCK].replace("--require-hashes\n", "")) == ["it does not make pip check"]
-    rest = (LOCKS[LOADERS], LOCKS[DEEPSPEED], LOCKS[DOCS], TORCH.read_text())
+    rest = (LOCKS[LOADERS], LOCKS[DEEPSPEED], LOCKS[DOCS], LOCKS[MUTANTS], TORCH.read_text())
     assert unpinned(PROJECT, without("zstandard"), *rest) == ["daemon: zstandard>=0.23"]
     assert unpinned(PROJECT, without("setuptools"), *rest) == ["the build backend: setuptools>=77"]
     older = re.sub(r"(?m)^aiobotocore==\S+", "aiobotocore==3.7.0", LOCKS[LOCK])
@@ -110,7 +124,7 @@ def test_what_is_missing_is_found() -> None:
 def test_the_lock_holds_all_that_its_packages_need(environment: dict[str, str]) -> None:
     """pip is told to install no dependencies, so what the lock lacks would be missed only where it is imported."""
     pins = locked.read(LOCK, TORCH)
-    wanted = [it for where, names in named(PROJECT).items() if where not in ("loaders", "docs") for it in names]
+    wanted = [it for where, names in named(PROJECT).items() if where not in APART for it in names]
     for by, requirement in closure(active(wanted, (), environment), environment):
         pin = pins.get(canonicalize_name(requirement.name))
         assert pin and pin.applies(environment), f"{by or 'tierd'} needs {requirement}: add it to constraints.txt"
@@ -118,7 +132,7 @@ def test_the_lock_holds_all_that_its_packages_need(environment: dict[str, str]) 
 
 
 def test_nothing_is_locked_that_nothing_needs() -> None:
-    wanted = [it for where, names in named(PROJECT).items() if where not in ("loaders", "docs") for it in names]
+    wanted = [it for where, names in named(PROJECT).items() if where not in APART for it in names]
     needed = {
         canonicalize_name(requirement.name)
         for environment in ENVIRONMENTS
@@ -127,6 +141,7 @@ def test_nothing_is_locked_that_nothing_needs() -> None:
     assert locked.read(LOCK).keys() - needed == set()
     assert locked.read(LOADERS).keys() & locked.read(LOCK).keys() == set()
     assert locked.read(DOCS).keys() & locked.read(LOCK).keys() == set()
+    assert locked.read(MUTANTS).keys() & locked.read(LOCK).keys() == set()
 
 
 def test_the_docs_and_the_loaders_agree_on_what_both_need() -> None:
@@ -139,7 +154,7 @@ def test_the_docs_and_the_loaders_agree_on_what_both_need() -> None:
 
 def test_make_installs_the_locks_without_dependencies() -> None:
     done = subprocess.run(
-        ["make", "-n", "-W", "pyproject.toml", "loaders", "docs"],
+        ["make", "-n", "-W", "pyproject.toml", "loaders", "docs", "mutants"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -156,6 +171,7 @@ def test_make_installs_the_locks_without_dependencies() -> None:
         "--no-deps --no-build-isolation --target .venv/apart --requirement constraints-deepspeed.txt",
         "--no-deps --requirement constraints-loaders.txt",
         "--no-deps --requirement constraints-docs.txt",
+        "--no-deps --target .venv/mutants --requirement constraints-mutants.txt",
     ]
 
 
@@ -216,6 +232,7 @@ def test_the_hashes_are_the_index_s(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(locked, "LOADERS", tmp_path / "loaders.txt")
     monkeypatch.setattr(locked, "DEEPSPEED", tmp_path / "loaders.txt")
     monkeypatch.setattr(locked, "DOCS", tmp_path / "loaders.txt")
+    monkeypatch.setattr(locked, "MUTANTS", tmp_path / "loaders.txt")
     monkeypatch.setattr(locked, "LOWEST", tmp_path / "loaders.txt")
     lock.main()
     hashes = " \\\n".join(f"    --hash=sha256:{it * 64}" for it in "ab")
@@ -228,7 +245,7 @@ def test_a_package_without_a_wheel_is_locked_by_its_source_archive(
 ) -> None:
     listed(monkeypatch)
     head = "--require-hashes\n--only-binary :all:\n--no-binary NumPy\n"
-    for name in ("LOCK", "LOADERS", "DEEPSPEED", "DOCS", "LOWEST"):
+    for name in ("LOCK", "LOADERS", "DEEPSPEED", "DOCS", "MUTANTS", "LOWEST"):
         monkeypatch.setattr(locked, name, tmp_path / "lock.txt")
     (tmp_path / "lock.txt").write_text(head + "numpy==2.4.6\n")
     lock.main()

@@ -64,7 +64,7 @@ def hashed(pin: locked.Pin, sources: frozenset[str] = frozenset()) -> locked.Pin
 
 
 def main() -> None:
-    for path in (locked.LOCK, locked.LOADERS, locked.DEEPSPEED, locked.DOCS, locked.LOWEST):
+    for path in (locked.LOCK, locked.LOADERS, locked.DEEPSPEED, locked.DOCS, locked.MUTANTS, locked.LOWEST):
         text = path.read_text()
         sources = locked.sources(text)
         pins = sorted((hashed(pin, sources) for pin in locked.parse(text)), key=lambda pin: pin.key)

@@ -22,6 +22,7 @@ LOCK = ROOT / "constraints.txt"  # all that `make test` and `make bench` import,
 LOADERS = ROOT / "constraints-loaders.txt"  # what `make loaders` adds
 DEEPSPEED = ROOT / "constraints-deepspeed.txt"  # what `make loaders` installs apart; the file says why
 DOCS = ROOT / "constraints-docs.txt"  # what `make docs` adds
+MUTANTS = ROOT / "constraints-mutants.txt"  # what `make mutants` installs apart
 LOWEST = ROOT / "constraints-lowest.txt"  # the oldest versions that pyproject.toml allows, for `make lowest`
 TORCH = ROOT / "constraints-torch.txt"  # torch alone, by version; the file says why
 

@@ -4,7 +4,7 @@
     python -m faults KIND --only S                   one trial again
     python -m faults KIND --seed S --keep FILE       goes on from what FILE keeps, if that ended at seed S - 1
     python -m faults short | gate                    a round of every kind, as `make faults` and `make gate`
-    python -m faults page                            the last gate's results into docs/evidence/gate.md
+    python -m faults page                            the last gate's results into docs/evidence/gate.md and fences.md
 
 From the project's root, with `tests` on PYTHONPATH, as the Makefile's commands do it.
 """
@@ -48,7 +48,7 @@ def trials(kind: str, number: int, seed: int, only: int | None = None, kept: Pat
     finally:
         shutil.rmtree(room, ignore_errors=True)
     before = kept_in(kept).get(kind) if kept else None
-    own = {"of": which.GATE}  # how many a full round has now: of sabotage, as many as there are mutants
+    own = {"of": which.GATE}  # how many a full round has now: of sabotage, as many as there are fences
     result = joined(before, work.result() | own)
     full = only is None and result["asked"] >= which.GATE
     if full and (unmet := [note for note in which.MET if not result["notes"].get(note)]):

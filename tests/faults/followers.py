@@ -10,14 +10,13 @@ from __future__ import annotations
 import shutil
 
 from faults.hands import room
-from faults.rounds import Mutant, Round
+from faults.rounds import Round
 
 UNIT, SHORT, GATE = "lives of a follower", 8, 400  # every second one is killed with its command
 MET = (
     *("killed alone", "killed with its command"),
     *("killed before the first command", "killed while a command runs", "killed between commands"),
 )
-MUTANTS: tuple[Mutant, ...] = ()  # those of `mutants/reading.py` are found by a few seeds of this
 
 
 def missing() -> str | None:

@@ -14,7 +14,7 @@ import importlib.util
 import shutil
 
 from faults.hands import Trial, spread
-from faults.rounds import Mutant, Round
+from faults.rounds import Round
 
 UNIT, SHORT, GATE = "launch cycles", 13, 1000
 
@@ -32,8 +32,6 @@ MET = (
     *(f"kill, {place}" for place in ("before", "saving", "saved", "restoring")),
     *(f"{what}, saving" for what in ("raise", "stop", "stop-kill", "daemon-kill", "daemon-stop", "daemon-kill+kill")),
 )
-
-MUTANTS: tuple[Mutant, ...] = ()
 
 
 def missing() -> str | None:

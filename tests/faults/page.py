@@ -1,4 +1,4 @@
-"""The gate's table in docs/evidence/gate.md, from the last full round of each kind (`gate.json`)."""
+"""The tables of docs/evidence/gate.md and fences.md, from the last full round of each kind (`gate.json`)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from faults.fences import KINDS, Fence, collect
 from faults.rounds import bound
 
 RESULTS = Path(__file__).parent / "gate.json"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "gate.md"
+_EVIDENCE = Path(__file__).resolve().parents[2] / "docs" / "evidence"
+PAGE, FENCES_PAGE = _EVIDENCE / "gate.md", _EVIDENCE / "fences.md"
 MARKS = "<!-- gate: made by `python -m faults page` -->\n", "<!-- gate: end -->\n"
 _HURTS = {  # the columns of the launchers' table: notes of the kind `launchers`
     "rank killed": ("kill", "stop-kill"),
@@ -34,7 +36,7 @@ def refused(results: dict[str, dict[str, Any]]) -> list[str]:
 def is_full(result: dict[str, Any], gate: int) -> bool:
     """Whether a round has all of its trials. A long one is played in pieces, and kept between them.
 
-    Mutants that came later are of a later tierd/. So the number counts that was full then, or else `gate`, today's.
+    Fences that came later are of a later tierd/. So the number counts that was full then, or else `gate`, today's.
     """
     return bool(min(result["asked"], result["trials"]) >= result.get("of", gate))
 
@@ -87,6 +89,38 @@ def tables(results: dict[str, dict[str, Any]], gates: dict[str, int]) -> str:
     return rows
 
 
+def fences_table(result: dict[str, Any]) -> str:
+    """Each kind of fault with its fences: the promise, the function, and the run that found it.
+
+    Args:
+        result: of the last round of sabotage.
+    """
+    fences = collect()
+    played = sum(f"found: {fence.name}" in result["notes"] for fence in fences)
+    missed = f"{len(result['losses'])} were missed" if result["losses"] else "none was missed"
+    rows = [
+        f"{len(fences)} fences. The last round found {played} of them, on `tierd/` {result['tierd'][:9]}; {missed}.",
+        "",
+        "| kind of fault | it means that | fences |",
+        "| --- | --- | --- |",
+        *(f"| {kind} | {KINDS[kind]} | {sum(fence.kind == kind for fence in fences)} |" for kind in KINDS),
+    ]
+    for kind in KINDS:
+        rows += ["", f"## {kind}", "", "| fault | promise | function | found by |", "| --- | --- | --- | --- |"]
+        rows += [_row(fence, result) for fence in fences if fence.kind == kind]
+    return "\n".join(rows) + "\n"
+
+
+def _row(fence: Fence, result: dict[str, Any]) -> str:
+    name, _, anchor = fence.promise.partition("#")
+    section, _, number = anchor.partition("-")
+    invariant = section == "invariants"
+    text, link = (f"invariant {number}", section) if invariant else (f"{name}, {anchor.replace('-', ' ')}", anchor)
+    found = f"`{fence.by}`" + ("" if f"found: {fence.name}" in result["notes"] else ", not yet played")
+    place = Path(name).relative_to("docs") if name.startswith("docs/") else Path("..") / name
+    return f"| {fence.name} | [{text}](../{place}#{link}) | `{fence.function}` | {found} |"
+
+
 def put(page: str, rows: str) -> str:
     """The page with this table between its marks."""
     before, rest = page.split(MARKS[0])
@@ -103,3 +137,4 @@ def write(gates: dict[str, int]) -> None:
     if reasons := refused(results):
         raise SystemExit("not to be published:\n" + "\n".join(reasons))
     PAGE.write_text(put(PAGE.read_text(), tables(results, gates)))
+    FENCES_PAGE.write_text(put(FENCES_PAGE.read_text(), fences_table(results["sabotage"])))

@@ -28,22 +28,6 @@ class Lost(AssertionError):
     """A promise was broken: the message says which, and what was seen."""
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One line of tierd made wrong, which `by`, the arguments of a short run of its kit, must find.
-
-    `old` stands once in the file at `path`, below the project's root, and becomes `new`. What a kit says of its loss
-    contains `reported`, or one of several between bars, so that nothing else that is red is taken for it.
-    """
-
-    name: str
-    path: str
-    old: str
-    new: str
-    by: str
-    reported: str = ""
-
-
 class Kit(Protocol):
     """What a module of `faults` holds, beside its docstring, which says what is done and what is required."""
 
@@ -51,7 +35,6 @@ class Kit(Protocol):
     SHORT: int  # how many of it in a short round
     GATE: int  # and in the full one
     MET: tuple[str, ...]  # notes that no full round is without: what else would show that it happened at all?
-    MUTANTS: tuple[Mutant, ...]
 
     def missing(self) -> str | None:
         """Why this cannot run on this machine; None where it can."""

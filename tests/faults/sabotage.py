@@ -1,7 +1,7 @@
-"""One line of tierd made wrong at a time: an fsync, a verify, an ordering or a fence removed. Something must turn red.
+"""One fence of tierd is taken down at a time (`fences/`): an fsync, an order, a comparison. Something must find it.
 
-Invariant: a mutant counts as killed only when what finds it is green without it, and says what was lost with it: a test
-that failed, or a kit's LOST. A mutant that no longer fits the code is a loss, too.
+Invariant: a fence counts as found only if the run that finds it is green while the fence stands, and says what was lost
+without it: a test that failed, or a kit's LOST. A fence that no longer fits the code is a loss, too.
 """
 
 from __future__ import annotations
@@ -20,32 +20,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from py_compile import PycInvalidationMode
 
+from faults.fences import Fence, collect, planted
+from faults.fences.edits import Misfit
 from faults.hands import Trial, spread
-from faults.mutants import PLAIN
-from faults.rounds import Lost, Mutant, Round
+from faults.rounds import Lost, Round
 from faults.warm import Warm
 
-UNIT = "mutants"
+UNIT = "fences"
 KITS = ("simulation", "power", "kills", "disk", "s3", "corruption", "hostile", "torn", "host", "watched")
 ROOT = Path(__file__).resolve().parents[2]
-_LIMIT_S = 420.0  # that what finds a mutant may take
+_LIMIT_S = 420.0  # that a run which finds a fence may take
 _TRIAL_LIMIT_S = 900  # with it, and without it
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info", ".demo", ".hypothesis")
 
 
-def collect() -> tuple[Mutant, ...]:
-    """Every kit's mutants, and those that ordinary tests find."""
-    return tuple(mutant for kit in KITS for mutant in importlib.import_module(f"faults.{kit}").MUTANTS) + PLAIN
-
-
-MUTANTS: tuple[Mutant, ...] = ()
 MET = tuple(f"by {kind}" for kind in (*KITS, "pytest"))
 GATE = len(collect())
 SHORT = 4  # a minute or two
 
 
 def stride(number: int) -> int:
-    """A step that visits each of so many mutants once, and spreads the first few evenly over all."""
+    """A step that visits each of so many fences once, and spreads the first few evenly over all."""
     return next(step for step in range(round(number * 0.618), number + 1) if math.gcd(step, number) == 1)
 
 
@@ -56,12 +51,12 @@ def missing() -> str | None:
 
 
 def run(work: Round) -> None:
-    """Seeds stride through the mutants by the golden ratio, so that a short round has some of every kit's."""
-    mutants = collect()
-    step = stride(len(mutants))
+    """Seeds stride through the fences by the golden ratio, so that a short round has some of every subject."""
+    fences = collect()
+    step = stride(len(fences))
     tree = work.room / "tree"
     shutil.copytree(ROOT, tree, ignore=_LEFT_OUT)
-    # Bytecode goes by content, because a mutant may have the size and the second of what it replaces.
+    # Bytecode goes by content, because a changed file may have the size and the second of the one that it replaces.
     for folder in ("tierd", "tests"):
         compileall.compile_dir(tree / folder, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
 
@@ -75,34 +70,28 @@ def run(work: Round) -> None:
             return not _reds(by, "", own, warm)
 
         def trial(seed: int) -> tuple[int, list[str]]:
-            mutant = mutants[seed * step % len(mutants)]
-            if not green(mutant.by):
-                raise Lost(f"{mutant.by} is red without any mutant")
-            with _planted(mutant, own):
-                if not _reds(mutant.by, mutant.reported, own, warm):
-                    raise Lost(f"mutant survived: {mutant.name} ({mutant.path}), by {mutant.by}")
-            return 1, [f"by {mutant.by.split()[0]}"]
+            fence = fences[seed * step % len(fences)]
+            if not green(fence.by):
+                raise Lost(f"{fence.by} is red while every fence stands")
+            with _down(fence, own):
+                if not _reds(fence.by, fence.reported, own, warm):
+                    raise Lost(f"nobody noticed: {fence.name} ({fence.function}), by {fence.by}")
+            return 1, [f"by {fence.by.split()[0]}", f"found: {fence.name}"]
 
         return trial
 
     spread(work, prepare, deadline_s=_TRIAL_LIMIT_S, batch=1)
 
 
-def misfit(mutant: Mutant, source: str) -> str | None:
-    """Why `source`, the file that the mutant names, cannot be made wrong as it says; None if it can."""
-    if mutant.old == mutant.new:
-        return f"mutant {mutant.name} changes nothing"
-    number = source.count(mutant.old)
-    return f"mutant {mutant.name} fits {number} places of {mutant.path}: write it anew" if number != 1 else None
-
-
 @contextmanager
-def _planted(mutant: Mutant, tree: Path) -> Iterator[None]:
-    path = tree / mutant.path
+def _down(fence: Fence, tree: Path) -> Iterator[None]:
+    """Within the block `tree` is without the fence."""
+    try:
+        path, text = planted(fence, tree)
+    except Misfit as error:
+        raise Lost(str(error)) from None
     source = path.read_text()
-    if why := misfit(mutant, source):
-        raise Lost(why)
-    path.write_text(source.replace(mutant.old, mutant.new))
+    path.write_text(text)
     try:
         yield
     finally:

@@ -1,5 +1,5 @@
 """A process that has loaded what most tests load, and forks for each run of pytest: loading takes longer than most of
-the tests that find a mutant.
+the tests that find a fence.
 
 Invariant: it never loads a module of tierd or of its tests, because each run has to read them as they are then.
 """

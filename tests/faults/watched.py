@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from faults import hands
-from faults.rounds import Mutant, Round
+from faults.rounds import Round
 
 UNIT, SHORT, GATE = "lives of a writer", 80, 4_000
 _LAYOUTS = (
@@ -35,58 +35,6 @@ MET = (
     *("killed", "again", "delete", "delete and save", "rename", "overtaken while it is taken", "ends torn or deleted"),
     *("two nodes", "left to the other node", "a node killed"),
     *(f"unknown: {name}" for name in (*_SHAPES, *_UNKNOWN)),
-)
-_TAKER = "tierd/daemon/intake/taker.py"
-_ALIVE = "        return any(now_s - since_s < self._timings.silent_s for since_s in self._seen.values())\n"
-MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
-        "units are left for ever to a node that was killed",
-        _TAKER,
-        _ALIVE,
-        "        return bool(self._seen)\n",
-        "watched --trials 400",
-        "lost",
-    ),
-    Mutant(
-        "a node takes beside another one that announces",
-        _TAKER,
-        _ALIVE,
-        "        return False\n",
-        "watched --trials 400",
-        "read by both nodes",
-    ),
-    Mutant(
-        "a rank at a name's end is a step",
-        "tierd/watching/step_in_name.py",
-        '    name = RANK.sub("", without_ending(name))\n',
-        "    name = without_ending(name)\n",
-        "watched --trials 200",
-        "is taken | a number is the step | a whole save was not taken",
-    ),
-    Mutant(
-        "prepare moves what lacks a file",
-        "tierd/daemon/intake/judging.py",
-        '"unfinished" if one.unit.begun else "unknown"',
-        '"unfinished"',
-        "watched --trials 200",
-        "was moved without proof | good files moved",
-    ),
-    Mutant(
-        "a directory without what all others of its series have is whole",
-        "tierd/watching/series.py",
-        "    if not lacking:\n",
-        "    if True:\n",
-        "watched --trials 200",
-        "a part for the whole",
-    ),
-    Mutant(
-        "a directory with a temporary name is a checkpoint",
-        "tierd/watching/completeness.py",
-        "    return _TEMPORARY.fullmatch(name) is not None\n",
-        "    return False\n",
-        "watched --trials 200",
-        "under its temporary name",
-    ),
 )
 
 

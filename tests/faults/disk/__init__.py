@@ -32,7 +32,7 @@ from faults.disk import traced
 from faults.disk.calls import Calls
 from faults.disk.node import DEADLINE, Node, hurry, until
 from faults.disk.volumes import Volume, own_mounts
-from faults.rounds import Lost, Mutant, Round
+from faults.rounds import Lost, Round
 
 UNIT, SHORT, GATE = "disk faults", 45, 1_000
 _SORTS = ("a call fails", "so many bytes", "full", "out of inodes", "no larger file", "read-only", "vanished")
@@ -51,64 +51,6 @@ _KINDS = ("calls",) * 6 + ("bytes", "bytes", "full", "ext4", "ext4")
 _KINDS += ("inodes", "size", "read-only", "vanished", "traced")
 _ON_TMPFS = ("calls",) * 8 + ("bytes", "bytes", "bytes", "full", "inodes", "size", "vanished", "vanished")
 _ON_EXT4 = ("full", "full", "inodes", "read-only", "vanished")
-
-MUTANTS = (
-    Mutant(
-        "an fsync that failed is called again",
-        "tierd/spool/file_io.py",
-        "        os.fsync(self._fd)\n        return File(",
-        "        try:\n            os.fsync(self._fd)\n        except OSError:\n            os.fsync(self._fd)\n"
-        "        return File(",
-        "pytest tests/spool/test_file_io.py -k an_error_of_the_system",
-    ),
-    Mutant(
-        "a lane that failed does not rest",
-        "tierd/daemon/tier_worker.py",
-        "await self._sleep(self._retry, self.retry_at - self.now())",
-        "await asyncio.sleep(0)",
-        "disk --only 9",
-        "did not rest",
-    ),
-    Mutant(
-        "a part of the spool that cannot be read counts as corrupt",
-        "tierd/daemon/reconciling/flusher.py",
-        "except (CorruptChunk, ManifestError) as error:\n            if relayed",
-        "except (CorruptChunk, ManifestError, OSError) as error:\n            if relayed",
-        "disk --only 1396",
-        "counted as corruption",
-    ),
-    Mutant(
-        "a tier whose mark has vanished is an empty tier",
-        "tierd/stores/file_tree.py",
-        "            elif marked:\n",
-        "            elif marked and not self._seen:\n",
-        "disk --only 9",
-        "lacks step | written to the disk below",
-    ),
-    Mutant(
-        "a directory that cannot be listed is an empty one",
-        "tierd/spool/directories.py",
-        "    except FileNotFoundError:\n        return []\n",
-        "    except OSError:\n        return []\n",
-        "pytest tests/spool/test_spool.py -k cannot_be_listed_is_not",
-    ),
-    Mutant(
-        "a stage stays when its save fails",
-        "tierd/spool/stage.py",
-        "        self.abandon()\n",
-        "        pass\n",
-        "disk --only 7",
-        ".tierd/stage/",
-    ),
-    Mutant(
-        "a save that failed is not counted",
-        "tierd/client/saving/pipeline.py",
-        "        self._stats.failed += 1\n",
-        "",
-        "disk --only 6",
-        "were counted",
-    ),
-)
 
 
 def missing() -> str | None:

@@ -29,100 +29,13 @@ from faults.host.lives import GROUPS, HOSTS
 from faults.host.node import nfs
 from faults.host.places import Memory, Overlay
 from faults.power.loopfs import KINDS, LoopFs, hide_mounts, mount_memory
-from faults.rounds import Mutant, Round
+from faults.rounds import Round
 
 UNIT, SHORT, GATE = "lives on odd hosts", 10, 60
 
 _LIMIT_S = 600  # of one trial
 
 MET = (*HOSTS, "daemon killed by its memory limit: in the middle of a flush")
-
-MUTANTS = (
-    Mutant(
-        "what a tier gave of a spool that is gone is not committed",
-        "tierd/daemon/transfer/fetch.py",
-        "            await to_the_end(partial.commit, manifest)\n",
-        "            pass\n",
-        "host --only 0",
-        "restore raises | restored None",
-    ),
-    Mutant(
-        "no part of a lower layer of overlayfs can be removed",
-        "tierd/spool/trash.py",
-        "        _take_apart(path, grave)\n",
-        "        raise\n",
-        "host --only 2",
-        "cross-device link",
-    ),
-    Mutant(
-        "no part of a lower layer of overlayfs can be quarantined",
-        "tierd/spool/spool.py",
-        "            self._trash(home)\n        sync_directory",
-        "            raise\n        sync_directory",
-        "pytest tests/system/test_overlay.py -k quarantine",
-    ),
-    Mutant(
-        "the manifest of a part that is taken apart goes last",
-        "tierd/spool/trash.py",
-        "        (path / MANIFEST_NAME).rename(grave / MANIFEST_NAME)\n",
-        "        pass\n",
-        "pytest tests/system/test_overlay.py -k first",
-    ),
-    Mutant(
-        "a trainer's lock is open for writing",
-        "tierd/spool/leases.py",
-        "    mode, more = os.O_RDONLY, ",
-        "    mode, more = os.O_RDWR, ",
-        "host --only 4",
-        "cannot be remounted read-only",
-    ),
-    Mutant(
-        "an error of the spool's file system counts as a full one",
-        "tierd/spool/conditions.py",
-        "    return SpoolFull(text) if is_full(error) else SpoolUnusable(text)\n",
-        "    return SpoolFull(text)\n",
-        "host --only 5",
-        "not told by one clear error",
-    ),
-    Mutant(
-        "what the daemon could not make durable is called committed",
-        "tierd/client/saving/pipeline.py",
-        "                raise error from None\n",
-        "                raise\n",
-        "pytest tests/client/saving/test_handoff.py -k could_not_make",
-    ),
-    Mutant(
-        "failures of a lane are not counted",
-        "tierd/daemon/tier_worker.py",
-        "        self.failures += 1\n",
-        "        self.failures = 0\n",
-        "host --only 6",
-        "status does not say",
-    ),
-    Mutant(
-        "what a daemon did not answer before its limit killed it is not written here",
-        "tierd/client/saving/pipeline.py",
-        '            log.warning("%s: %s; it is persisted here", manifest.part, error)',
-        "            raise",
-        "host --only 8",
-        "a save failed",
-    ),
-    Mutant(
-        "a node's own mark stands until a clock that was set back has made up for it",
-        "tierd/daemon/tiers/stamps.py",
-        "    if by == who and age < 0:\n",
-        "    if False:\n",
-        "pytest tests/daemon/tiers/test_intents.py -k set_back",
-    ),
-    Mutant(
-        "a launch is named by the wall clock alone",
-        "tierd/core/ids.py",
-        'f"{max(now_ms, latest + 1, 0):012x}-{token}"',
-        'f"{max(now_ms, 0):012x}-{token}"',
-        "host --only 9",
-        "not an earlier attempt | restored",
-    ),
-)
 
 
 def missing() -> str | None:

@@ -20,102 +20,13 @@ from pathlib import Path
 import pytest
 from faults import hands
 from faults.hostile import guided
-from faults.rounds import Lost, Mutant, Round
+from faults.rounds import Lost, Round
 from support.world import hurry
 
 UNIT = "hostile inputs"
 SHORT = 4_000
 GATE = 200_000
-MUTANTS = (
-    Mutant(
-        "a file's path is not checked",
-        "tierd/core/manifest.py",
-        '    if any(piece in (b"", b".", b"..") or len(piece) > 255 for piece in pieces) or _CONTROL.search(path):\n',
-        "    if False:\n",
-        "hostile --only 9",
-        "an unsafe path was taken",
-    ),
-    Mutant(
-        "a manifest may be of any size",
-        "tierd/core/seal.py",
-        "    if len(data) > most:\n",
-        "    if False:\n",
-        "hostile --only 254",
-        "a manifest of 33554433 bytes was taken",
-    ),
-    Mutant(
-        "a frame may name any size",
-        "tierd/codec/frames.py",
-        "    if promised_size(frame) != size:\n",
-        "    if False:\n",
-        "hostile --only 5",
-        "MiB were taken",
-    ),
-    Mutant(
-        "metadata may have any key",
-        "tierd/dcp/metadata.py",
-        "        if len(items) <= _KEY_ITEMS and ",
-        "        if True or ",
-        "hostile --only 59",
-        "computed past its deadline",
-    ),
-    Mutant(
-        "metadata may refer to one thing without end",
-        "tierd/dcp/metadata.py",
-        "        if self._left < 0:\n",
-        "        if False:\n",
-        "hostile --only 10",
-        "computed past its deadline",
-    ),
-    Mutant(
-        "metadata may give a state to what it names",
-        "tierd/core/pickled.py",
-        "        if type(target) is not PickledInstance or target.state is not None:\n",
-        "        if target is None:\n",
-        "hostile --only 10",
-        "Error",
-    ),
-    Mutant(
-        "a message may be nested as deep as it likes",
-        "tierd/ipc/decoding.py",
-        "    except RecursionError as error:\n",
-        "    except ZeroDivisionError as error:\n",
-        "hostile --only 3",
-        "RecursionError",
-    ),
-    Mutant(
-        "a chunk may name another one's key",
-        "tierd/core/manifest_codec.py",
-        "    if (match[2], match[3]) != (chunk.xxh3_128, chunk.stored.codec):",
-        "    if False:",
-        "hostile --only 14",
-        "an entry was taken that leads elsewhere",
-    ),
-    Mutant(
-        "a head is taken for whatever run and node it is found at",
-        "tierd/core/timeline/head.py",
-        "    if (head.run, head.by) != (run, by):\n",
-        "    if False:\n",
-        "hostile --only 52",
-        "it is not the head that belongs there",
-    ),
-    Mutant(
-        "a head may be of any size",
-        "tierd/core/timeline/head.py",
-        "    body = unsealed(data, where, MAX_SIZE)\n",
-        "    body = unsealed(data, where)\n",
-        "hostile --only 28",
-        "a head of 1048577 bytes",
-    ),
-    Mutant(
-        "a launch may resume from a later one",
-        "tierd/core/timeline/head.py",
-        "known.resumed_from.attempt >= one for one, known in",
-        "not one for one, known in",
-        "hostile --only 4",
-        "nobody can have made launch",
-    ),
-)
+
 
 _INPUTS = 40  # of one kind in a trial
 _KINDS = {"manifest": 16, "config": 8, "names": 10, "header": 14, "tree": 14, "metadata": 8, "chunk": 14, "message": 10}

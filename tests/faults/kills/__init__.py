@@ -21,7 +21,7 @@ from pathlib import Path
 
 from faults.kills.lives import KilledLife
 from faults.kills.victims import CALLS, end_with_parent
-from faults.rounds import Mutant, Round
+from faults.rounds import Round
 
 UNIT = "kills of live processes"
 SHORT = 40
@@ -38,35 +38,6 @@ MET = (
 _KILLS = 25  # in one life
 _BESIDE = 5  # lives at a time: most of their time they wait
 _LIMIT = 1200.0  # seconds that a life may take: it gives up long before where nothing moves
-
-_BY = "kills --trials 50 --seed 0"
-
-MUTANTS: tuple[Mutant, ...] = (
-    Mutant(
-        "two daemons hold one spool",
-        "tierd/spool/spool.py",
-        "                _lock_exclusively(fd)\n            except BlockingIOError",
-        "                pass\n            except BlockingIOError",
-        _BY,
-        "a second daemon runs on one spool",
-    ),
-    Mutant(
-        "what a daemon did not answer before it died is not written here",
-        "tierd/client/saving/pipeline.py",
-        '            log.warning("%s: %s; it is persisted here", manifest.part, error)',
-        "            raise",
-        _BY,
-        "save failed",
-    ),
-    Mutant(
-        "a restore takes an older attempt's checkpoint first",
-        "tierd/core/timeline/candidates.py",
-        "lacking.get(one, ())) for one in order),",
-        "lacking.get(one, ())) for one in sorted(order, key=lambda one: one.attempt)),",
-        _BY,
-        "was due, and",
-    ),
-)
 
 
 def missing() -> str | None:

@@ -36,7 +36,7 @@ from pathlib import Path
 from unittest import mock
 
 from aiobotocore.session import get_session
-from faults.rounds import Lost, Mutant, Round
+from faults.rounds import Lost, Round
 from faults.s3 import call, secure
 from faults.s3 import journey as long
 from faults.s3.proxy import Proxy
@@ -65,96 +65,6 @@ _VARIABLES = ("TIERD_TEST_S3_ENDPOINT", "TIERD_TEST_S3_ACCESS_KEY", "TIERD_TEST_
 _SLOTS = 10  # trials at once
 _JOURNEYS = 3  # of them, at most: they compute
 _LONG = 240.0  # seconds that no trial may take, on however busy a machine
-
-MUTANTS = (
-    Mutant(
-        "a server in trouble has no such object",
-        "tierd/stores/s3/answers.py",
-        "(status >= 500 and status != 501):\n        return StoreUnavailable, ",
-        "(status >= 500 and status != 501):\n        return ObjectNotFound, ",
-        "s3 --only 299",
-        "ObjectNotFound(",
-    ),
-    Mutant(
-        "a page that an ingress answers says that there is no such object",
-        "tierd/stores/s3/answers.py",
-        "return UnnamedNotFound, UNNAMED",
-        'return ObjectNotFound, ""',
-        "s3 --only 38",
-        "ObjectNotFound(",
-    ),
-    Mutant(
-        "slow down is a refusal",
-        "tierd/stores/s3/answers.py",
-        '_TOO_MANY = {"SlowDown", "Throttling",',
-        '_TOO_MANY = {"Throttling",',
-        "s3 --only 82",
-        "StoreRefused(",
-    ),
-    Mutant(
-        "keys that were not deleted are passed over",
-        "tierd/stores/s3/s3_store.py",
-        'if code != "NoSuchKey":',
-        'if code == "NoSuchKey":',
-        "s3 --only 11",
-        "refused, and the call says None",
-    ),
-    Mutant(
-        "a success that is no S3 server's is one",
-        "tierd/stores/s3/s3_store.py",
-        "if member not in answer:",
-        "if False:",
-        "s3 --only 19",
-        "a put that succeeded, and the server does not hold it",
-    ),
-    Mutant(
-        "what reads wrong once is corrupt",
-        "tierd/daemon/tiers/objects.py",
-        'log.warning("read once more: %s", error)',
-        "raise",
-        "pytest tests/daemon/scrub/test_scrubber.py -k flips_once",
-    ),
-    Mutant(
-        "a connection that broke over TLS is parked",
-        "tierd/stores/s3/transport.py",
-        "if line.is_idle() and not self._closed:",
-        "if not self._closed:",
-        "s3 --only 9",
-        "parked: ",
-    ),
-    Mutant(
-        "what a server gives is not compared with its digest",
-        "tierd/codec/codec.py",
-        "if found != stored.xxh3_128:\n        error",
-        "if False:\n        error",
-        "s3 --only 33",
-        "a flipped bit went unnoticed",
-    ),
-    Mutant(
-        "the libraries log what they sign",
-        "tierd/stores/s3/s3_store.py",
-        "logging.getLogger(_library).setLevel(logging.INFO)",
-        "logging.getLogger(_library).setLevel(logging.DEBUG)",
-        "s3 --only 11",
-        "a secret was logged",
-    ),
-    Mutant(
-        "a tier that could not be asked has no copy",
-        "tierd/daemon/transfer/replicas.py",
-        "        if unavailable:\n            reasons = ",
-        "        if False:\n            reasons = ",
-        "s3 --only 31",
-        "takes what passes for corrupt or gone",
-    ),
-    Mutant(
-        "a prune on a server spares nothing that others name",
-        "tierd/daemon/tiers/deletions.py",
-        "return mark not in self.listed.named.under(owner)",
-        "return True",
-        "s3 --only 31",
-        "was deleted, and",
-    ),
-)
 
 
 def missing() -> str | None:

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from faults.rounds import Lost, Mutant, Round
+from faults.rounds import Lost, Round
 from torch import nn
 
 import tierd
@@ -146,46 +146,6 @@ WRITERS: dict[str, Callable[[Parameters], None]] = {
     "all_reduce": lambda parameters: _group().all_reduce(parameters),
 }
 MET = tuple(f"{name}: refused" for name in WRITERS)
-
-MUTANTS = (
-    Mutant(
-        "a copy made behind training is handed over before it was confirmed",
-        "tierd/client/saving/pipeline.py",
-        "            snapshot.await_confirmation()\n",
-        "",
-        "torn --trials 100",
-        "is a mixture",
-    ),
-    Mutant(
-        "only writes that a version counter shows are noticed",
-        "tierd/client/saving/snapshot.py",
-        "            return self._sample.compare(dict(zip(names, tensors, strict=True)), into, stream)\n",
-        "            return list\n",
-        "torn --trials 100",
-        "is a mixture",
-    ),
-    Mutant(
-        "only writes that a sample shows are noticed",
-        "tierd/client/saving/snapshot.py",
-        "moved = [name for name, before, after in zip(names, was, now, strict=True) if before != after]",
-        "moved = []",
-        "pytest tests/client/saving/test_foreign_writes.py -k one_element",
-    ),
-    Mutant(
-        "large tensors are not compared",
-        "tierd/client/saving/sampling.py",
-        "(_read(self._places) != self._words)",
-        "(self._words != self._words)",
-        "pytest tests/client/saving/test_sampling.py -k whatever_was_copied",
-    ),
-    Mutant(
-        "small tensors are not compared",
-        "tierd/client/saving/sampling.py",
-        "        changed = list(compress(small, map(_memcmp, *pairs)))\n",
-        "        changed = list[str]()\n",
-        "pytest tests/client/saving/test_sampling.py -k one_bit",
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,79 @@
+"""Input takes no more memory, time, threads or connections than its bounds allow."""
+
+from __future__ import annotations
+
+from faults.fences import Fence
+from faults.fences.edits import Answer, Assume, LeaveOut, Uncaught
+
+_BOUNDS = "SECURITY.md#bounds"
+
+FENCES = (
+    Fence(
+        "a manifest may be of any size",
+        _BOUNDS,
+        "bound",
+        "unsealed",
+        Assume(False, "most"),
+        "hostile --only 254",
+        "a manifest of 33554433 bytes was taken",
+    ),
+    Fence(
+        "a compressed frame may expand to any size",
+        _BOUNDS,
+        "bound",
+        "codec.frames:expand",
+        Assume(False, "promised_size"),
+        "hostile --only 5",
+        "MiB were taken",
+    ),
+    Fence(
+        "DCP's metadata may refer to one object without end",
+        _BOUNDS,
+        "bound",
+        "_Builder._spend",
+        Assume(False, "_left"),
+        "hostile --only 10",
+        "computed past its deadline",
+    ),
+    Fence(
+        "a message may be nested without end",
+        _BOUNDS,
+        "bound",
+        "ipc.decoding:_decode",
+        Uncaught("RecursionError"),
+        "hostile --only 3",
+        "RecursionError",
+    ),
+    Fence(
+        "the HTTP server accepts any number of connections",
+        "SECURITY.md#the-http-server",
+        "bound",
+        "HttpServer.run",
+        Assume(False, "_MOST serving"),
+        "pytest tests/daemon/http/test_access.py -k more_connections",
+    ),
+    Fence(
+        "the daemon accepts any number of control connections",
+        "ARCHITECTURE.md#what-a-failure-does",
+        "bound",
+        "daemon.control_lines:has_room",
+        Assume(True, "MOST"),
+        "pytest tests/daemon/test_control.py -k crowd",
+    ),
+    Fence(
+        "a store's call has no deadline",
+        "ARCHITECTURE.md#what-a-failure-does",
+        "bound",
+        "RetryingStore._within",
+        Answer("timeout", "asyncio.timeout(None)"),
+        "pytest tests/stores/test_retry.py -k every_call_ends",
+    ),
+    Fence(
+        "a server's Retry-After is ignored",
+        "ARCHITECTURE.md#what-a-failure-does",
+        "bound",
+        "Window._refused",
+        LeaveOut("_closed_until wait_s"),
+        "pytest tests/stores/test_window.py -k nothing_begins",
+    ),
+)

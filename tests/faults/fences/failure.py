@@ -1,0 +1,151 @@
+"""An error is told as what it is, the daemon goes on, and training never depends on the daemon."""
+
+from __future__ import annotations
+
+from faults.fences import Fence
+from faults.fences.edits import Assume, LeaveOut, Rename, Replace, Uncaught
+
+_ERROR = "ARCHITECTURE.md#invariants-3"
+_TRAINING = "ARCHITECTURE.md#invariants-6"
+_ANSWERS = "ARCHITECTURE.md#what-a-failure-does"
+
+FENCES = (
+    Fence(
+        "two daemons hold one spool",
+        "tierd/FORMAT.md#a-spool",
+        "lock",
+        "Spool.lock",
+        LeaveOut("_lock_exclusively"),
+        "kills --trials 50 --seed 0",
+        "a second daemon runs on one spool",
+    ),
+    Fence(
+        "the stage of a writer that lives counts as left over",
+        _ANSWERS,
+        "lock",
+        "try_lock",
+        LeaveOut("flock"),
+        "pytest tests/spool/test_spool.py -k living_writers_stage",
+    ),
+    Fence(
+        "two launches of one run at once are not reported",
+        "docs/explanation/leases.md#on-one-node",
+        "report",
+        "SaveEvents.launches",
+        LeaveOut("record rivals"),
+        "pytest tests/end_to_end/test_two_launches.py -k both_are_warned",
+    ),
+    Fence(
+        "a snapshot that the daemon did not answer for is lost",
+        _TRAINING,
+        "error",
+        "Pipeline._answer",
+        Uncaught("DaemonUnavailable"),
+        "kills --trials 50 --seed 0",
+        "save failed",
+    ),
+    Fence(
+        "a part of the spool that cannot be read counts as corrupt",
+        _ERROR,
+        "error",
+        "Flusher.flush",
+        Rename("ManifestError", "OSError"),
+        "disk --only 1396",
+        "counted as corruption",
+    ),
+    Fence(
+        "a directory of the spool that cannot be listed counts as empty",
+        _ERROR,
+        "error",
+        "directories_in",
+        Rename("FileNotFoundError", "OSError"),
+        "pytest tests/spool/test_spool.py -k cannot_be_listed_is_not",
+    ),
+    Fence(
+        "a directory whose file system was unmounted is an empty tier",
+        "docs/reference/places.md#file",
+        "error",
+        "FileTree._root",
+        Assume(False, "marked"),
+        "disk --only 9",
+        "lacks step | written to the disk below",
+    ),
+    Fence(
+        "a server's failure says that an object does not exist",
+        _ERROR,
+        "error",
+        "stores.s3.answers:_condition",
+        Rename("StoreUnavailable", "ObjectNotFound", times=2),
+        "s3 --only 299",
+        "ObjectNotFound(",
+    ),
+    Fence(
+        "a gateway's 404 says that an object does not exist",
+        _ERROR,
+        "error",
+        "stores.s3.answers:_condition",
+        Rename("UnnamedNotFound", "ObjectNotFound"),
+        "s3 --only 38",
+        "ObjectNotFound(",
+    ),
+    Fence(
+        "keys that S3 refused to delete count as deleted",
+        "docs/howto/s3.md#append-only-tiers",
+        "error",
+        "S3Store.delete",
+        Assume(False, "code"),
+        "s3 --only 11",
+        "refused, and the call says None",
+    ),
+    Fence(
+        "a save that failed is not counted",
+        _ANSWERS,
+        "report",
+        "Pipeline._failed",
+        LeaveOut("_stats failed"),
+        "disk --only 6",
+        "were counted",
+    ),
+    Fence(
+        "a tier's worker that failed does not back off",
+        _ANSWERS,
+        "bound",
+        "TierWorker.rest",
+        Replace("_retry _sleep", "await asyncio.sleep(0)"),
+        "disk --only 9",
+        "did not rest",
+    ),
+    Fence(
+        "an error of the spool's disk is reported as a full disk",
+        "docs/explanation/spool-disk.md#a-full-disk",
+        "error",
+        "spool.conditions:condition",
+        Assume(True, "is_full"),
+        "host --only 5",
+        "not told by one clear error",
+    ),
+    Fence(
+        "status --check succeeds during an alert",
+        "docs/howto/monitor.md#without-prometheus",
+        "report",
+        "cli.reading.status:_check",
+        Replace("EXIT_ALERT", "raise typer.Exit(0)"),
+        "pytest tests/cli/test_status.py -k exits_by_severity",
+    ),
+    Fence(
+        "a delivery is not recorded",
+        "docs/howto/follow.md#what-exactly-once-means",
+        "order",
+        "reading.follow:follow",
+        LeaveOut("delivered add"),
+        "pytest tests/reading/test_follow.py -k over_restarts",
+    ),
+    Fence(
+        "DCP's writer does not wait for the copy of the state",
+        "docs/howto/dcp.md#errors-and-async_save",
+        "order",
+        "StorageWriter.write_data",
+        LeaveOut("wait"),
+        "pytest tests/dcp/test_staging.py -k fails_it",
+    ),
+)

@@ -1,0 +1,136 @@
+"""A restore takes the newest checkpoint along its timeline, says what it skips, and never mixes two histories."""
+
+from __future__ import annotations
+
+from faults.fences import Fence
+from faults.fences.edits import Answer, Assume, Rename, Replace
+
+_TIMELINE = "docs/explanation/restore.md#the-timeline"
+_ORDER = "ARCHITECTURE.md#how-a-restore-runs"
+_CAME = "run step 3 (attempt 001800000001-00000001) came"
+
+FENCES = (
+    Fence(
+        "a restore takes an older attempt's checkpoint first",
+        _TIMELINE,
+        "order",
+        "restore_order",
+        Replace("RestoreOrder", "order = sorted(order, key=lambda checkpoint: checkpoint.attempt)\n..."),
+        "kills --trials 50 --seed 0",
+        "was due, and",
+    ),
+    Fence(
+        "parts that go on from different checkpoints are restored together",
+        "ARCHITECTURE.md#invariants-5",
+        "comparison",
+        "check_origin",
+        Assume(False, "others origin"),
+        "pytest tests/test_writers_on_nodes.py -k rank_origin",
+    ),
+    Fence(
+        "a resume reads no heads",
+        "tierd/FORMAT.md#a-runs-head",
+        "comparison",
+        "Inventory.origins",
+        Answer("remembered", "{}"),
+        "corruption --only 18",
+        _CAME,
+    ),
+    Fence(
+        "a name without a manifest decides which launch is the newest",
+        "SECURITY.md#a-bucket-writer-without-the-key",
+        "comparison",
+        "core.timeline.chain:timeline",
+        Answer("max", "max({*origins, *steps}, default=None)"),
+        "corruption --only 7",
+        "can be had, and nothing came",
+    ),
+    Fence(
+        "a launch begins anew where only a head remembers one",
+        "SECURITY.md#a-bucket-writer-without-the-key",
+        "error",
+        "Search._check_nothing",
+        Assume(False, "reason INCOMPLETE"),
+        "corruption --only 86",
+        "and a launch began anew",
+    ),
+    Fence(
+        "a head is taken for that of another run or node",
+        "tierd/FORMAT.md#a-runs-head",
+        "comparison",
+        "core.timeline.head:decode",
+        Assume(False, "run by"),
+        "hostile --only 52",
+        "it is not the head that belongs there",
+    ),
+    Fence(
+        "a launch is named by the wall clock alone",
+        "tierd/FORMAT.md#names",
+        "clock",
+        "next_attempt",
+        Rename("latest", "-1"),
+        "host --only 9",
+        "not an earlier attempt | restored",
+    ),
+    Fence(
+        "a tier that does not answer counts as empty",
+        "ARCHITECTURE.md#invariants-3",
+        "error",
+        "Observations._saw",
+        Replace("places begun place", "self._seen[tier], self.places[tier] = begun, place or Place()"),
+        "simulation --seed 101 --trials 6000",
+        "was right there | which no tier holds",
+    ),
+    Fence(
+        "a tier that could not be asked has no copy",
+        "ARCHITECTURE.md#invariants-3",
+        "error",
+        "Replicas.lost",
+        Assume(False, "unavailable"),
+        "s3 --only 31",
+        "takes what passes for corrupt or gone",
+    ),
+    Fence(
+        "a reader steps back where a tier did not answer",
+        "ARCHITECTURE.md#invariants-3",
+        "error",
+        "TierFiles.manifest",
+        Replace("lost unavailable", "raise ObjectNotFound('vanished')"),
+        "pytest tests/reading/test_reader.py -k never_a_reason",
+        "vanished",
+    ),
+    Fence(
+        "a rank's restore ends before every rank has loaded",
+        "docs/howto/ranks.md#what-is-restored",
+        "order",
+        "StateRestorer._load",
+        Replace("agreement loaded", "if failure:\n    raise failure"),
+        "pytest tests/client/ranks/test_ranks.py -k cannot_load_no_rank",
+    ),
+    Fence(
+        "a restore does not say why it skips a checkpoint",
+        "README.md#why",
+        "report",
+        "Search.settle",
+        Replace("_passed corrupt", "self._passed[candidate.checkpoint] = ''"),
+        "corruption --only 83",
+        "and this was said of it",
+    ),
+    Fence(
+        "a history that was put back is not reported",
+        "docs/howto/recovery.md#history-that-was-turned-back",
+        "report",
+        "run_view_of",
+        Answer("gone", "None"),
+        "corruption --only 27",
+        "(gone) is newer than",
+    ),
+    Fence(
+        "a head that was put back is followed unreported",
+        "docs/howto/recovery.md#history-that-was-turned-back",
+        "report",
+        "core.timeline.head:rollback",
+        Assume(True, "there counter"),
+        "pytest tests/end_to_end/test_heads.py -k told_of_once",
+    ),
+)
