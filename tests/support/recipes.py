@@ -19,7 +19,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import tierd
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "recipes.md"
-IMPORTS = (DataLoader, DistributedSampler, IterableDataset, StatefulDataLoader, deque, dist, logging, os, pathlib, tierd, torch)
+IMPORTS = (
+    *(DataLoader, DistributedSampler, IterableDataset, StatefulDataLoader, deque),
+    *(dist, logging, os, pathlib, tierd, torch),
+)
 
 
 def recipes() -> dict[str, list[tuple[str, str]]]:
