@@ -71,6 +71,44 @@ def test_damaged_file_that_was_taken_by_another_name_is_put_over_no_whole_one(ho
     assert units["prev.ckpt"]["moved"] == [".tierd-quarantine/prev.ckpt"]
 
 
+def test_file_that_was_cut_in_its_writing_is_replaced_at_once(home: Home, capsys) -> None:
+    for number in (1, 2):
+        write(home.root, {"model.pt": pt(number), "optim.pt": pt(number, 3)}, 1_000_000 + number)
+        take(home.spool, home.root)
+    flush(home.spool, home.tier)
+    before = files(home.root)
+    write(home.root, {"model.pt": pt(3)[:-200]}, 1_000_003)
+    home.prepare(capsys)
+    assert files(home.root) == before
+
+
+def test_newest_file_under_the_name_of_an_older_one_is_not_moved(home: Home, capsys) -> None:
+    """A loop renames `ckpt.pt` before it writes the next one, and is killed between the two."""
+    for number in (1, 2):
+        if number > 1:
+            (home.root / "ckpt.pt").replace(home.root / "ckpt.pt.bak")
+        write(home.root, {"ckpt.pt": pt(number)}, 1_000_000 + number)
+        take(home.spool, home.root)
+    flush(home.spool, home.tier)
+    write(home.root, {"ckpt.pt": pt(3)}, 1_000_003)
+    (home.root / "ckpt.pt").replace(home.root / "ckpt.pt.bak")
+    for _ in range(2):
+        home.prepare(capsys)
+        assert (home.root / "ckpt.pt.bak").read_bytes() == pt(3)
+
+
+def test_emptied_directory_of_a_step_beside_other_series_is_restored(home: Home, capsys) -> None:
+    for step in (1, 2):
+        names = (f"template_{step}/m.pt", f"attempt_{step}/m.pt", f"tmpl/step_{step}/m.pt")
+        write(home.root, {name: pt(step, number) for number, name in enumerate(names)}, 1_000_000 + step)
+        take(home.spool, home.root)
+    flush(home.spool, home.tier)
+    before = files(home.root)
+    (home.root / "tmpl/step_2/m.pt").unlink()
+    home.prepare(capsys)
+    assert files(home.root) == before
+
+
 def test_intact_directory_is_left_as_it_is(home: Home, capsys) -> None:
     saves(home, 10, 20, 30)
     flush(home.spool, home.tier)

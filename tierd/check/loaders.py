@@ -1,7 +1,7 @@
 """Read how far the process's data loaders are, and the samplers and datasets that they draw from.
 
 A loop often holds only the loader, and a framework holds it for the loop. The iterator of a loader that is under way
-knows how many batches it gave away, whoever refers to it.
+knows how many batches it gave away, also if other code refers to it.
 
 Invariant: as `insides`, this module reads attributes and calls nothing.
 """

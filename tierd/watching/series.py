@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from tierd.watching.completeness import WEIGHTS
@@ -102,6 +102,24 @@ def _form(name: str) -> str:
 
 def _beside(names: frozenset[str]) -> frozenset[str]:
     return frozenset(name.partition("/")[0] for name in names)
+
+
+def lacking(paths: Iterable[str], earlier: Iterable[str], layout: UnitLayout) -> str | None:
+    """Return a file of the checkpoint before this one that has no counterpart in it; None if this one has all of them.
+
+    Args:
+        paths: the files of a checkpoint that no other of its series lies beside.
+        earlier: those of the one that was taken before it.
+        layout: its layout. Of files beside each other the best is not written in each save.
+    """
+    own = frozenset(map(_form, paths))
+    wanted = {_form(path): path for path in earlier if layout is DIRECTORY or _EACH_TIME.search(path)}
+    return min((path for form, path in wanted.items() if form not in own), default=None)
+
+
+def is_of_series(paths: Iterable[str], others: Iterable[str]) -> bool:
+    """Whether a file of one checkpoint differs from one of the other in nothing but numbers."""
+    return not frozenset(map(_form, paths)).isdisjoint(map(_form, others))
 
 
 class LoneSaves:

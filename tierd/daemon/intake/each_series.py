@@ -39,6 +39,8 @@ async def put_back_each(
     progress: Progress,
     wanted: Wanted = everything,
     placed: Sequence[PutBack] = (),
+    *,
+    over_newer: bool = True,
 ) -> list[PutBack]:
     """Put the newest verified checkpoint of each series back, as `put_back` does; a file is put back once.
 
@@ -50,6 +52,7 @@ async def put_back_each(
         wanted: called with the newest checkpoint of a series, the series, and the checkpoint's files; if it returns
             False, nothing of the series is put back.
         placed: what was put back already.
+        over_newer: as for `put_back`.
 
     Raises:
         ConfigError, StoreUnavailable, SpoolFull, ManifestError: as `put_back`.
@@ -66,7 +69,11 @@ async def put_back_each(
         if wanted(one, series, own):
             try:
                 named = [path for other in (*placed, *put) for path in other.pointers]
-                put.append(await put_back(stores, run, directory, one.step, one.attempt, progress, but=named))
+                put.append(
+                    await put_back(
+                        stores, run, directory, one.step, one.attempt, progress, but=named, over_newer=over_newer
+                    )
+                )
             except CheckpointNotFound:
                 continue  # proven corrupt, so an older one of the series is next
         done.add(series)

@@ -83,6 +83,7 @@ async def put_back(
     point: bool = True,
     but: Collection[str] = (),
     but_over: Set[str] = frozenset(),
+    over_newer: bool = True,
 ) -> PutBack:
     """Restore the newest verified checkpoint of a watched run, or the best one, into its program's directory.
 
@@ -97,6 +98,7 @@ async def put_back(
         point: also write the pointers that the program follows.
         but: pointers, as paths in the directory, that are left as they are.
         but_over: files, as paths in the directory, that nothing may be put over.
+        over_newer: put files also over those that were written after all of the checkpoint's.
 
     Raises:
         PlaceTaken: the checkpoint has one of these files. Nothing was changed.
@@ -109,7 +111,9 @@ async def put_back(
     with writing(directory):
         await to_the_end(_clear, target)
         exported = await export(stores, run, target, step, attempt, progress, best=best, accept=_check_watched)
-        return await to_the_end(place, directory, target, exported, point=point, but=but, but_over=but_over)
+        return await to_the_end(
+            place, directory, target, exported, point=point, but=but, but_over=but_over, over_newer=over_newer
+        )
 
 
 def _check_watched(manifest: Manifest) -> None:
@@ -129,6 +133,7 @@ def place(
     point: bool,
     but: Collection[str] = (),
     but_over: Set[str] = frozenset(),
+    over_newer: bool = True,
 ) -> PutBack:
     """Put a verified checkpoint that lies in `target` in place, and remove `target`; raises as `put_back`."""
     home = Path(exported.directories[0])
@@ -136,7 +141,10 @@ def place(
     files = _files(home, about)
     if taken := sorted(but_over & {*files}):
         raise PlaceTaken(f"{directory / taken[0]}: another checkpoint that is whole lies there")
-    was_there = [swap_in(home / name, directory, name) for name in _names(directory, about, files)]
+    names = _names(directory, about, files)
+    if not over_newer:
+        names = [name for name in names if not _is_newer(directory / name, about)]
+    was_there = [swap_in(home / name, directory, name) for name in names]
     named = [one for one in recorded_or_known(about, files) if one.path not in but] if point else []
     for one in named:
         write_pointer(directory, one)
@@ -203,6 +211,12 @@ def _without_others(directory: Path, name: str, files: Sequence[str]) -> Iterato
             yield from _without_others(directory, entry, files)
     else:
         yield name
+
+
+def _is_newer(path: Path, about: UnitFile) -> bool:
+    """Whether a file was written after all of a unit's, as `ckpt.pt.bak`, which was `ckpt.pt` until now."""
+    is_file = path.is_file() and not path.is_symlink()
+    return is_file and path.stat().st_mtime_ns > max(about.modified_ns.values())
 
 
 def _entries(about: UnitFile, files: Iterable[str]) -> set[str]:

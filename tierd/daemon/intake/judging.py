@@ -42,6 +42,7 @@ class Judged:
         replaced: whether a verified copy is in its place now.
         unreadable: whether a file of it cannot be read, which proves nothing.
         damaged: the files that are proven damaged; empty if the unit itself is.
+        left: if only some files are damaged, when the newest of the others was last written.
         is_copied: whether a copy can have what is damaged.
         entries: what is moved if it is not replaced, as paths in the directory.
     """
@@ -57,6 +58,7 @@ class Judged:
     replaced: bool = False
     unreadable: bool = False
     damaged: tuple[str, ...] = ()
+    left: datetime | None = None
     is_copied: bool = True
     entries: list[str] = field(default_factory=list)
 
@@ -142,6 +144,8 @@ def judge(tree: Tree, one: Judged, listing: Listing, manifest: Manifest | None) 
     one.why = "; ".join(f"{finding.file}: {finding.reason}" for finding in found.findings[:2])
     one.unreadable = any(finding.status == "unreadable" for finding in found.findings)
     one.damaged = tuple(finding.file for finding in found.findings if finding.status in ("damaged", "incomplete"))
+    right = {*one.unit.files} - {*one.damaged}
+    one.left = made_at(max(listing.entries[path].mtime_ns for path in right)) if one.damaged and right else None
 
 
 def _judge_added(tree: Tree, one: Judged, listing: Listing, added: list[str]) -> None:
@@ -163,7 +167,13 @@ def _inspect(tree: Tree, one: Judged, listing: Listing) -> Inspected:
 
 
 def is_newer(checkpoint: CheckpointId, known: History, one: Judged) -> bool:
-    """Whether a checkpoint is newer than a unit: by the run's order, or by time if no place has the unit."""
+    """Whether a checkpoint is newer than a unit: by the run's order, or by time if no place has the unit.
+
+    Of a unit without a step, of which damaged files were moved, it may have the files that are left: a program that was
+    killed while it wrote `last.pt` anew left `best.pt` as it was.
+    """
     if one.checkpoint is not None and one.checkpoint.run == checkpoint.run:
         return checkpoint > one.checkpoint
+    if one.unit.step is None and one.left is not None and not one.replaced:
+        return known.made.get(checkpoint, NEVER) >= one.left
     return known.made.get(checkpoint, NEVER) > one.made

@@ -263,7 +263,9 @@ async def _newest(
         return []
     tried.add(newest)
     point = not any(_keeps_pointer(one, newest, known, directory) for one in judged)
-    return [await put_back(stores, run, directory, newest.step, newest.attempt, progress, point=point)]
+    return [
+        await put_back(stores, run, directory, newest.step, newest.attempt, progress, point=point, over_newer=False)
+    ]
 
 
 async def _others(
@@ -287,15 +289,19 @@ async def _others(
     placed, stepless = [*fetched], stepless_run(run)
 
     def is_due(checkpoint: CheckpointId, series: str, paths: Set[str]) -> bool:
-        rivals = [one for one in good if series_of(one.unit.files) == series or not paths.isdisjoint(one.unit.files)]
+        rivals = [
+            one
+            for one in good
+            if series_of(one.unit.files or [one.unit.path]) == series or not paths.isdisjoint(one.unit.files)
+        ]
         is_newest = all(known.made.get(checkpoint, NEVER) > one.made for one in good)
         was_there = checkpoint.run == stepless and _home(directory, paths).is_dir()
         return all(is_newer(checkpoint, known, one) for one in rivals) and (bool(fetched) or is_newest or was_there)
 
     if any(one.run == stepless for one in known.made):  # first, because `run` may have older versions of these files
-        placed += await put_back_each(stores, stepless, directory, progress, is_due, placed)
+        placed += await put_back_each(stores, stepless, directory, progress, is_due, placed, over_newer=False)
     if fetched:
-        placed += await put_back_each(stores, run, directory, progress, is_due, placed)
+        placed += await put_back_each(stores, run, directory, progress, is_due, placed, over_newer=False)
     return placed[len(fetched) :]
 
 

@@ -14,7 +14,7 @@ for that time, or partly unreadable. If it came back as new, it would sort after
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import TypeAlias, TypeVar
 
@@ -27,26 +27,28 @@ from tierd.core.manifest import File
 from tierd.spool.file_io import open_own, private
 from tierd.spool.spool import Spool
 from tierd.watching.naming import series_of
+from tierd.watching.series import is_of_series
 from tierd.watching.settle import Shape
 from tierd.watching.unit_file import UNIT_NAME
 
 _WATCHED = "watched"
 _NEWEST = 2  # checkpoints of each series that are kept, so that one is whole on the tiers while the next one comes
 _MOST_SERIES = 100  # series of which the newest are kept
+_MOST_BEGUN = 16  # refused saves that are remembered
 _MOST_GONE = 10_000  # files of the units that are gone and are remembered; about 1 MB of the record
-_Sizes: TypeAlias = dict[str, tuple[int, int]]  # by file: its size in bytes, its time of modification in ns
-_T = TypeVar("_T", _Sizes, "_Waiting")
+Sizes: TypeAlias = dict[str, tuple[int, int]]  # by file: its size in bytes, its time of modification in ns
+_T = TypeVar("_T", Sizes, "_Waiting")
 
 
 class _Waiting(msgspec.Struct, frozen=True):
     """A unit that was not taken yet, and the attempt and the step of the newest checkpoint before it appeared."""
 
-    sizes: _Sizes
+    sizes: Sizes
     after: tuple[str, int] | None
 
 
 class _Record(msgspec.Struct):
-    taken: dict[str, _Sizes]
+    taken: dict[str, Sizes]
     waiting: dict[str, _Waiting]
     earlier: dict[str, int] = {}  # by unit: how many versions of the same time were taken before
     newest: tuple[str, int] | None = None  # the newest checkpoint after the last listing; None in an older record
@@ -56,6 +58,7 @@ class _Record(msgspec.Struct):
     series: dict[str, list[tuple[str, int]]] = {}  # by series, its newest checkpoints, the newest first
     released: list[tuple[str, int]] = []  # checkpoints whose pins on the tiers are to be removed
     held: list[tuple[str, int]] = []  # checkpoints that are pinned in the spool until they are on the tiers
+    begun: dict[str, Sizes] = {}  # units that were refused because the checkpoint before had more files
 
 
 class TakenUnits:
@@ -87,7 +90,7 @@ class TakenUnits:
 
     def has(self, path: str, shape: Shape) -> bool:
         """Whether a unit was taken as it is now."""
-        return self._record is not None and self._record.taken.get(path) == _sizes(shape)
+        return self._record is not None and self._record.taken.get(path) == sizes_of(shape)
 
     def earlier(self, path: str, shape: Shape) -> int:
         """Return how many other versions of a unit were taken that have the time of this one, because a tool kept it.
@@ -95,7 +98,7 @@ class TakenUnits:
         Versions differ by sizes: one of the same sizes and times cannot be told from this one.
         """
         record = self._record or _Record({}, {})
-        sizes, was = _sizes(shape), record.taken.get(path, {})
+        sizes, was = sizes_of(shape), record.taken.get(path, {})
         same = _time(was) == _time(sizes)
         return record.earlier.get(path, 0) + (was != sizes) if was and same else 0
 
@@ -105,7 +108,7 @@ class TakenUnits:
         Nearly the time of its other files, so that versions have times of their own on every node. None: all of it was
         written since, or it was not taken.
         """
-        was, sizes = self._record.taken.get(path, {}) if self._record else {}, _sizes(shape)
+        was, sizes = self._record.taken.get(path, {}) if self._record else {}, sizes_of(shape)
         unchanged = {name: size for name, size in sizes.items() if was.get(name) == size}
         if not unchanged or was == sizes:
             return None
@@ -113,8 +116,28 @@ class TakenUnits:
 
     def is_rest(self, shape: Shape) -> bool:
         """Whether all files were taken with others that are gone: their program deletes the checkpoint."""
-        sizes = _sizes(shape).items()
+        sizes = sizes_of(shape).items()
         return self._record is not None and any(sizes < was.items() for was in self._record.taken.values())
+
+    @property
+    def begun(self) -> Mapping[str, Sizes]:
+        """The last units that were refused because the checkpoint before them had more files, by path."""
+        return self._record.begun if self._record else {}
+
+    def refuse_begun(self, path: str, sizes: Sizes) -> None:
+        """Record that a unit was refused because the checkpoint before it had more files. Raises nothing."""
+        record = self._record
+        if record is not None and record.begun.get(path) != sizes:
+            record.begun.pop(path, None)
+            record.begun = dict([*record.begun.items(), (path, sizes)][-_MOST_BEGUN:])
+            self._write(record)
+
+    def before(self, sizes: Sizes) -> Sequence[str]:
+        """Return the files of the newest unit of a series that was taken; none if some of these files are of it."""
+        record = self._record or _Record({}, {})
+        units = (unit for unit in record.taken.values() if is_of_series(sizes, unit))
+        newest = max(units, key=_time, default={})
+        return [] if sizes.items() & newest.items() else [*newest]
 
     def same(self, path: str, files: Iterable[File]) -> CheckpointId | None:
         """Return the checkpoint as which a unit was last taken, if it had these bytes."""
@@ -136,7 +159,7 @@ class TakenUnits:
         if self.has(path, shape):
             return
         record.earlier[path] = self.earlier(path, shape)
-        record.taken[path] = _sizes(shape)
+        record.taken[path] = sizes_of(shape)
         record.waiting.pop(path, None)
         self._write(record)
 
@@ -183,14 +206,14 @@ class TakenUnits:
         taken = _gone(record.taken, shapes) | {path: one for path, one in record.taken.items() if path in shapes}
         waiting = _gone(record.waiting, shapes)
         for path, shape in shapes.items():
-            if taken.get(path) != (sizes := _sizes(shape)):
+            if taken.get(path) != (sizes := sizes_of(shape)):
                 was = record.waiting.get(path)
                 waiting[path] = was if was and was.sizes == sizes else _Waiting(sizes, after)
         earlier = {path: count for path, count in record.earlier.items() if count and path in taken}
         fresh = _Record(
             *(taken, waiting, earlier, known, has_steps or record.has_steps),
             {path: digest for path, digest in record.contents.items() if path in taken},
-            *(record.has_several, record.series, record.released, record.held),
+            *(record.has_several, record.series, record.released, record.held, record.begun),
         )
         if fresh != self._record:
             self._write(fresh)
@@ -248,11 +271,11 @@ def _pair(checkpoint: CheckpointId) -> tuple[str, int]:
     return checkpoint.attempt, checkpoint.step
 
 
-def _sizes(shape: Shape) -> _Sizes:
+def sizes_of(shape: Shape) -> Sizes:
     return {path: (entry.size, entry.mtime_ns) for path, entry in shape}
 
 
-def _time(sizes: _Sizes) -> int:
+def _time(sizes: Sizes) -> int:
     return max((modified_ns for _, modified_ns in sizes.values()), default=0)
 
 

@@ -19,6 +19,7 @@ from tierd import __version__
 from tierd.core.errors import ConfigError, CorruptChunk, ManifestError, StepRefused, StoreRefused
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import File, Manifest
+from tierd.daemon.intake.begun_saves import BegunSaves
 from tierd.daemon.intake.ordering import Ordering
 from tierd.daemon.intake.outward_links import OutwardLinks
 from tierd.daemon.intake.refusals import Refusals
@@ -131,7 +132,7 @@ class UnitWatch:
         self.listing_s = 0.0
         self.unreadable: tuple[str, ...] = ()
         self._links = OutwardLinks(directory)
-        self._series = LoneSaves()
+        self._series, self._begun = LoneSaves(), BegunSaves(self._taken)
         self._all: Sequence[Unit] = ()  # the units of the last listing, also those that this watch does not take
         self._passed_over: tuple[int, tuple[PassedOver, ...]] = (0, ())  # by the last listing
         self._doubted = False  # whether a doubt about the order was reported
@@ -235,6 +236,10 @@ class UnitWatch:
                 self._refusals.refuse(path, "the name of a file in it is not UTF-8")
             return
         self._refusals.unread.discard(path)
+        if (why := self._begun.lacks(due, self._all)) is not None:
+            if self._settling.finish(due, False, tree.again(due.unit)) == "refused":
+                self._refusals.refuse(path, why)
+            return
 
         def opener(name: str) -> AbstractContextManager[ByteSource]:
             return tree.opened(name, entries[name])

@@ -1,0 +1,68 @@
+"""A program that keeps one checkpoint, killed after the first file of its next save: a part is never the whole.
+
+Judged by the words of docs/howto/watch.md.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from support.watched_run import RUN, Home, files, flush, take
+from support.whole_layouts import Files, pt, write
+
+from tierd.watching.naming import stepless_run
+
+LAYOUTS = {
+    "directory of a step": ("step_{}/a.pt", "step_{}/b.pt"),
+    "files of a step": ("model_{}.pt", "optim_{}.pt"),
+    "directory without a step": ("checkpoint/model.pt", "checkpoint/optim.pt"),
+}
+layouts = pytest.mark.parametrize("names", LAYOUTS.values(), ids=LAYOUTS)
+
+
+def save(home: Home, names: tuple[str, ...], step: int, count: int) -> None:
+    """Delete what is there, and write so many files of the next save."""
+    shutil.rmtree(home.root)
+    written: Files = {name.format(step): pt(step, number) for number, name in enumerate(names[:count])}
+    write(home.root, written, 1_000_000 + step)
+
+
+@layouts
+@pytest.mark.parametrize("first", [0, 1], ids=["first file", "last file"])
+def test_part_of_the_next_save_is_not_taken(home: Home, names: tuple[str, ...], first: int, capsys) -> None:
+    save(home, names, 100, 2)
+    assert take(home.spool, home.root).parts
+    before = files(home.root)
+    save(home, names[first:], 200, 1)
+    reported = take(home.spool, home.root)
+    assert reported.parts == [] and ["it may be begun" in why for why in reported.reasons.values()] == [True]
+    flush(home.spool, home.tier)
+    shutil.rmtree(home.root)
+    home.prepare(capsys)
+    assert files(home.root) == before
+
+
+@layouts
+def test_save_is_taken_as_soon_as_it_has_all_files(home: Home, names: tuple[str, ...]) -> None:
+    save(home, names, 100, 2)
+    take(home.spool, home.root)
+    save(home, names, 200, 1)
+    take(home.spool, home.root)
+    save(home, names, 200, 2)
+    assert take(home.spool, home.root).parts
+
+
+@layouts
+def test_program_that_writes_fewer_files_from_now_on_is_taken_from_its_second_save(
+    home: Home, names: tuple[str, ...]
+) -> None:
+    save(home, names, 100, 2)
+    take(home.spool, home.root)
+    save(home, names, 200, 1)
+    assert take(home.spool, home.root).parts == []
+    save(home, names, 300, 1)
+    taken = take(home.spool, home.root).parts
+    assert [part.checkpoint.run in (RUN, stepless_run(RUN)) for part in taken] == [True]
+    save(home, names, 400, 1)
+    assert take(home.spool, home.root).parts

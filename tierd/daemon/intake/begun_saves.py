@@ -1,0 +1,53 @@
+"""Tell a save that was only begun by the checkpoint that was taken before it.
+
+A program that keeps one checkpoint deletes it before, or while, it writes the next one. Killed in that, it leaves a
+part beside which nothing lies that has the other files. Only the record of what was taken shows that they are absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tierd.daemon.intake.taken import Sizes, TakenUnits, sizes_of
+from tierd.watching.series import UNCERTAIN, is_of_series, lacking
+from tierd.watching.settle import Due
+from tierd.watching.unit import WITHOUT_STEP, Unit
+
+
+class BegunSaves:
+    """The saves of one directory that lack a file; `taken` is the record of what was taken there."""
+
+    def __init__(self, taken: TakenUnits) -> None:
+        self._taken = taken
+
+    def lacks(self, due: Due, units: Iterable[Unit]) -> str | None:
+        """Return why a unit may be a save that was only begun; None if it lacks nothing.
+
+        A second save in a row with the same names is whole: its program writes fewer files now.
+
+        Args:
+            due: the unit.
+            units: all units of the listing. One of its series shows by itself what a save has.
+        """
+        unit, own = due.unit, sizes_of(due.shape)
+        is_joint = unit.path.rpartition("/")[2] == WITHOUT_STEP  # its files are not of one save
+        if is_joint or unit.layout not in UNCERTAIN or any(_shows(other, unit) for other in units):
+            return None
+        absent = lacking(own, self._taken.before(own), unit.layout)
+        if absent is None:
+            return None
+        if any(
+            _is_other(sizes, own) and lacking(own, sizes, unit.layout) is None for sizes in self._taken.begun.values()
+        ):
+            return None
+        self._taken.refuse_begun(unit.path, own)
+        return f"the checkpoint that was taken before it has {absent}, and nothing like that is there; it may be begun"
+
+
+def _shows(other: Unit, unit: Unit) -> bool:
+    return other.path != unit.path and not other.missing and is_of_series(other.files, unit.files)
+
+
+def _is_other(sizes: Sizes, own: Sizes) -> bool:
+    """Whether these are the files of another save of the same series."""
+    return is_of_series(sizes, own) and sizes.items().isdisjoint(own.items())
