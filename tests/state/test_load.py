@@ -660,13 +660,15 @@ def same_tensors(one, two):
     return ones.keys() == twos.keys() and all(torch.equal(ones[name], twos[name]) for name in ones)
 
 
-def test_an_optimizer_keeps_its_tensors_where_they_were_read_and_the_rest_is_given_back():
+@pytest.mark.parametrize("is_checked_before", [False, True])
+def test_an_optimizer_keeps_its_tensors_where_they_were_read_and_the_rest_is_given_back(is_checked_before):
     old = trained()
     tree, file = mapped(old)
     fresh = {"model": Large(), "log": {}, "ema": torch.zeros(64, 64)}
     fresh = {"model": fresh["model"], "optimizer": torch.optim.AdamW(fresh["model"].parameters()), **fresh}
     restored = unflatten(tree, file)
-    load(fresh, restored, handed_over=False, file=file)
+    fitting = check_fit(fresh, restored) if is_checked_before else None
+    load(fresh, restored, handed_over=False, file=file, fitting=fitting)
     assert restored == {}
     moments = [value for state in fresh["optimizer"].state.values() for value in state.values()]
     assert [lies_in(moment, file) for moment in moments] == [moment.nbytes >= 4096 for moment in moments]

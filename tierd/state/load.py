@@ -56,7 +56,7 @@ def load(
         handed_over: whether the memory of the restored tensors is reused after the load. If not, optimizers keep views
             of large tensors, which keep the file's memory.
         file: the memory of the restored tensors, if it is not reused. If it is a mapping, the parts that no object kept
-            are returned to the system; `restored`, if it is a dict, is emptied for that.
+            are returned to the system; `restored`, if it is a dict, and `fitting` are emptied for that.
         staged: by the id of a restored tensor, a tensor with the same values on the target's device. Nothing else
             refers to it.
         fitting: the result of `check_fit` for the same arguments, if nothing has changed since.
@@ -70,6 +70,8 @@ def load(
     if kept is not None:
         if isinstance(restored, dict):
             restored.clear()
+        if fitting is not None:
+            fitting.stateful.clear()  # it has the saved states, too
         kept.release()
 
 

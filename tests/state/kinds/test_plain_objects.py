@@ -179,6 +179,12 @@ class Graph:
         return {}
 
 
+class Record(Graph):
+    @classmethod
+    def from_dict(cls, members):
+        return cls()
+
+
 class Half:
     def state_dict(self):
         return {}
@@ -191,7 +197,8 @@ REFUSED = {
         Curriculum(),
         "give its class state_dict() and load_state_dict(), which call get_state() and load_state()",
     ),
-    "to_dict": (Graph(), "pass .to_dict()"),
+    "to_dict": (Graph(), "pass .to_dict(), and make it again of that dict"),
+    "to_dict and from_dict": (Record(), "pass .to_dict(), and make it again by .from_dict()"),
     "state_dict alone": (Half(), "it has state_dict() and no load_state_dict()"),
     "a subclass": (Moment(2026, 1, 1), "a subclass of datetime; pass a plain datetime"),
     "a generator of the system": (random.SystemRandom(), "which has no state; leave it out"),

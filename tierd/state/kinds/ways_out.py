@@ -56,7 +56,8 @@ def _way(value: Any) -> str:
     if (getter := _has(value, _GETTERS)) and (setter := _has(value, _SETTERS)):
         return f"give its class state_dict() and load_state_dict(), which call {getter}() and {setter}(), and {loads}"
     if name := _has(value, _DICTS):
-        return f"pass .{name}(), and make it again of that dict"
+        again = "by .from_dict()" if _has(value, ("from_dict",)) else "of that dict"
+        return f"pass .{name}(), and make it again {again}"
     if dataclasses.is_dataclass(value):
         return (
             "pass dataclasses.asdict(…), and make it again of that dict; or give it state_dict() and load_state_dict()"
