@@ -671,7 +671,7 @@ REFUSED = {
     "raises": ({"a": [Raises()]}, 'state["a"][0]: state_dict() raised ZeroDivisionError: no state today'),
     "subclass": (
         {"m": {"w": torch.ones(1).as_subclass(MyTensor)}},
-        f'state["m"]["w"]: {here}.MyTensor, a tensor subclass; pass a plain torch.Tensor',
+        f'state["m"]["w"]: {here}.MyTensor, a tensor subclass; pass .as_subclass(torch.Tensor)',
     ),
     "sharded": (
         {"m": {"w": torch.ones(1).as_subclass(Sharded)}},
@@ -691,7 +691,8 @@ REFUSED = {
     ),
     "lazy": (
         {"a": nn.LazyLinear(3)},
-        'state["a"]["weight"]: torch.nn.parameter.UninitializedParameter, a tensor subclass; pass a plain torch.Tensor',
+        'state["a"]["weight"]: torch.nn.parameter.UninitializedParameter, which has no shape yet; run a batch through '
+        "the module before the first save",
     ),
 }
 

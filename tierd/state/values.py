@@ -135,6 +135,8 @@ def why_refused(tensor: torch.Tensor) -> str | None:
         if hasattr(tensor, "full_tensor"):
             kind = type_name(tensor)
             return f"{kind}, a sharded tensor; pass .full_tensor(), or save it through tierd.dcp.StorageWriter"
+        if torch.nn.parameter.is_lazy(tensor):
+            return f"{type_name(tensor)}, which has no shape yet; run a batch through the module before the first save"
         if hasattr(tensor, "__tensor_flatten__"):
             return f"{type_name(tensor)}, a tensor subclass; {ways_out.OF_WRAPPERS}"
         return f"{type_name(tensor)}, a tensor subclass; pass .as_subclass(torch.Tensor)"
