@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from faults.fences import Fence
-from faults.fences.edits import Answer, Assume, Rename, Replace
+from faults.fences.edits import Answer, Assume, Rename, Replace, Returns
 
 _TIMELINE = "docs/explanation/restore.md#the-timeline"
 _ORDER = "ARCHITECTURE.md#how-a-restore-runs"
 _CAME = "run step 3 (attempt 001800000001-00000001) came"
 
 FENCES = (
+    Fence(
+        "an optimizer's state is assigned by the positions of parameters, whatever their names",
+        "docs/reference/state.md#what-a-restore-changes",
+        "comparison",
+        "state.kinds.optimizer_states:_order",
+        Returns("None"),
+        "pytest tests/state/kinds/test_optimizer_states.py -k 'assigned_by_name'",
+    ),
     Fence(
         "a restore takes an older attempt's checkpoint first",
         _TIMELINE,
