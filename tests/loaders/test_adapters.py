@@ -188,3 +188,24 @@ else:
     environment = os.environ | {"KERAS_BACKEND": "jax"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.loaders
+@pytest.mark.parametrize("seedable", [False, True])
+def test_accelerate_warns_of_an_order_that_is_not_repeated(
+    seedable: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    from tierd.adapters.accelerate import TierdStates
+
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable))
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(8), 2, shuffle=True))
+    with tierd.Checkpointer(tmp_path, "run", rank=0, world_size=1, to=[]) as ckpt:
+        states = TierdStates(accelerator, ckpt)
+        for step in (1, 2):
+            states.save(step)
+    assert len(list(loader)) == 4
+    assert sum("use_seedable_sampler=True" in text for text in caplog.messages) == (0 if seedable else 1)

@@ -66,3 +66,21 @@ def test_lightning_resumes_exactly_with_schedulers_and_early_stopping(
     killed, resumed = records(f"loaders.killed_lightning:{loop}", tmp_path / "killed", *moments)
     assert len({values[2] for name, values in whole.items() if name.startswith("step")}) > 2, "the rate changes"
     assert killed == whole and resumed == [0, *moments.values()]
+
+
+def test_accelerate_resumes_exactly_with_a_seedable_sampler_and_a_generator(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    moments = {"step 7": 5, "step 10": 10, "step 12": 10, "step 26": 25}
+    whole, _ = records("loaders.killed_accelerate:seedable", tmp_path / "whole")
+    killed, resumed = records("loaders.killed_accelerate:seedable", tmp_path / "killed", *moments)
+    assert killed == whole and resumed == [0, *moments.values()]
+
+
+def test_accelerate_resumes_as_the_page_says_without_them(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    differs = {}
+    for loop in ("unseeded", "without_generator"):
+        whole, _ = records(f"loaders.killed_accelerate:{loop}", tmp_path / f"{loop}-whole")
+        killed, _ = records(f"loaders.killed_accelerate:{loop}", tmp_path / loop, "step 26")
+        differs[loop] = [whole["step 26"][number] != killed["step 26"][number] for number in (0, 1)]
+    assert differs == {"unseeded": [True, True], "without_generator": [False, True]}

@@ -15,9 +15,12 @@ Invariant: a checkpoint is committed only after every rank's `save_state` has re
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from torch.utils.data import RandomSampler
 
 from tierd.adapters import framework
 from tierd.client.checkpointer import Checkpointer, made_of
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
     from tierd.client.restoring.restorer import Restored
 
+log = logging.getLogger("tierd")
 _operations = framework("accelerate.utils", "accelerate")
 
 
@@ -55,6 +59,7 @@ class TierdStates:
                 "ProjectConfiguration(automatic_checkpoint_naming=True): save_state would write elsewhere; leave it off"
             )
         self._accelerator, self._checkpointer = accelerator, checkpointer
+        self._has_warned = False
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None, **options: Any) -> None:
         """Save the states of everything that was prepared or registered. It is durable in the spool on return.
@@ -67,6 +72,7 @@ class TierdStates:
             SaveFailed: another rank could not save; the message names it and the reason.
             As `Checkpointer.stage`; and what `save_state` raises.
         """
+        self._warn_of_order()
         with ExitStack() as stack:
             here, error = None, None
             try:
@@ -126,6 +132,18 @@ class TierdStates:
         self._agree(error, StoreUnavailable)
         return restored
 
+    def _warn_of_order(self) -> None:
+        """Warn, once, of a shuffled loader whose order a resumed epoch does not repeat."""
+        options = self._accelerator.dataloader_config
+        samplers = [_sampler(loader) for loader in self._accelerator._dataloaders]
+        if self._has_warned or options.use_stateful_dataloader or RandomSampler not in map(type, samplers):
+            return
+        self._has_warned = True
+        log.warning(
+            "a loader is shuffled by the process's generator, so an epoch that is resumed in the middle has another "
+            "order: prepare it with DataLoaderConfiguration(use_seedable_sampler=True), or leave epochs whole"
+        )
+
     def _from_main(self, value: Any) -> Any:
         return _operations.broadcast_object_list([value])[0]
 
@@ -137,6 +155,14 @@ class TierdStates:
         for rank, one in enumerate(said):
             if one is not None:
                 raise kind(f"rank {rank}: {one}")
+
+
+def _sampler(loader: Any) -> Any:
+    """Return the sampler of a loader, within the batch samplers of Accelerate."""
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    while hasattr(sampler, "batch_sampler"):
+        sampler = sampler.batch_sampler
+    return getattr(sampler, "sampler", None)
 
 
 def _unseen(path: Path | None) -> Exception | None:
