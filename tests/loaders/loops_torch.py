@@ -28,7 +28,7 @@ class Ids(Dataset[int]):
 
 class Shard(IterableDataset[int]):
     """Shuffled anew in each epoch, a share for each worker; says itself where it is. Workers begin as copies of what is
-    here, so that the epoch is set here."""
+    here, so that the epoch is set here. It is not in the state, which would put back the last epoch after its end."""
 
     def __init__(self) -> None:
         self.epoch, self.at = 0, 0
@@ -43,10 +43,10 @@ class Shard(IterableDataset[int]):
         self.at = 0
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "at": self.at}
+        return {"at": self.at}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.epoch, self.at = state_dict["epoch"], state_dict["at"]
+        self.at = state_dict["at"]
 
 
 def stateful(spool: Path, workers: int, iterable: bool, at_the_end: bool = False) -> None:
