@@ -8,6 +8,7 @@ from typing import Any
 
 from faults.fences import KINDS, Fence, collect
 from faults.rounds import bound
+from faults.sabotage import stride
 
 RESULTS = Path(__file__).parent / "gate.json"
 _EVIDENCE = Path(__file__).resolve().parents[2] / "docs" / "evidence"
@@ -96,6 +97,7 @@ def fences_table(result: dict[str, Any]) -> str:
         result: of the last round of sabotage.
     """
     fences = collect()
+    seeds = {seed * stride(len(fences)) % len(fences): seed for seed in range(len(fences))}
     played = sum(f"found: {fence.name}" in result["notes"] for fence in fences)
     missed = f"{len(result['losses'])} were missed" if result["losses"] else "none was missed"
     rows = [
@@ -106,19 +108,20 @@ def fences_table(result: dict[str, Any]) -> str:
         *(f"| {kind} | {KINDS[kind]} | {sum(fence.kind == kind for fence in fences)} |" for kind in KINDS),
     ]
     for kind in KINDS:
-        rows += ["", f"## {kind}", "", "| fault | promise | function | found by |", "| --- | --- | --- | --- |"]
-        rows += [_row(fence, result) for fence in fences if fence.kind == kind]
+        rows += ["", f"## {kind}", "", "| fault | promise | function | found by | seed |"]
+        rows += ["| --- | --- | --- | --- | --- |"]
+        rows += [_row(fence, result, seeds[number]) for number, fence in enumerate(fences) if fence.kind == kind]
     return "\n".join(rows) + "\n"
 
 
-def _row(fence: Fence, result: dict[str, Any]) -> str:
+def _row(fence: Fence, result: dict[str, Any], seed: int) -> str:
     name, _, anchor = fence.promise.partition("#")
     section, _, number = anchor.partition("-")
     invariant = section == "invariants"
     text, link = (f"invariant {number}", section) if invariant else (f"{name}, {anchor.replace('-', ' ')}", anchor)
     found = f"`{fence.by}`" + ("" if f"found: {fence.name}" in result["notes"] else ", not yet played")
     place = Path(name).relative_to("docs") if name.startswith("docs/") else Path("..") / name
-    return f"| {fence.name} | [{text}](../{place}#{link}) | `{fence.function}` | {found} |"
+    return f"| {fence.name} | [{text}](../{place}#{link}) | `{fence.function}` | {found} | {seed} |"
 
 
 def put(page: str, rows: str) -> str:
