@@ -95,6 +95,15 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
 # -- a choice is kept -------------------------------------------------------------------------------------------------
 
 
+def test_pointer_to_a_unit_that_is_gone_names_it_again_when_it_is_back(node: Node, capsys) -> None:
+    deepspeed(node.root, 10, 20, 30)
+    node.taken()
+    shutil.rmtree(node.root / "global_step30")
+    for _ in range(2):
+        node.prepare(capsys)
+        assert (node.root / "latest").read_text() == "global_step30" and (node.root / "global_step30").is_dir()
+
+
 def test_a_pointer_to_a_whole_older_unit_is_left(node: Node, capsys) -> None:
     deepspeed(node.root, 10, 20, 30)
     node.taken()

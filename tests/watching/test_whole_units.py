@@ -189,3 +189,14 @@ def test_step_in_name_is_no_rank_size_date_or_fraction(name: str, step: int | No
 )
 def test_step_of_a_directory_needs_a_word_or_stands_alone(name: str, step: int | None) -> None:
     assert directory_step(name) == step
+
+
+@pytest.mark.parametrize("name", ["model_epoch_{}_iter_{}.pth", "epoch{}_step{}/model.pt"])
+def test_steps_that_begin_anew_in_each_epoch_are_checkpoints_of_their_own(home: Home, name: str, capsys) -> None:
+    for number, (epoch, step) in enumerate([(1, 100), (1, 900), (2, 100)]):
+        write(home.root, {name.format(epoch, step): pt(number)}, 1_000_000 + number)
+        assert len(take(home.spool, home.root).parts) == 1
+    flush(home.spool, home.tier)
+    shutil.rmtree(home.root)
+    home.prepare(capsys)
+    assert files(home.root) == {name.format(2, 100): pt(2)}

@@ -134,6 +134,7 @@ async def _prepare(
         if one.verdict in ("damaged", "unfinished"):
             good = {path for other in judged if other is not one and other.is_good for path in other.unit.files}
             await _replace(one, directory, stores, progress, good)
+    pointers = await to_the_end(_point, directory, judged)  # before, because what is fetched has pointers of its own
     fetched = list[PutBack]()
     tried = set[CheckpointId]()
     for _ in range(_LISTINGS):
@@ -144,7 +145,6 @@ async def _prepare(
             inventory = await _observed(spool, stores, run, "")
             known = history(inventory, run).merged(beside)
     fetched += await _others(judged, directory, run, known, stores, progress, fetched)
-    pointers = await to_the_end(_point, directory, judged)
     if not fetched:
         pointers += await _lost_pointers(directory, judged, stores)
     pointers += [path for put in fetched for path in put.pointers]
