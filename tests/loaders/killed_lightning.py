@@ -83,7 +83,7 @@ def _fit(home: Path, moment: Moment, schedule: str, **options: Any) -> None:
     best = ModelCheckpoint(home / "best", monitor="val_loss", filename="{step}", save_top_k=2)
     with tierd.Checkpointer(home / "spool", "run", to=[]) as ckpt:
         io = TierdCheckpointIO(ckpt)
-        trainer = quiet_trainer(io, home, Watch(moment, stopping), stopping, often, best, max_epochs=4, **options)
+        trainer = quiet_trainer(io, home, Watch(moment, stopping), stopping, often, best, **({"max_epochs": 4} | options))
         trainer.fit(Module(schedule), loader, held_out, ckpt_path=io.latest())
         moment.record("best", best.best_model_score.item())
 
@@ -101,3 +101,8 @@ def at_epochs(home: Path, moment: Moment) -> None:
 def on_plateau(home: Path, moment: Moment) -> None:
     """A scheduler that steps by the validation at an epoch's end."""
     _fit(home, moment, "plateau")
+
+
+def by_steps(home: Path, moment: Moment) -> None:
+    """Training ends after a number of steps, not of epochs, which Lightning restarts in another way."""
+    _fit(home, moment, "steps", max_epochs=-1, max_steps=40)

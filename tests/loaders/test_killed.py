@@ -56,6 +56,7 @@ def test_keras_resumes_exactly_with_plateau_early_stopping_and_a_schedule(
         ("at_epochs", {"step 7": 6, "evaluation 12": 9, "epoch 12": 12, "epoch 24": 24, "evaluation 36": 33}),
         ("on_plateau", {"step 16": 15, "step 31": 30, "evaluation 36": 33}),
         ("on_plateau", {"epoch 24": 24, "evaluation 36": 33}),
+        ("by_steps", {"step 11": 9, "step 26": 24, "evaluation 36": 33}),
     ],
 )
 def test_lightning_resumes_exactly_with_schedulers_and_early_stopping(

@@ -119,7 +119,8 @@ class Resumption:
     def epoch_ends(self, trainer: Any) -> None:
         """Let Lightning step the schedulers next."""
         if self._can_step(trainer):
-            trainer.fit_loop.restarting = False
+            # As its own `run` does. The property would have the inner loops restart, too, in a training by `max_steps`.
+            trainer.fit_loop._restarting = False
         self._is_due = False
 
     def _can_step(self, trainer: Any) -> bool:
