@@ -83,7 +83,9 @@ def _fit(home: Path, moment: Moment, schedule: str, **options: Any) -> None:
     best = ModelCheckpoint(home / "best", monitor="val_loss", filename="{step}", save_top_k=2)
     with tierd.Checkpointer(home / "spool", "run", to=[]) as ckpt:
         io = TierdCheckpointIO(ckpt)
-        trainer = quiet_trainer(io, home, Watch(moment, stopping), stopping, often, best, **({"max_epochs": 4} | options))
+        trainer = quiet_trainer(
+            io, home, Watch(moment, stopping), stopping, often, best, **({"max_epochs": 4} | options)
+        )
         trainer.fit(Module(schedule), loader, held_out, ckpt_path=io.latest())
         moment.record("best", best.best_model_score.item())
 
