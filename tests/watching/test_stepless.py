@@ -249,6 +249,17 @@ def test_directory_without_a_step_is_put_back_beside_what_lies_in_it_now(home: H
     assert files(home.root).items() >= before.items()
 
 
+@pytest.mark.parametrize("name", ["latest", "state.json"])
+@pytest.mark.parametrize("length", [0, 7])
+def test_pointer_that_was_cut_in_its_writing_is_put_back(home: Home, name: str, length: int, capsys) -> None:
+    written = {"latest": b"epoch_20.pt", "state.json": b'{"last": "epoch_20.pt", "best": 3}'}
+    write(home.root, {"epoch_20.pt": pt(20), **written}, 1_000_020)
+    home.taken()
+    (home.root / name).write_bytes(written[name][:length])
+    home.prepare(capsys)
+    assert (home.root / name).read_bytes() == written[name]
+
+
 def test_link_that_leads_out_is_no_pointer(home: Home) -> None:
     write(home.root, {"epoch_10.pt": pt(10)}, 1_000_010)
     (home.root / "newest").symlink_to("../out/epoch_10.pt")
