@@ -200,3 +200,13 @@ def test_steps_that_begin_anew_in_each_epoch_are_checkpoints_of_their_own(home: 
     shutil.rmtree(home.root)
     home.prepare(capsys)
     assert files(home.root) == {name.format(2, 100): pt(2)}
+
+
+def test_newest_checkpoint_of_each_fold_comes_back_if_folds_are_trained_one_after_the_other(home: Home, capsys) -> None:
+    for number, (fold, epoch) in enumerate([(0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]):
+        write(home.root, {f"fold{fold}_epoch_{epoch}.pt": pt(number)}, 1_000_000 + number)
+        take(home.spool, home.root)
+    flush(home.spool, home.tier)
+    shutil.rmtree(home.root)
+    home.prepare(capsys)
+    assert files(home.root) == {"fold1_epoch_2.pt": pt(4), "fold0_epoch_3.pt": pt(2)}

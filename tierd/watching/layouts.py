@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 from tierd.watching.completeness import (
     SHARD,
@@ -211,24 +212,26 @@ def _joined(directory: str, found: Sequence[Unit]) -> list[Unit]:
         alone = unit.step is None and (unit.missing or not (steps or unit.layout in (FILE, DIRECTORY)))
         alone = alone or is_temporary(unit.path.rpartition("/")[2])
         groups.setdefault(unit.path if alone else unit.step, []).append(unit)
-    groups = {(key, epoch): some for key, group in groups.items() for epoch, some in _by_epoch(group).items()}
+    groups = {(key, numbers): some for key, group in groups.items() for numbers, some in _apart(group).items()}
     joint = (group[0] if len(group) == 1 else _as_one(directory, group) for group in groups.values())
     return [replace(unit, missing=unit.missing or _absent_file(unit)) for unit in joint]
 
 
-_EPOCH = re.compile(r"(?<![A-Za-z])epochs?[-_=.]?(\d{1,18})(?!\d)", re.IGNORECASE)
+_APART = re.compile(r"(?<![A-Za-z])(epoch|fold|seed)s?[-_=.]?(\d{1,18})(?!\d)", re.IGNORECASE)
 
 
-def _by_epoch(group: Sequence[Unit]) -> dict[int, list[Unit]]:
-    """Part what has one step, as `epoch_1_iter_100` and `epoch_2_iter_100` have it, by the epochs in its names.
+def _apart(group: Sequence[Unit]) -> dict[object, list[Unit]]:
+    """Part what has one step by the epochs, folds and seeds in its names, as `epoch_1_iter_100`, `epoch_2_iter_100`.
 
-    What names no epoch is of the last one.
+    What names none is of the last one.
     """
-    found = [_EPOCH.search(unit.path.rpartition("/")[2]) for unit in group]
-    last = max((int(match[1]) for match in found if match), default=0)
-    parts: dict[int, list[Unit]] = {}
-    for unit, match in zip(group, found, strict=True):
-        parts.setdefault(int(match[1]) if match else last, []).append(unit)
+    named = [
+        {word.lower(): int(number) for word, number in _APART.findall(unit.path.rpartition("/")[2])} for unit in group
+    ]
+    last = {word: max(numbers.get(word, 0) for numbers in named) for word in {*chain.from_iterable(named)}}
+    parts: dict[object, list[Unit]] = {}
+    for unit, numbers in zip(group, named, strict=True):
+        parts.setdefault(tuple(sorted((last | numbers).items())), []).append(unit)
     return parts
 
 
