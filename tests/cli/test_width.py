@@ -83,13 +83,13 @@ def test_ls_and_show_tell_attempts_times_and_metrics(spool: Spool, tmp_path: Pat
     head, *rest = [at for at, line in enumerate(lines) if line.startswith(("RUN", RUN))]
     assert head == 0 and len(rest) == 2  # each checkpoint is named once, above its copies
     text = "\n".join(lines)
-    for word in (attempt(1), attempt(2), "2026-01-01 00:10:00", "accuracy 0.5, loss 1.25", "loss 0.75", "committed"):
+    for word in (attempt(1), attempt(2), "2026-01-01 00:10:00", "loss 1.25, accuracy 0.5", "loss 0.75", "committed"):
         assert text.count(word) == (2 if word == "committed" else 1), word
     shown = "\n".join(narrow("show", RUN, "10", tier))
     assert "resumed from: nothing" in shown
     again = " ".join(" ".join(narrow("show", RUN, "20", tier)).split())
     assert f"resumed from: {RUN} step 10 (attempt {attempt(1)})" in again
-    assert "metrics: accuracy 0.5, loss 1.25" in shown or "metrics: loss 1.25, accuracy 0.5" in shown
+    assert "metrics: loss 1.25, accuracy 0.5" in shown
 
 
 def test_the_status_of_a_daemon_in_trouble_fits(tmp_path: Path, narrow) -> None:
