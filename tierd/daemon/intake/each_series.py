@@ -14,7 +14,7 @@ from tierd.core.errors import CheckpointNotFound, CorruptChunk, ManifestError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.timeline.candidates import restore_candidates
-from tierd.daemon.intake.in_place import PutBack, put_back
+from tierd.daemon.intake.in_place import PutBack, Spared, put_back
 from tierd.daemon.intake.manifests import first_manifest
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.download import Progress
@@ -40,7 +40,7 @@ async def put_back_each(
     wanted: Wanted = everything,
     placed: Sequence[PutBack] = (),
     *,
-    over_newer: bool = True,
+    spares_newer: bool = False,
 ) -> list[PutBack]:
     """Put the newest verified checkpoint of each series back, as `put_back` does; a file is put back once.
 
@@ -52,7 +52,7 @@ async def put_back_each(
         wanted: called with the newest checkpoint of a series, the series, and the checkpoint's files; if it returns
             False, nothing of the series is put back.
         placed: what was put back already.
-        over_newer: as for `put_back`.
+        spares_newer: whether files are left that were written after all of a checkpoint's.
 
     Raises:
         ConfigError, StoreUnavailable, SpoolFull, ManifestError: as `put_back`.
@@ -69,11 +69,8 @@ async def put_back_each(
         if wanted(one, series, own):
             try:
                 named = [path for other in (*placed, *put) for path in other.pointers]
-                put.append(
-                    await put_back(
-                        stores, run, directory, one.step, one.attempt, progress, but=named, over_newer=over_newer
-                    )
-                )
+                spared = Spared(pointers=named, newer=spares_newer)
+                put.append(await put_back(stores, run, directory, one.step, one.attempt, progress, spared=spared))
             except CheckpointNotFound:
                 continue  # proven corrupt, so an older one of the series is next
         done.add(series)

@@ -42,6 +42,24 @@ class PlaceTaken(ConfigError):
 
 
 @dataclass(frozen=True, slots=True)
+class Spared:
+    """What a checkpoint that is put in place leaves as it is, as paths in the directory.
+
+    Attributes:
+        pointers: these pointers.
+        whole: these files; a checkpoint that has one of them is not put in place.
+        newer: whether files that were written after all of the checkpoint's are left.
+    """
+
+    pointers: Collection[str] = ()
+    whole: Set[str] = frozenset()
+    newer: bool = False
+
+
+NOTHING = Spared()
+
+
+@dataclass(frozen=True, slots=True)
 class PutBack:
     """A checkpoint that was put back in place.
 
@@ -81,9 +99,7 @@ async def put_back(
     best: Goal | None = None,
     *,
     point: bool = True,
-    but: Collection[str] = (),
-    but_over: Set[str] = frozenset(),
-    over_newer: bool = True,
+    spared: Spared = NOTHING,
 ) -> PutBack:
     """Restore the newest verified checkpoint of a watched run, or the best one, into its program's directory.
 
@@ -96,12 +112,10 @@ async def put_back(
         progress: updated during the restore.
         best: restore the best checkpoint by this goal, not the newest one.
         point: also write the pointers that the program follows.
-        but: pointers, as paths in the directory, that are left as they are.
-        but_over: files, as paths in the directory, that nothing may be put over.
-        over_newer: put files also over those that were written after all of the checkpoint's.
+        spared: what is left as it is.
 
     Raises:
-        PlaceTaken: the checkpoint has one of these files. Nothing was changed.
+        PlaceTaken: the checkpoint has one of the files that are spared. Nothing was changed.
         NotWatched: nothing is fetched.
         ConfigError: the directory cannot be used.
         CheckpointNotFound, StoreUnavailable, SpoolFull: as `export` raises them.
@@ -111,9 +125,7 @@ async def put_back(
     with writing(directory):
         await to_the_end(_clear, target)
         exported = await export(stores, run, target, step, attempt, progress, best=best, accept=_check_watched)
-        return await to_the_end(
-            place, directory, target, exported, point=point, but=but, but_over=but_over, over_newer=over_newer
-        )
+        return await to_the_end(place, directory, target, exported, point=point, spared=spared)
 
 
 def _check_watched(manifest: Manifest) -> None:
@@ -125,27 +137,19 @@ def _check_watched(manifest: Manifest) -> None:
         )
 
 
-def place(
-    directory: Path,
-    target: Path,
-    exported: Exported,
-    *,
-    point: bool,
-    but: Collection[str] = (),
-    but_over: Set[str] = frozenset(),
-    over_newer: bool = True,
-) -> PutBack:
+def place(directory: Path, target: Path, exported: Exported, *, point: bool, spared: Spared = NOTHING) -> PutBack:
     """Put a verified checkpoint that lies in `target` in place, and remove `target`; raises as `put_back`."""
     home = Path(exported.directories[0])
     about = _described(home, exported)
     files = _files(home, about)
-    if taken := sorted(but_over & {*files}):
+    if taken := sorted(spared.whole & {*files}):
+        remove(target)
         raise PlaceTaken(f"{directory / taken[0]}: another checkpoint that is whole lies there")
     names = _names(directory, about, files)
-    if not over_newer:
+    if spared.newer:
         names = [name for name in names if not _is_newer(directory / name, about)]
     was_there = [swap_in(home / name, directory, name) for name in names]
-    named = [one for one in recorded_or_known(about, files) if one.path not in but] if point else []
+    named = [one for one in recorded_or_known(about, files) if one.path not in spared.pointers] if point else []
     for one in named:
         write_pointer(directory, one)
     remove(target)

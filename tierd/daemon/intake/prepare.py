@@ -21,7 +21,7 @@ from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.intake.chosen import read_chosen
 from tierd.daemon.intake.directory_lock import alone_in
 from tierd.daemon.intake.each_series import put_back_each, recorded_pointers
-from tierd.daemon.intake.in_place import NotWatched, PlaceTaken, PutBack, put_back
+from tierd.daemon.intake.in_place import NotWatched, PlaceTaken, PutBack, Spared, put_back
 from tierd.daemon.intake.judging import CHANGING, NEVER, Judged, Verdict, described, is_newer, judge, recorded
 from tierd.daemon.intake.own import check_rules
 from tierd.daemon.intake.pointing import is_named, point_to, write_lost
@@ -197,8 +197,8 @@ async def _replace(
         one.moved = tuple(await to_the_end(quarantine_files, directory, one.entries))
         return
     with suppress(CheckpointNotFound, NotWatched, PlaceTaken):
-        attempt = one.checkpoint.attempt if one.checkpoint else None
-        put = await put_back(stores, one.run, directory, one.step, attempt, progress, point=False, but_over=good)
+        attempt, spared = one.checkpoint.attempt if one.checkpoint else None, Spared(whole=good)
+        put = await put_back(stores, one.run, directory, one.step, attempt, progress, point=False, spared=spared)
         moved = put.moved
         # What was there before lies in quarantine by its own name, or with a number behind it.
         was_there = any(path.startswith(f"{QUARANTINE}/{name}") for path in moved for name in one.entries)
@@ -263,9 +263,8 @@ async def _newest(
         return []
     tried.add(newest)
     point = not any(_keeps_pointer(one, newest, known, directory) for one in judged)
-    return [
-        await put_back(stores, run, directory, newest.step, newest.attempt, progress, point=point, over_newer=False)
-    ]
+    step, attempt, spared = newest.step, newest.attempt, Spared(newer=True)
+    return [await put_back(stores, run, directory, step, attempt, progress, point=point, spared=spared)]
 
 
 async def _others(
@@ -299,9 +298,9 @@ async def _others(
         return all(is_newer(checkpoint, known, one) for one in rivals) and (bool(fetched) or is_newest or was_there)
 
     if any(one.run == stepless for one in known.made):  # first, because `run` may have older versions of these files
-        placed += await put_back_each(stores, stepless, directory, progress, is_due, placed, over_newer=False)
+        placed += await put_back_each(stores, stepless, directory, progress, is_due, placed, spares_newer=True)
     if fetched:
-        placed += await put_back_each(stores, run, directory, progress, is_due, placed, over_newer=False)
+        placed += await put_back_each(stores, run, directory, progress, is_due, placed, spares_newer=True)
     return placed[len(fetched) :]
 
 
