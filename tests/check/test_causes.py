@@ -139,6 +139,8 @@ def test_the_generator_of_an_order_explains_no_loss_of_right_samples():
     ]
     killed = [drawn(4, "loaded", "x", 0.2), drawn(5, "step", "y", 0.2), drawn(7, "end", "z", 0.2)]
     assert found("later loss", whole, killed) == [("optimizer", 'state["lr"]')]
+    same_rate = [drawn(4, "loaded", "x", 0.1), drawn(5, "step", "y", 0.1), drawn(7, "end", "z", 0.1)]
+    assert found("later loss", whole, same_rate) == []
     generator = torch.Generator()
     [digest] = order_digests([DataLoader(Rows(), generator=generator)])
     assert (

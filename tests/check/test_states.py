@@ -54,6 +54,18 @@ def test_what_is_equal_is_no_difference():
     assert found(WHOLE, killed) == [] and compared(WHOLE, killed, 0) == 1
 
 
+@pytest.mark.parametrize(("kind", "differing"), [("scheduler", []), ("state", ['Plan of main["_step_count"]'])])
+def test_number_of_calls_that_a_scheduler_counts_for_a_warning_is_no_difference(kind: str, differing: list[str]):
+    """A scheduler that is made anew with `last_epoch` has counted fewer calls, and sets the same rates."""
+
+    def ended(calls: float) -> Taken:
+        last = taken(STEPS, "end", {'Plan of main["_step_count"]': calls}, best=1.0)
+        return msgspec.structs.replace(last, kinds={"Plan of main": kind})
+
+    whole = history(seen(1, STEPS, taken(4, best=2.0), ended(17)))
+    assert found(whole, killed_with(ended(9))) == differing
+
+
 def test_the_first_step_the_magnitude_and_the_launch_are_told():
     killed = history(
         seen(1, 4, taken(4, best=2.0)),

@@ -80,9 +80,9 @@ def evidence(again: History, killed: History, rank: int, launch: int, what: str)
     order = _ORDERS[what].split(", ")
     idle = _idle(whole, begun, what)
     known = [one for one in found if one.kind in order and one.path not in idle and _is_cause(one, what)]
-    if what != "samples":  # right samples were drawn by the right generator, unless something else draws from it too
+    if what != "samples":  # right samples were drawn by the right generator
         drawing = _of_orders(*(one for one in (saved, then, before) if one is not None))
-        known = [one for one in known if one.path not in drawing] or known
+        known = [one for one in known if one.path not in drawing]
     added_to = _added_to(whole, here, begun)
     known = [one for one in known if one.kind != "gradients" or one.path in added_to]
     # A batch is drawn before the forward pass, so that what was not lost may be only a consequence of other samples.
