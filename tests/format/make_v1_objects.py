@@ -1,4 +1,4 @@
-"""Writes the golden fixture of plain objects: `python tests/format/make_v1_objects.py DIRECTORY`.
+"""Writes the golden fixture of plain objects: `PYTHONPATH=tests python tests/format/make_v1_objects.py DIRECTORY`.
 
 Invariant: run once, for `tests/format/v1-objects/`; what lies there is never edited and never written again. It is the
 two files of a part whose state has a plain object of every tag. `tests/test_format.py` reads it, and writes it anew.
@@ -16,9 +16,7 @@ import uuid
 from pathlib import Path
 
 import numpy as np
-
-from tierd.state.flatten import flatten
-from tierd.state.tensor_file import copy_into, plan_layout
+from support.state_files import files_of, write_fixture
 
 
 def state() -> dict[str, object]:
@@ -46,17 +44,8 @@ def state() -> dict[str, object]:
 
 
 def files() -> dict[str, bytes]:
-    flat = flatten(state())
-    layout = plan_layout(flat.tensors)
-    image = bytearray(layout.size)
-    copy_into(layout, flat.tensors, image)
-    return {"state.json": flat.tree, "tensors.safetensors": bytes(image)}
+    return files_of(state())
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    if any(target.glob("*")):
-        sys.exit(f"{target} is not empty: fixtures are written once")
-    target.mkdir(parents=True, exist_ok=True)
-    for name, data in files().items():
-        (target / name).write_bytes(data)
+    write_fixture(Path(sys.argv[1]), files())
