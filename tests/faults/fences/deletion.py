@@ -1,4 +1,4 @@
-"""Nothing is deleted that somebody needs, by whatever clock, listing or process; and what nobody needs is deleted."""
+"""Nothing is deleted that a reader or a restore needs, by any clock, listing or process; the rest is deleted."""
 
 from __future__ import annotations
 

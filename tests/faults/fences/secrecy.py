@@ -125,7 +125,7 @@ FENCES = (
         "pytest tests/watching/test_links.py -k leads_out",
     ),
     Fence(
-        "a restore writes by a path that somebody else may replace",
+        "a restore writes by a path that another user may replace",
         "SECURITY.md#another-user-of-the-node",
         "path",
         "daemon.transfer.gathering:held",

@@ -14,34 +14,28 @@ from tierd.watching.settle import Due
 from tierd.watching.unit import WITHOUT_STEP, Unit
 
 
-class BegunSaves:
-    """The saves of one directory that lack a file; `taken` is the record of what was taken there."""
+def lacks(due: Due, units: Iterable[Unit], taken: TakenUnits) -> str | None:
+    """Return why a unit may be a save that was only begun; None if it lacks nothing.
 
-    def __init__(self, taken: TakenUnits) -> None:
-        self._taken = taken
+    A second save in a row with the same names is whole: its program writes fewer files now.
 
-    def lacks(self, due: Due, units: Iterable[Unit]) -> str | None:
-        """Return why a unit may be a save that was only begun; None if it lacks nothing.
-
-        A second save in a row with the same names is whole: its program writes fewer files now.
-
-        Args:
-            due: the unit.
-            units: all units of the listing. One of its series shows by itself what a save has.
-        """
-        unit, own = due.unit, sizes_of(due.shape)
-        is_joint = unit.path.rpartition("/")[2] == WITHOUT_STEP  # its files are not of one save
-        if is_joint or unit.layout not in UNCERTAIN or any(_shows(other, unit) for other in units):
-            return None
-        absent = lacking(own, self._taken.before(own), unit.layout)
-        if absent is None:
-            return None
-        if any(
-            _is_other(sizes, own) and lacking(own, sizes, unit.layout) is None for sizes in self._taken.begun.values()
-        ):
-            return None
-        self._taken.refuse_begun(unit.path, own)
-        return f"the checkpoint that was taken before it has {absent}, and nothing like that is there; it may be begun"
+    Args:
+        due: the unit.
+        units: all units of the listing. One of its series shows by itself what a save has.
+        taken: the record of what was taken, in which a save that lacks a file is noted.
+    """
+    unit, own = due.unit, sizes_of(due.shape)
+    is_joint = unit.path.rpartition("/")[2] == WITHOUT_STEP  # its files are not of one save
+    if is_joint or unit.layout not in UNCERTAIN or any(_shows(other, unit) for other in units):
+        return None
+    absent = lacking(own, taken.before(own), unit.layout)
+    if absent is None:
+        return None
+    saves = [sizes for sizes in taken.begun.values() if _is_other(sizes, own)]
+    if any(lacking(own, sizes, unit.layout) is None for sizes in saves):
+        return None
+    taken.refuse_begun(unit.path, own)
+    return f"the checkpoint that was taken before it has {absent}, and nothing like that is there; it may be begun"
 
 
 def _shows(other: Unit, unit: Unit) -> bool:

@@ -47,7 +47,7 @@ def _is_lost(directory: Path, pointer: Pointer) -> bool:
     if pointer.link or not path.exists():
         return not path.exists()
     text = _named(path, pointer)
-    # A text of the same form whose names are gone, or its beginning. Whether a number names something, nobody can tell.
+    # A text of the same form whose names are gone, or its beginning. Whether a number names something is unknown.
     form, was = (re.sub(r"\d+", "#", line) for line in (text or "", _first_line(pointer.text).strip()))
     same_form = text is not None and was.startswith(form)
     return same_form and _names_any(path.parent, pointer.text) and not _names_any(path.parent, text or "")

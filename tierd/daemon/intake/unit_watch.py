@@ -19,7 +19,7 @@ from tierd import __version__
 from tierd.core.errors import ConfigError, CorruptChunk, ManifestError, StepRefused, StoreRefused
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import File, Manifest
-from tierd.daemon.intake.begun_saves import BegunSaves
+from tierd.daemon.intake.begun_saves import lacks
 from tierd.daemon.intake.ordering import Ordering
 from tierd.daemon.intake.outward_links import OutwardLinks
 from tierd.daemon.intake.refusals import Refusals
@@ -132,7 +132,7 @@ class UnitWatch:
         self.listing_s = 0.0
         self.unreadable: tuple[str, ...] = ()
         self._links = OutwardLinks(directory)
-        self._series, self._begun = LoneSaves(), BegunSaves(self._taken)
+        self._series = LoneSaves()
         self._all: Sequence[Unit] = ()  # the units of the last listing, also those that this watch does not take
         self._passed_over: tuple[int, tuple[PassedOver, ...]] = (0, ())  # by the last listing
         self._doubted = False  # whether a doubt about the order was reported
@@ -232,13 +232,11 @@ class UnitWatch:
             self._settling.finish(due, True, listing)
             return
         if any(one.startswith(f"{path}/") for one in self._refusals.unnamed):
-            if self._settling.finish(due, False, tree.again(due.unit)) == "refused":
-                self._refusals.refuse(path, "the name of a file in it is not UTF-8")
+            self._refuse_as_it_is(tree, due, "the name of a file in it is not UTF-8")
             return
         self._refusals.unread.discard(path)
-        if (why := self._begun.lacks(due, self._all)) is not None:
-            if self._settling.finish(due, False, tree.again(due.unit)) == "refused":
-                self._refusals.refuse(path, why)
+        if (why := lacks(due, self._all, self._taken)) is not None:
+            self._refuse_as_it_is(tree, due, why)
             return
 
         def opener(name: str) -> AbstractContextManager[ByteSource]:
@@ -297,9 +295,14 @@ class UnitWatch:
             self._changed(due, found.findings[0].reason)
         elif found.status == "unreadable":
             self._refusals.try_again(path, f"it cannot be read, and is tried again: {found.findings[0].reason}")
-        elif self._settling.finish(due, False, tree.again(due.unit)) == "refused":
+        else:
             why = "; ".join(f"{one.file}: {one.reason}" for one in found.findings[:3])
-            self._refusals.refuse(path, f"it is {found.status}: {why or 'no format that can be checked'}")
+            self._refuse_as_it_is(tree, due, f"it is {found.status}: {why or 'no format that can be checked'}")
+
+    def _refuse_as_it_is(self, tree: Tree, due: Due, why: str) -> None:
+        """Refuse a unit until it changes, unless it has changed since it was due."""
+        if self._settling.finish(due, False, tree.again(due.unit)) == "refused":
+            self._refusals.refuse(due.unit.path, why)
 
     def _changed(self, due: Due, why: str) -> None:
         """Wait longer each time, because a unit changed while it was read; report it after some tries."""
