@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from tierd.watching.completeness import WEIGHTS
 from tierd.watching.programs import COMPOSER, DIRECTORY, FILE, UnitLayout
@@ -96,6 +97,7 @@ def _forms(names: frozenset[str]) -> Counter[str]:
     return Counter(map(_form, names))
 
 
+@lru_cache(1 << 16)  # because each unit that lies alone is compared with all others of the listing
 def _form(name: str) -> str:
     return "/".join(map(without_numbers, name.split("/")))
 
@@ -119,7 +121,7 @@ def lacking(paths: Iterable[str], earlier: Iterable[str], layout: UnitLayout) ->
 
 def is_of_series(paths: Iterable[str], others: Iterable[str]) -> bool:
     """Whether a file of one checkpoint differs from one of the other in nothing but numbers."""
-    return not frozenset(map(_form, paths)).isdisjoint(map(_form, others))
+    return not {*map(_form, paths)}.isdisjoint(map(_form, others))
 
 
 class LoneSaves:
