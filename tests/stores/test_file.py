@@ -12,7 +12,7 @@ import random
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -788,3 +788,21 @@ def test_a_scan_lists_what_took_the_place_of_removed_directories(tmp_path, monke
         assert await keys(store, "m/") == ["m/1/x", "m/5/x", "m/6/x"]
 
     asyncio.run(whole())
+
+
+def test_calls_that_wait_when_the_store_is_closed_fail_and_cancel_nobody(tmp_path: Path) -> None:
+    """A watch that renews its record during a reload goes on to renew it in the store of the new configuration."""
+
+    async def close_under_calls() -> list[object]:
+        store = FileStore(tmp_path)
+        calls: list[Awaitable[object]] = [store.put(f"run/{number}", b"x") for number in range(200)]
+        calls += [store.get(f"run/{number}") for number in range(200)]
+        waiting = asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.sleep(0)
+        await store.aclose()
+        return [*await waiting, *await asyncio.gather(store.get("run/0"), return_exceptions=True)]
+
+    results = asyncio.run(close_under_calls())
+    failures = [result for result in results if isinstance(result, BaseException)]
+    assert {type(failure) for failure in failures} <= {StoreUnavailable, ObjectNotFound}
+    assert isinstance(results[-1], StoreUnavailable) and isinstance(results[199], StoreUnavailable)

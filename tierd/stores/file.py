@@ -60,6 +60,7 @@ class FileStore:
         self._path = root
         self._tree = FileTree(root, trial=trial)
         self._threads = Pools(_THREADS, "tierd-file")
+        self._closed = False
 
     @property
     def signs(self) -> int:
@@ -78,7 +79,7 @@ class FileStore:
     async def get(self, key: str, into: memoryview | None = None) -> Buffer:
         check_key(key)
         if into is None:
-            with self._translated(f"get {key}"):
+            with self._translated(f"get {key}"), self._unless_closed():
                 small = await asyncio.get_running_loop().run_in_executor(
                     self._threads.here(), self._tree.get_small, key
                 )
@@ -86,7 +87,7 @@ class FileStore:
                 return small
         # aiofiles is used for reads only. It lets a cancelled write go on while the file is closed, and the write could
         # reach another file that was given the same descriptor number.
-        with self._translated(f"get {key}"):
+        with self._translated(f"get {key}"), self._unless_closed():
             async with aiofiles.open(
                 key, "rb", buffering=0, opener=self._tree.open, executor=self._threads.here()
             ) as file:
@@ -124,6 +125,7 @@ class FileStore:
         if self._tree.made_trial:
             with suppress(TierdError):
                 await self._run(self._tree.end_trial)
+        self._closed = True
         self._threads.shutdown()
 
     async def _run(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -131,7 +133,22 @@ class FileStore:
             with self._translated(call.__name__.lstrip("_")):
                 return call(*args, **kwargs)
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads.here(), work)
+        with self._unless_closed():
+            return await asyncio.get_running_loop().run_in_executor(self._threads.here(), work)
+
+    @contextmanager
+    def _unless_closed(self) -> Iterator[None]:
+        """Raise StoreUnavailable for a call that had not begun when the store was closed.
+
+        Its thread pool cancels or refuses such a call, and a caller that nobody cancelled would end without a word.
+        """
+        try:
+            yield
+        except (asyncio.CancelledError, RuntimeError) as error:
+            task = asyncio.current_task()
+            if not self._closed or (task and task.cancelling()):
+                raise
+            raise StoreUnavailable(f"{self._path}: the store was closed") from error
 
     @contextmanager
     def _translated(self, doing: str) -> Iterator[None]:
