@@ -311,10 +311,10 @@ class _Judge:
 
         That is so if no save beside it has a file that it lacks, and only files whose format is not known are cut.
         """
+        if save in self.excused:  # before `torn`, which may tell of a later save of these paths
+            return True
         if any(path in self.program.torn and path.endswith(CHECKED) for path in save):
             return False
-        if save in self.excused:
-            return True
         if {*save} != {*self.program.layout.files(step)} and self.others(step):
             return False
         self.excused.append(save)

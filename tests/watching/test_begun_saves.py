@@ -66,3 +66,19 @@ def test_program_that_writes_fewer_files_from_now_on_is_taken_from_its_second_sa
     assert [part.checkpoint.run in (RUN, stepless_run(RUN)) for part in taken] == [True]
     save(home, names, 400, 1)
     assert take(home.spool, home.root).parts
+
+
+def beside(home: Home, *names: str) -> None:
+    write(home.root, {name: pt(number) for number, name in enumerate(names)}, 1_000_000)
+
+
+def test_oldest_checkpoint_whose_deletion_was_begun_is_not_taken(home: Home) -> None:
+    beside(home, "model_100.pt", "model_200.pt", "optim_200.pt", "model_300.pt", "optim_300.pt")
+    reported = take(home.spool, home.root)
+    assert {part.checkpoint.step for part in reported.parts} == {200, 300}
+    assert "its deletion may be begun" in reported.reasons["model_100.pt"]
+
+
+def test_older_checkpoints_without_optimizer_states_are_taken(home: Home) -> None:
+    beside(home, "model_100.pt", "model_200.pt", "model_300.pt", "optim_300.pt")
+    assert {part.checkpoint.step for part in take(home.spool, home.root).parts} == {100, 200, 300}

@@ -1,12 +1,15 @@
-"""Tell a save that was only begun by the checkpoint that was taken before it.
+"""Tell a save that was only begun, or a deletion that was, by the checkpoints before and after it.
 
 A program that keeps one checkpoint deletes it before, or while, it writes the next one. Killed in that, it leaves a
 part beside which nothing lies that has the other files. Only the record of what was taken shows that they are absent.
+
+A program that was killed while it deleted its oldest checkpoint, before anything took that, leaves a part that lacks
+what all newer ones have. If two lack it, their program deletes it on purpose, as older optimizer states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tierd.daemon.intake.taken import Sizes, TakenUnits, sizes_of
 from tierd.watching.series import UNCERTAIN, is_of_series, lacking
@@ -15,7 +18,7 @@ from tierd.watching.unit import WITHOUT_STEP, Unit
 
 
 def lacks(due: Due, units: Iterable[Unit], taken: TakenUnits) -> str | None:
-    """Return why a unit may be a save that was only begun; None if it lacks nothing.
+    """Return why a unit may be a save, or a deletion, that was only begun; None if it lacks nothing.
 
     A second save in a row with the same names is whole: its program writes fewer files now.
 
@@ -26,8 +29,10 @@ def lacks(due: Due, units: Iterable[Unit], taken: TakenUnits) -> str | None:
     """
     unit, own = due.unit, sizes_of(due.shape)
     is_joint = unit.path.rpartition("/")[2] == WITHOUT_STEP  # its files are not of one save
-    if is_joint or unit.layout not in UNCERTAIN or any(_shows(other, unit) for other in units):
+    if is_joint or unit.layout not in UNCERTAIN:
         return None
+    if beside := [other for other in units if _shows(other, unit)]:
+        return _lost(unit, beside)
     absent = lacking(own, taken.before(own), unit.layout)
     if absent is None:
         return None
@@ -36,6 +41,16 @@ def lacks(due: Due, units: Iterable[Unit], taken: TakenUnits) -> str | None:
         return None
     taken.refuse_begun(unit.path, own)
     return f"the checkpoint that was taken before it has {absent}, and nothing like that is there; it may be begun"
+
+
+def _lost(unit: Unit, beside: Sequence[Unit]) -> str | None:
+    """Return why the oldest unit of a series may be in its deletion; None if it is not the oldest, or lacks nothing."""
+    if any(other.step is None or unit.step is None or other.step <= unit.step for other in beside):
+        return None
+    absent = [lacking(unit.files, other.files, unit.layout) for other in beside]
+    if None in absent:
+        return None
+    return f"all newer checkpoints of its series have a file like {absent[0]}; its deletion may be begun"
 
 
 def _shows(other: Unit, unit: Unit) -> bool:

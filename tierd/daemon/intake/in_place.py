@@ -49,11 +49,13 @@ class Spared:
         pointers: these pointers.
         whole: these files; a checkpoint that has one of them is not put in place.
         newer: whether files that were written after all of the checkpoint's are left.
+        but: all but these files are left; None: none is left for this reason.
     """
 
     pointers: Collection[str] = ()
     whole: Set[str] = frozenset()
     newer: bool = False
+    but: Collection[str] | None = None
 
 
 NOTHING = Spared()
@@ -145,7 +147,7 @@ def place(directory: Path, target: Path, exported: Exported, *, point: bool, spa
     if taken := sorted(spared.whole & {*files}):
         remove(target)
         raise PlaceTaken(f"{directory / taken[0]}: another checkpoint that is whole lies there")
-    names = _names(directory, about, files)
+    names = _names(directory, about, files) if spared.but is None else sorted({*spared.but} & {*files})
     if spared.newer:
         names = [name for name in names if not _is_newer(directory / name, about)]
     was_there = [swap_in(home / name, directory, name) for name in names]

@@ -45,6 +45,9 @@ class Judged:
         left: if only some files are damaged, when the newest of the others was last written.
         is_copied: whether a copy can have what is damaged.
         entries: what is moved if it is not replaced, as paths in the directory.
+        outgrown: the newest checkpoint as which it was taken before its program wrote more of it, if files that were
+            not written since differ from it.
+        decayed: these files.
     """
 
     unit: Unit
@@ -61,6 +64,8 @@ class Judged:
     left: datetime | None = None
     is_copied: bool = True
     entries: list[str] = field(default_factory=list)
+    outgrown: CheckpointId | None = None
+    decayed: tuple[str, ...] = ()
 
     @property
     def is_good(self) -> bool:
@@ -106,13 +111,13 @@ async def recorded(
     mixed = sorted(((made, checkpoint) for made, checkpoint in same if oldest <= made < one.made), reverse=True)
     for checkpoint in (*sorted(exact, reverse=True), *(checkpoint for _, checkpoint in mixed)):
         manifest = await first_manifest(PartId(checkpoint, 0, 1), spool, stores)
-        if manifest is not None and _is_of(one.unit, manifest):
+        if manifest is not None and is_of(one.unit, manifest):
             one.checkpoint = checkpoint
             return manifest
     return None
 
 
-def _is_of(unit: Unit, manifest: Manifest) -> bool:
+def is_of(unit: Unit, manifest: Manifest) -> bool:
     """Whether a checkpoint was taken from a unit's place: another unit may have the same step and time."""
     paths = {file.path for file in manifest.files}
     return not paths.isdisjoint(unit.files) or any(path.startswith(f"{unit.path}/") for path in paths)

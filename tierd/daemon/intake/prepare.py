@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Set
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +18,14 @@ from tierd.core.ids import CheckpointId
 from tierd.core.planning.inventory import Inventory
 from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.intake.chosen import read_chosen
+from tierd.daemon.intake.decay import judge_decay
 from tierd.daemon.intake.directory_lock import alone_in
 from tierd.daemon.intake.each_series import put_back_each, recorded_pointers
-from tierd.daemon.intake.in_place import NotWatched, PlaceTaken, PutBack, Spared, put_back
+from tierd.daemon.intake.in_place import PutBack, Spared, put_back
 from tierd.daemon.intake.judging import CHANGING, NEVER, Judged, Verdict, described, is_newer, judge, recorded
 from tierd.daemon.intake.own import check_rules
 from tierd.daemon.intake.pointing import is_named, point_to, write_lost
-from tierd.daemon.intake.swapping import QUARANTINE, quarantine_files
+from tierd.daemon.intake.replacing import entries_of, replace
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
@@ -33,11 +33,8 @@ from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.watching.files import Tree
 from tierd.watching.layouts import units
-from tierd.watching.listing import Listing
 from tierd.watching.naming import History, history, series_of, stepless_run
 from tierd.watching.own_layout import OwnLayout
-from tierd.watching.programs import DIRECTORY
-from tierd.watching.unit import Unit
 
 _POINTED = 8  # of so many newest units, one had pointers; each is a read of a tier
 _LISTINGS = 3  # because a checkpoint may be pruned between a listing and the reading
@@ -133,7 +130,7 @@ async def _prepare(
     for one in judged:
         if one.verdict in ("damaged", "unfinished"):
             good = {path for other in judged if other is not one and other.is_good for path in other.unit.files}
-            await _replace(one, directory, stores, progress, good)
+            await replace(one, directory, stores, progress, good)
     pointers = await to_the_end(_point, directory, judged)  # before, because what is fetched has pointers of its own
     fetched = list[PutBack]()
     tried = set[CheckpointId]()
@@ -167,7 +164,8 @@ async def _judged(
         for one in judged:
             manifest = await recorded(one, known, listing, spool, stores)
             await to_the_end(judge, tree, one, listing, manifest)
-            one.entries = one.entries or _entries(one, listing)
+            await judge_decay(tree, one, known, listing, stores)
+            one.entries = one.entries or entries_of(one, listing)
     if busy := [one.unit.path for one in judged if one.why == CHANGING]:
         raise ConfigError(f"{directory / busy[0]}: {CHANGING}; stop the program first. Nothing was moved")
     if unread := [one for one in judged if one.unreadable]:
@@ -183,49 +181,6 @@ async def _observed(spool: Spool | None, stores: Mapping[str, Store], run: str, 
     if silent := [name for name, place in inventory.tiers.items() if place is None]:
         raise StoreUnavailable(f"not every tier could be asked: {', '.join(silent)}{effect}")
     return inventory
-
-
-async def _replace(
-    one: Judged, directory: Path, stores: Mapping[str, Store], progress: Progress, good: Set[str]
-) -> None:
-    """Put the verified checkpoint of a unit's step in its place; without one, move the unit away.
-
-    `good` are the files of other units that are whole: `prev.ckpt` may have been taken when it was `last.ckpt`.
-    """
-    moved = tuple[str, ...]()
-    if not one.is_copied:
-        one.moved = tuple(await to_the_end(quarantine_files, directory, one.entries))
-        return
-    with suppress(CheckpointNotFound, NotWatched, PlaceTaken):
-        attempt, spared = one.checkpoint.attempt if one.checkpoint else None, Spared(whole=good)
-        put = await put_back(stores, one.run, directory, one.step, attempt, progress, point=False, spared=spared)
-        moved = put.moved
-        # What was there before lies in quarantine by its own name, or with a number behind it.
-        was_there = any(path.startswith(f"{QUARANTINE}/{name}") for path in moved for name in one.entries)
-        one.replaced = one.checkpoint is not None or put.path == one.unit.path or was_there
-    if not one.replaced:
-        moved = (*moved, *await to_the_end(quarantine_files, directory, one.entries))
-    one.moved = moved
-
-
-def _entries(one: Judged, listing: Listing) -> list[str]:
-    """Return the entries of the directory that are moved if a unit is not replaced.
-
-    They are its directory, if all in it is the unit's, and those of its other files that are damaged themselves.
-    """
-    unit = one.unit
-    own = {*unit.files, *unit.strange}
-    below = {path for path, entry in listing.entries.items() if entry.kind != "directory" and _is_below(path, unit)}
-    bad = set(one.damaged) or {path for path in own if not unit.is_directory or _is_below(path, unit)}
-    is_of_many = unit.step is None and unit.layout is DIRECTORY and one.damaged  # it may hold other checkpoints
-    if unit.is_directory and below <= own and not is_of_many:
-        inside = [unit.path] if unit.begun or any(_is_below(path, unit) for path in bad) else []
-        return [*inside, *sorted(path for path in bad if not _is_below(path, unit))]
-    return sorted(bad & own)
-
-
-def _is_below(path: str, unit: Unit) -> bool:
-    return path.startswith(f"{unit.path}/")
 
 
 async def _newest(

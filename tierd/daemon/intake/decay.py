@@ -1,0 +1,66 @@
+"""Find files that decayed in a unit without a step that its program has written more of since it was taken.
+
+Such a unit is none of the run's checkpoints as it is now. But a file that has the size and the time of a verified copy
+was not written since, so that other bytes are damage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from tierd.core.ids import CheckpointId, PartId
+from tierd.core.manifest import Manifest
+from tierd.daemon.intake.comparing import differences
+from tierd.daemon.intake.each_series import recorded_unit
+from tierd.daemon.intake.judging import CHANGING, Judged, is_of
+from tierd.daemon.intake.manifests import first_manifest
+from tierd.daemon.transfer.concurrency import to_the_end
+from tierd.stores.base import Store
+from tierd.watching.files import Tree
+from tierd.watching.inspect import Changed
+from tierd.watching.listing import Listing
+from tierd.watching.naming import History
+
+_LOOKED_AT = 8  # of so many newest checkpoints, one is of the unit; each is a read of a tier
+
+
+async def judge_decay(tree: Tree, one: Judged, known: History, listing: Listing, stores: Mapping[str, Store]) -> None:
+    """Judge a unit, of which no checkpoint has all that is there now, as damaged if files of an earlier one decayed."""
+    if one.unit.step is not None or one.checkpoint is not None or one.verdict == "unfinished" or one.unreadable:
+        return
+    earlier = [checkpoint for checkpoint, made in known.made.items() if checkpoint.run == one.run and made < one.made]
+    for checkpoint in sorted(earlier, reverse=True)[:_LOOKED_AT]:
+        manifest = await first_manifest(PartId(checkpoint, 0, 1), None, stores)
+        if manifest is not None and is_of(one.unit, manifest):
+            await _compare(tree, one, listing, stores, checkpoint, manifest)
+            return
+
+
+async def _compare(
+    tree: Tree, one: Judged, listing: Listing, stores: Mapping[str, Store], checkpoint: CheckpointId, manifest: Manifest
+) -> None:
+    about = await recorded_unit(stores, checkpoint)
+    modified_ns = about.modified_ns if about else {}
+    unchanged = [
+        file
+        for file in manifest.files
+        if (entry := listing.entries.get(file.path)) is not None
+        and (entry.size, entry.mtime_ns) == (file.size, modified_ns.get(file.path))
+    ]
+
+    def decayed() -> dict[str, str]:
+        alone = {file.path: msgspec.structs.replace(manifest, files=(file,)) for file in unchanged}
+        return {path: why for path, only in alone.items() if (why := next(differences(tree, listing, only), ""))}
+
+    try:
+        reasons = await to_the_end(decayed)
+    except (Changed, OSError) as error:
+        one.unreadable, one.verdict = not isinstance(error, Changed), "unknown"
+        one.why = f"it cannot be read: {error}" if one.unreadable else CHANGING
+        return
+    if reasons:
+        one.verdict, one.why = "damaged", "; ".join([*reasons.values()][:2])
+        one.outgrown, one.decayed = checkpoint, tuple(reasons)
+        one.damaged = tuple(sorted({*one.damaged, *reasons}))
