@@ -18,7 +18,7 @@ ELSEWHERE = {
     "no-key/bytes": (
         "stores/test_encrypted.py::test_what_was_put_in_anothers_place_is_not_believed",
         "stores/test_encrypted.py::test_every_flip_and_every_cut_is_noticed",
-        "cli/test_encrypted.py::test_what_is_damaged_is_found_and_passed_over",
+        "cli/test_encrypted.py::test_verify_detects_a_damaged_encrypted_checkpoint_and_restore_passes_over_it",
     ),
     "no-key/rolled-back": (
         "end_to_end/test_heads.py::test_a_tier_that_is_an_older_copy_of_itself_is_noticed_by_the_spool",
@@ -89,12 +89,12 @@ ELSEWHERE = {
         "spool/test_links.py::test_a_link_of_another_user_is_refused",
     ),
     "user/target": (
-        "cli/test_restore.py::test_what_somebody_else_put_in_its_place_is_not_used",
-        "cli/test_restore.py::test_another_put_in_its_place_on_the_way_gets_nothing_and_is_told",
+        "cli/test_restore.py::test_restore_uses_nothing_that_another_account_put_in_its_place",
+        "cli/test_restore.py::test_restore_writes_nothing_into_a_directory_put_in_place_of_its_own_and_reports_it",
     ),
     "user/key": ("stores/test_encrypted.py::test_a_file_that_is_no_key_or_open_to_others_is_refused",),
     "user/disk": (
-        "client/saving/test_handoff.py::test_a_full_spool_is_told_by_the_daemon",
+        "client/saving/test_handoff.py::test_daemon_reports_a_full_spool_to_the_trainer",
         "daemon/test_spool_space.py::test_what_no_tier_has_stays_and_the_wait_is_bounded",
     ),
 }

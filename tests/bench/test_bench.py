@@ -107,7 +107,7 @@ def test_a_restore_is_judged_by_its_median():
     assert (found.measured, found.met) == (2.0, True)
 
 
-def test_what_was_not_measured_has_no_verdict():
+def test_verdict_is_none_for_a_figure_that_was_not_measured():
     result = made_up(tierd_overlapped={"step_s": 0.19})
     assert verdict(result, "every 100").met is None and "shorter" in verdict(result, "every 100").by
     result.sizes[0].arms["torch_checkpointing"].skipped = "not installed"
@@ -131,7 +131,7 @@ def test_the_post_s_rows_follow_from_its_own_cost():
     assert seed.PRINTED[100][0][0] / 1000 == pytest.approx(seed.STATE_GB / 1.0, rel=0.01)
 
 
-def test_the_measured_rows_scale_with_the_state_and_add_what_is_still_busy():
+def test_measured_rows_scale_with_the_state_and_add_the_work_that_is_still_busy():
     size = made_up(0.7).sizes[0]
     costs = seed.costs(size)
     assert [cost.added_s for cost in costs] == pytest.approx([2, 2, 2, 4, 4])
@@ -153,7 +153,7 @@ def test_an_added_time_below_the_call_s_is_noise():
     )
 
 
-def test_what_advise_reads():
+def test_advise_reads_the_cost_of_tierds_overlapped_save():
     found = measured_cost(made_up().sizes)
     assert found is not None and found.arm == "tierd-overlapped+daemon" and found.blocked_s == 1.0
     result = made_up()
@@ -211,7 +211,7 @@ def test_the_state_has_the_size_that_was_asked_for(gigabytes):
     assert parameters * STATE_BYTES_PER_PARAMETER == pytest.approx(gigabytes * 1e9, rel=0.04)
 
 
-def test_training_learns_and_its_state_is_what_it_says():
+def test_training_learns_and_its_state_has_the_declared_size():
     training = Training(0.002)
     losses = [training.step() for _ in range(30)]
     assert losses[-1] < losses[0]

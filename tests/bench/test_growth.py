@@ -50,7 +50,7 @@ def test_growth_is_the_last_row_by_the_first():
     assert judged(result(restore=rows), "restore: most checkpoints / one, CPU") == [("5,000", 2.5, False)]
 
 
-def test_two_tiers_are_compared_with_one():
+def test_flushes_to_two_tiers_are_compared_with_flushes_to_a_single_tier():
     rows = {
         "weights, one tier": {"tierd": arm("cpu_s", 2.0)},
         "weights, two tiers": {"tierd": arm("cpu_s", 3.0)},
@@ -84,12 +84,12 @@ def test_a_ceiling_may_be_another_figure():
     assert [(one.measured, one.ceiling, one.met) for one in found] == [(1.5, 2.0, False)]
 
 
-def test_the_share_of_a_ceiling_below_a_limit_is_what_the_least_takes_of_it():
+def test_share_of_a_ceiling_below_a_limit_is_the_part_that_the_least_takes_of_it():
     rows = {"200 x 50 x 8": {"tierd": arm("wall_s", 8.0), "least": arm("wall_s", 2.0)}}
     assert "| 8 | 2 (25% of it) | **not met** |" in page.page(result(ls=rows))
 
 
-def test_what_was_not_measured_has_no_verdict():
+def test_verdict_is_none_for_a_growth_figure_that_was_not_measured():
     assert all(verdict.met is None for verdict in verdicts(result()))
     assert page.page(result()).count("not measured") == len(GOALS)
 
@@ -142,7 +142,7 @@ def test_flushes_to_one_tier_and_to_two(tmp_path, monkeypatch):
     assert all(flushes._stored(tmp_path / "two" / "0" / name) > 3e6 for name in ("tier", "tier2", "raw"))
 
 
-def test_the_share_of_changed_rows_is_of_what_is_sent_again(tmp_path, monkeypatch):
+def test_share_of_changed_rows_counts_the_bytes_that_are_sent_again(tmp_path, monkeypatch):
     monkeypatch.setattr(flushes, "_ROWS", 1000)
     found = flushes.changed_rows(tmp_path)
     assert found["first"][0]["sent_share"] > 0.5 and found["again"][0]["sent_share"] > 0
@@ -164,7 +164,7 @@ def test_overlapped_saves_have_a_call_and_a_step_each(tmp_path, monkeypatch):
     assert {name: len(samples) for name, samples in found.items()} == {"call": 1, "step": 1, "least": 1}
 
 
-def test_every_way_to_restore_brings_back_what_was_saved(tmp_path, monkeypatch):
+def test_every_way_to_restore_brings_back_the_saved_state(tmp_path, monkeypatch):
     monkeypatch.setattr(cold, "GIGABYTES", 0.004)
     (tmp_path / "tier").mkdir()
     url = f"file://{tmp_path}/tier"

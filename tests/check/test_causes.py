@@ -70,7 +70,7 @@ def of_loaders(killed: Taken, whole: Taken) -> list[str]:
     return [one.kind for one in evidence(*histories, 0, 2, "samples")]
 
 
-def test_the_position_of_a_loader_comes_before_generators_that_follow_from_it():
+def test_position_of_a_loader_is_named_before_generators_that_follow_from_it():
     """A loader that begins anew draws its order once more, so that every other draw is another one."""
     assert of_loaders(loading(4, "forward", 1, "x"), loading(4, "forward", 5, "b")) == ["position"]
 
@@ -186,7 +186,7 @@ class Callback(Library):
         self.history = {"best": 3.0}
 
 
-def test_attributes_that_the_users_own_class_has_are_seen_and_a_librarys_are_not():
+def test_attributes_of_the_users_own_class_are_observed_and_a_librarys_are_not():
     one = Callback()
     found = owned_leaves([one], known=True)
     assert {"Callback.average", 'Callback.history["best"]', "Callback.beta"} <= set(found)
@@ -194,7 +194,7 @@ def test_attributes_that_the_users_own_class_has_are_seen_and_a_librarys_are_not
     assert any(one is live for live in find_live().owned)
 
 
-def test_an_attribute_of_a_callback_comes_after_what_explains_more():
+def test_attribute_of_a_callback_is_named_after_causes_that_explain_more():
     path = "Callback.total"
 
     def owning(step: int, moment: str, total: float, rate: float) -> Taken:

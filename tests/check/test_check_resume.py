@@ -48,7 +48,7 @@ def test_observe_does_nothing_outside_of_a_check():
 # -- what is right ----------------------------------------------------------------------------------------------------
 
 
-def test_an_exact_loop_passes_whatever_the_kill_point():
+def test_exact_loop_passes_at_every_kill_point():
     report = assert_resumes("support.loops:read", steps=23, kill_at=(3, "11+5ms", 15))
     assert report.exact and not report.causes
     assert [(one.began, one.resumed, one.killed_at) for one in report.launches[:2]] == [
@@ -87,7 +87,7 @@ def test_a_save_that_the_daemon_has_survives_the_kill():
     assert report.exact and [one.began for one in report.launches] == [1, 3, 7]
 
 
-def test_the_tutorial_s_loop_is_the_one_that_is_checked():
+def test_tutorial_shows_the_loop_that_is_checked():
     shown = (ROOT / "examples" / "quickstart.py").read_text().split("# -- the docs show from here\n")[1]
     lines = [line.removeprefix("    ") for line in shown.rstrip().splitlines()]
     assert (
@@ -107,7 +107,7 @@ def test_the_state_is_that_after_the_last_step_however_long_it_takes_to_look_at(
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("loop", "entries"), [("adapted", 0), ("adapted_other", 0), ("adapted_itself", 4)])
-def test_what_a_loop_restores_into_is_not_taken_for_what_it_trains_with(loop, entries):
+def test_state_that_a_loop_restores_into_is_not_taken_for_the_state_it_trains(loop, entries):
     """It has saved nothing since it was resumed when the last step comes, so what it would save is not known; unless
     an uninterrupted run saves the very thing that it restores into."""
     report = assert_resumes(f"support.loops:{loop}", steps=8, kill_at=(7,))
@@ -115,7 +115,7 @@ def test_what_a_loop_restores_into_is_not_taken_for_what_it_trains_with(loop, en
 
 
 @pytest.mark.timeout(400)
-def test_what_differs_from_launch_to_launch_is_no_finding_though_a_rank_was_killed_before_it_could_show():
+def test_difference_between_launches_is_no_finding_though_a_rank_was_killed_before_it_could_show():
     """Rank 1 died with rank 0 before its state was captured, so only a second uninterrupted run tells what varies."""
     lines: list[str] = []
     report = assert_resumes("support.loops:late_rank", steps=8, kill_at=(4,), ranks=2, on_line=lines.append)
@@ -123,7 +123,7 @@ def test_what_differs_from_launch_to_launch_is_no_finding_though_a_rank_was_kill
     assert any(line.startswith("uninterrupted again") for line in lines)
 
 
-def test_a_launch_that_goes_on_past_the_last_step_says_which_step_its_state_is_of(room: Path):
+def test_launch_that_runs_past_the_last_step_names_the_step_of_its_state(room: Path):
     (room / "state").write_text('{"step": 2, "position": 8}')
     orders = Orders("support.loops:ends_early", str(room), str(room / "record"), os.getpid(), steps=2)
     code = "import sys; sys.path[:] = {path!r}; from tierd.check.child import main; main(sys.argv[1])"
@@ -192,7 +192,7 @@ def test_a_launch_that_fails_ends_and_hangs(loop, says):
         check_resume(f"support.loops:{loop}", steps=9, kill_at=(5,), patience=3 if loop == "hangs" else 100)
 
 
-def test_a_kill_that_never_comes_and_a_state_from_elsewhere():
+def test_check_refuses_a_kill_that_is_never_reached_and_a_state_from_elsewhere():
     with pytest.raises(LoopFailed, match=r"came to step 9 and could not be killed at 5\+save: it never saved"):
         check_resume("support.loops:read", steps=9, kill_at=("5+save",))
     with pytest.raises(ConfigError, match="restores something from outside of the directory"):
@@ -222,7 +222,7 @@ def test_the_command(capfd: pytest.CaptureFixture[str]):
     assert "RuntimeError: the GPU fell off" in capfd.readouterr().err
 
 
-def test_what_is_kept_is_named(room: Path):
+def test_report_names_the_directory_that_it_keeps(room: Path):
     report = check_resume("support.loops:read", steps=9, kill_at=(5,), keep=True)
     assert report.kept is not None and f"left to look at: {report.kept}" in str(report)
     kept = Path(report.kept)

@@ -54,7 +54,7 @@ def test_kill_points():
             KillPoint.parse(wrong)
 
 
-def test_samples_of_every_kind_are_told_apart():
+def test_samples_of_every_kind_are_distinguished():
     torch = pytest.importorskip("torch")
     numpy = pytest.importorskip("numpy")
     assert as_samples(torch.tensor([3, 1])) == as_samples(numpy.array([3, 1])) == (3, 1)
@@ -69,7 +69,7 @@ def test_equal_is_exact():
     assert (result.samples, result.again, result.skipped, result.resumes) == (STEPS * SIZE, 0, 0, 2)
 
 
-def test_what_a_kill_took_back_does_not_count():
+def test_compare_ignores_steps_that_a_kill_took_back():
     """Launch 1 went wrong after the checkpoint; launch 2 begins before that, so it is as if it had not happened."""
     wrong = seen(1, 7, lambda step: batch(step) if step < 6 else (99,))
     killed = history(wrong, seen(6, STEPS))
@@ -81,7 +81,7 @@ def test_what_a_kill_took_back_does_not_count():
     assert not result.ok and found == ["steps"]
 
 
-def test_one_bit_of_a_loss_is_found_and_a_tolerance_allows_it():
+def test_compare_detects_one_bit_of_a_loss_and_a_tolerance_allows_it():
     near = lambda step: loss(step) * (1 + (step == 9) * 1e-7)  # noqa: E731
     killed = history(seen(1, 7), seen(5, STEPS, losses=near))
     result, found = judged(killed)
@@ -192,7 +192,7 @@ def test_nothing_restored_is_no_proof():
     assert never_restored(history(seen(1, 7), seen(5, STEPS)), 1) is None
 
 
-def test_a_rank_that_begins_anew_beside_one_that_resumed():
+def test_rank_that_begins_anew_beside_a_resumed_rank_is_a_cause():
     """What it does is right, sample by sample; it does it a second time."""
     first, resumed = [seen(1, 7), seen(1, 7)], seen(5, STEPS)
     for one in first:
@@ -237,7 +237,7 @@ def test_an_allowance_is_honoured_counted_and_bounded():
     assert judged(killed, reference, allowance=3)[0].ok and not judged(killed, reference, allowance=2)[0].ok
 
 
-def test_what_is_skipped_counts_as_well():
+def test_compare_counts_skipped_samples_against_the_allowance():
     reference = history(seen(1, STEPS + 4))
     killed = history(seen(1, 7), behind(-3, 5, STEPS + 4))
     result, _ = judged(killed, reference, allowance=3)
@@ -263,7 +263,7 @@ def test_how_far_the_reference_went_on_decides_nothing():
         assert (result.again, result.skipped) == (SIZE, 0), reference_ends
 
 
-def test_no_allowance_excuses_what_was_no_resume():
+def test_allowance_excuses_no_start_that_did_not_resume():
     reference = history(seen(1, STEPS + 4))
     early = history(seen(1, 7, lambda step: [one - 1 for one in batch(step)]), seen(5, STEPS + 4))
     assert not judged(early, reference, allowance=100)[0].ok

@@ -124,7 +124,7 @@ def test_an_idle_generator_explains_nothing():
     assert found("first loss", whole, killed) == []
 
 
-def test_an_object_that_stays_as_it_was_loaded_was_replaced():
+def test_object_that_keeps_its_loaded_state_was_replaced():
     whole = [at(4, "save", ema=1.0), at(5, "step", ema=2.0), at(7, "end", ema=3.0)]
     killed = [at(4, "loaded", ema=1.0), at(5, "step", ema=1.0), at(7, "end", ema=1.0)]
     assert found("state", whole, killed) == [("weights", 'state["ema"][0]')]
@@ -161,7 +161,7 @@ def test_a_weight_that_was_lost_is_its_own_cause():
     )
 
 
-def test_a_weight_that_was_not_lost_is_unknown_with_what_was_seen():
+def test_weight_that_was_not_lost_is_unknown_and_reported_with_its_observed_values():
     [cause] = final(WHOLE, [at(4, "loaded", "a", weight=1.0), at(5, "step", "b", weight=2.5)])
     assert cause.kind == "unknown" and 'not state["weight"]: 3.0 uninterrupted and 3.5 in launch 2' in cause.says
 
@@ -202,10 +202,10 @@ def dropping():
     return lambda one: one * rng.random()
 
 
-def test_generators_in_objects_closures_and_global_variables_are_seen():
+def test_generators_in_objects_closures_and_global_variables_are_observed():
     before, noise, drop = GRAINS.getstate(), Noise(), partial(dropping())
     found = held_generators(None)
-    me = "test_generators_in_objects_closures_and_global_variables_are_seen()"
+    me = "test_generators_in_objects_closures_and_global_variables_are_observed()"
     assert {f"{me} noise.rng", f"{me} drop.rng", "GRAINS"} <= set(found)
     assert GRAINS.getstate() == before and PYTHON not in found
     drop(noise.add(1.0))
@@ -223,7 +223,7 @@ def captured(step: int, moment: str, **values: float | str) -> Taken:
     return Taken(step, moment, {}, {}, found)
 
 
-def test_an_epoch_beside_the_checkpoint_comes_before_the_generator_that_follows_from_it():
+def test_epoch_beside_the_checkpoint_is_named_before_the_generator_that_follows_from_it():
     whole = [
         captured(4, "save", rng="generator a", sampler_in_epoch=1),
         captured(5, "step", rng="generator b", sampler_in_epoch=1),
@@ -276,10 +276,10 @@ class Counting:
         self.pending = 2
 
 
-def test_the_loops_own_readers_and_counters_are_seen():
+def test_readers_and_counters_of_the_loop_are_observed():
     reader = Ahead()
     found = insides(LiveObjects([], []), {"counts": Counting()})
-    me = "test_the_loops_own_readers_and_counters_are_seen()"
+    me = "test_readers_and_counters_of_the_loop_are_observed()"
     assert found[f"{me} reader.ahead[1]"].text == "2" and found[f"{me} reader.ahead[1]"].saved is False
     assert found['state["counts"].pending'].text == "2" and len(reader.ahead) == 2
     saved = {'state["counts"]["pending"]'}

@@ -40,7 +40,7 @@ def test_an_exact_resume_leaks_nothing():
     assert found(one(rank(1, 7), rank(5, 12))) == []
 
 
-def test_what_is_read_again_and_skipped_in_an_epoch():
+def test_leaks_count_samples_read_again_and_skipped_in_an_epoch():
     back = one(rank(1, 5), rank(4, 12, lambda step: samples(step - 1)))
     assert found(back) == [("twice", 0, 2), ("skipped", 0, 2)]
     assert "epoch 0: rank 0 trained on 2 samples more than once: 4, 5" in [
@@ -53,7 +53,7 @@ def test_the_last_epoch_may_only_be_behind():
     assert found(late) == []
 
 
-def test_what_an_uninterrupted_run_does_as_well_is_no_leak():
+def test_repetition_that_an_uninterrupted_run_has_too_is_no_leak():
     with_replacement = one(rank(1, 12, lambda step: (0, 0)))
     assert found(one(rank(1, 7, lambda step: (0, 0)), rank(5, 12, lambda step: (0, 0))), with_replacement) == []
 
@@ -97,7 +97,7 @@ class Reports:
         self.said.append((step, why))
 
 
-def test_a_repetition_is_told_once_an_epoch_and_counted_each_time(caplog: pytest.LogCaptureFixture):
+def test_repetition_is_reported_once_an_epoch_and_counted_each_time(caplog: pytest.LogCaptureFixture):
     import torch
 
     reported = Reports()
@@ -121,7 +121,7 @@ def test_a_resume_that_repeats_samples_is_noticed():
     assert second.see(2, [9, 10], 3) == 1
 
 
-def test_the_state_goes_through_a_checkpoint(tmp_path):
+def test_sample_watch_survives_a_checkpoint(tmp_path):
     import tierd
 
     one = watch()

@@ -49,7 +49,7 @@ def killed_with(last: Taken, first: Taken | None = None) -> History:
     return history(seen(1, 4, first or taken(4, best=2.0)), seen(3, STEPS, last))
 
 
-def test_what_is_equal_is_no_difference():
+def test_equal_states_are_no_difference():
     killed = killed_with(taken(STEPS, "end", best=1.0))
     assert found(WHOLE, killed) == [] and compared(WHOLE, killed, 0) == 1
 
@@ -66,7 +66,7 @@ def test_number_of_calls_that_a_scheduler_counts_for_a_warning_is_no_difference(
     assert found(whole, killed_with(ended(9))) == differing
 
 
-def test_the_first_step_the_magnitude_and_the_launch_are_told():
+def test_difference_names_the_first_step_the_magnitude_and_the_launch():
     killed = history(
         seen(1, 4, taken(4, best=2.0)),
         seen(3, 7, taken(4, best=2.5)),
@@ -81,7 +81,7 @@ def test_the_first_step_the_magnitude_and_the_launch_are_told():
     assert found(WHOLE, killed, tolerance=0.4) == []
 
 
-def test_what_was_never_saved_comes_last_and_says_so():
+def test_difference_of_a_leaf_that_was_never_saved_is_listed_last_and_says_so():
     whole = history(seen(1, STEPS, taken(4), taken(STEPS, "end", {"Sequential[0]": 1.0}, best=1.0)))
     killed = killed_with(taken(STEPS, "end", {"Sequential[0]": 3.0}, best=2.0), taken(4))
     both = differences(whole, killed, 0, 0.0)
@@ -89,12 +89,12 @@ def test_what_was_never_saved_comes_last_and_says_so():
     assert summary(both)[1].endswith("; not in the checkpoint")
 
 
-def test_what_two_launches_from_the_start_do_not_agree_on_is_no_finding():
+def test_leaf_that_differs_between_two_fresh_launches_is_no_finding():
     """A clock, or a generator that nobody seeded."""
     assert found(WHOLE, killed_with(taken(STEPS, "end", best=7.0), taken(4, best=9.0))) == []
 
 
-def test_a_second_uninterrupted_run_tells_what_varies_where_the_killed_one_was_not_seen_in_time():
+def test_second_uninterrupted_run_shows_leaves_that_vary_where_the_killed_run_has_no_common_moment():
     killed = history(seen(1, 3), seen(3, STEPS, taken(STEPS, "end", best=3.0)))
     assert not has_common_moment(WHOLE, killed, 0) and found(WHOLE, killed) == ['state["best"]']
     again = history(seen(1, STEPS, taken(STEPS, "end", best=2.0)))
@@ -102,7 +102,7 @@ def test_a_second_uninterrupted_run_tells_what_varies_where_the_killed_one_was_n
     assert differences(WHOLE, killed, 0, 0.0, (), WHOLE) != []
 
 
-def test_what_is_ignored():
+def test_differences_leave_out_ignored_paths():
     whole = history(seen(1, STEPS, taken(STEPS, "end", timing=1.0, other=1.0)))
     killed = history(seen(1, 4), seen(3, STEPS, taken(STEPS, "end", timing=2.0, other=2.0)))
     assert found(whole, killed, ignore=('state["timing"]',)) == ['state["other"]']
@@ -177,7 +177,7 @@ def test_values_are_held_against_each_other_in_the_same_form_alone(ours, theirs,
 # -- leaves -----------------------------------------------------------------------------------------------------------
 
 
-def test_leaves_have_paths_and_tell_values_apart():
+def test_leaves_have_paths_and_distinguish_values():
     torch, numpy = pytest.importorskip("torch"), pytest.importorskip("numpy")
     value = {
         "w": torch.arange(3.0),
@@ -205,7 +205,7 @@ def test_leaves_have_paths_and_tell_values_apart():
     }  # fmt: skip
 
 
-def test_looking_draws_nothing_and_survives_what_cannot_be_read():
+def test_reading_leaves_draws_no_random_number_and_survives_unreadable_values():
     torch = pytest.importorskip("torch")
     state = random.getstate(), torch.get_rng_state()
     loop: list = []

@@ -38,7 +38,7 @@ def without(option: str) -> list[str]:
     return JOB[:at] + JOB[at + 2 :]
 
 
-def test_the_how_to_s_example_is_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_to_shows_the_output_of_advise(capsys: pytest.CaptureFixture[str]) -> None:
     block = re.search(r"^    \$ tierd (advise.*?)\n\n", PAGE, re.M | re.S)
     assert block is not None
     lines = [line.removeprefix("    ") for line in block[1].splitlines()]
@@ -163,7 +163,7 @@ def test_bad_input_is_one_clear_line(capsys: pytest.CaptureFixture[str], argumen
     assert not found.out
 
 
-def test_words_for_what_decides(capsys: pytest.CaptureFixture[str]) -> None:
+def test_advise_names_the_quantity_that_decides(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(JOB) == 0
     text = capsys.readouterr().out
     assert "of training: goodput" in text
@@ -279,7 +279,7 @@ def test_a_real_runs_own_account(spool: Path, capsys: pytest.CaptureFixture[str]
     assert answer(capsys, "advise", "--spool", str(spool), *RAN, "--mtbf", "50d")["costs"]["mtbf_s"] == 50 * 86400
 
 
-def test_an_interval_that_was_too_long_is_told_what_it_cost(capsys: pytest.CaptureFixture[str]) -> None:
+def test_advise_says_the_cost_of_an_interval_that_was_too_long(capsys: pytest.CaptureFixture[str]) -> None:
     costs = Costs(blocked_s=1, durable_s=20, restart_s=300, mtbf_s=50_000)
     found = advise(costs, 2.0, 3000)
     past = Past("llama", 9 * 86400, 15, 3000, 2.0, 10**9, 300)
@@ -289,7 +289,7 @@ def test_an_interval_that_was_too_long_is_told_what_it_cost(capsys: pytest.Captu
     assert f"every {found.recommended.steps} steps would have lost {lost:#.3g} h less" == second
 
 
-def test_a_run_on_a_tier_and_runs_that_tell_too_little(
+def test_advise_reads_a_run_on_a_tier_and_refuses_runs_with_too_little_history(
     spool: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tier = tmp_path / "tier"
@@ -340,7 +340,7 @@ def test_a_plot_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"--plot {tmp_path / name}: " in capsys.readouterr().err
 
 
-def test_without_matplotlib_it_says_what_to_install(
+def test_plot_without_matplotlib_names_the_package_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
@@ -356,7 +356,7 @@ NODE = ["advise", *COST, "--notice", "120s"]
 SPOT = (Path(__file__).parents[2] / "docs" / "howto" / "spot.md").read_text()
 
 
-def test_the_page_about_spot_instances_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_about_spot_instances_shows_the_output_of_advise(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"^    \$ tierd (advise.*)\n((?:    .*\n)+)", SPOT, re.M)
     codes = []
     for command, output in blocks:
@@ -387,7 +387,7 @@ def test_a_notice_is_answered_in_json_without_a_failure_rate(capsys: pytest.Capt
         (["--tier-bandwidth", "2GB/s", "--drain", "60s"], "drain = 60 s: set drain to at least 81 s"),
     ],
 )
-def test_a_state_that_is_not_in_time_is_told_what_would_do(
+def test_advise_proposes_a_remedy_for_a_state_that_is_not_durable_in_time(
     capsys: pytest.CaptureFixture[str], options: list[str], says: str
 ) -> None:
     assert run([*NODE, *options]) == EXIT_WARNING

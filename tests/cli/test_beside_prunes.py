@@ -114,7 +114,7 @@ def test_a_step_that_is_pruned_meanwhile_is_said_to_be(moments, capsys, command)
     assert said == {0, 4, "pruned"}
 
 
-def test_copy_copies_the_newest_checkpoint_and_says_what_was_pruned(moments, capsys):
+def test_copy_copies_the_newest_checkpoint_and_names_the_pruned_checkpoints(moments, capsys):
     for home in moments:
         (home / "copied").mkdir()
         assert run(["copy", str(home / "tier"), str(home / "copied"), "--run", RUN, "--json"]) == 0
@@ -126,7 +126,7 @@ def test_copy_copies_the_newest_checkpoint_and_says_what_was_pruned(moments, cap
 
 @pytest.mark.parametrize("files", ["{directory}", "{step}"])
 @pytest.mark.parametrize("latest", [(), ("--latest",)], ids=["each", "latest"])
-def test_follow_delivers_the_newest_checkpoint_and_says_what_was_pruned(moments, capsys, files, latest):
+def test_follow_delivers_the_newest_checkpoint_and_names_the_pruned_checkpoints(moments, capsys, files, latest):
     for home in moments:
         options = ["--run", RUN, "--exec", f"true {files}", "--to", str(home / "follower"), "--once", "--json", *latest]
         assert run(["follow", str(home / "tier"), *options]) == 0

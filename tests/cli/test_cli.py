@@ -129,7 +129,7 @@ def test_a_runs_name_in_place_of_a_url_is_answered_by_the_option(places, capsys,
         ("advise --from-run TIER other --sync 1s", "the runs there are: r"),
     ],
 )
-def test_what_does_not_exist_is_answered_with_what_does(places, capsys, command: str, says: str) -> None:
+def test_command_answers_an_unknown_name_with_the_existing_names(places, capsys, command: str, says: str) -> None:
     words = command.replace("SPOOL", str(places[0])).replace("TIER", str(places[1])).split()
     assert run(words) == 4
     assert says in capsys.readouterr().err
@@ -207,7 +207,7 @@ def test_verify_counts_a_copy_that_retention_deletes_meanwhile_as_pruned(
     ]
 
 
-def test_verify_goes_on_past_what_it_cannot_check(
+def test_verify_continues_past_chunks_that_it_cannot_check(
     places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, tier = places
@@ -298,7 +298,7 @@ def test_a_prune_of_more_than_a_batch(places: tuple[Path, Path], monkeypatch: py
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["this_batch", "next_batch"])
-def test_a_prune_goes_on_past_what_the_daemon_deleted_first(
+def test_prune_continues_past_checkpoints_that_the_daemon_deleted_first(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], which: int
 ) -> None:
     _, tier = places
@@ -320,7 +320,7 @@ def test_a_prune_goes_on_past_what_the_daemon_deleted_first(
     assert [path.name[:12] for path in tier.glob("r/manifests/*")] == ["000000000030"]
 
 
-def test_prune_says_what_holds_it_back_and_until_when(
+def test_prune_names_its_obstacle_and_until_when_it_holds(
     places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A flush that was killed left its intent, and nothing said why the checkpoint stayed."""
@@ -361,7 +361,7 @@ def test_show_invents_no_policy(places: tuple[Path, Path], capsys: pytest.Captur
     assert all(copy["keep"] for copy in json.loads(capsys.readouterr().out)["checkpoint"]["copies"])
 
 
-def test_prune_goes_by_the_default_that_the_daemon_recorded(places: tuple[Path, Path]) -> None:
+def test_prune_applies_the_default_policy_that_the_daemon_recorded(places: tuple[Path, Path]) -> None:
     assert list(places[1].glob("r/retention/*.default.json"))
     assert run(["prune", str(places[1])]) == 0
     assert len(list(places[1].glob("r/manifests/*"))) == 3
@@ -433,14 +433,14 @@ def test_bad_input_is_one_clear_error(
     assert "Traceback" not in error
 
 
-def test_status_without_a_daemon_says_how_to_start_one(
+def test_status_without_a_daemon_says_how_to_start_it(
     places: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["status", "--spool", str(places[0])]) == 6
     assert "tierd run --spool" in capsys.readouterr().err
 
 
-def test_without_the_daemons_packages_the_command_line_says_what_to_install(tmp_path: Path) -> None:
+def test_command_line_without_the_daemons_packages_names_the_package_to_install(tmp_path: Path) -> None:
     import subprocess
 
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no', name='typer')")

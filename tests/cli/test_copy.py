@@ -50,7 +50,7 @@ def steps(tier: str, capsys: pytest.CaptureFixture[str], name: str = RUN) -> lis
     return [one["step"] for one in json.loads(capsys.readouterr().out)["checks"]]
 
 
-def test_it_says_what_it_did_and_what_the_policy_there_would_prune(tiers, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_copy_reports_its_copies_and_the_prunes_of_the_policy_there(tiers, capsys) -> None:  # type: ignore[no-untyped-def]
     source, target = tiers
     assert run(["copy", source, target, "--run", RUN]) == 0
     out = capsys.readouterr().out
@@ -81,7 +81,7 @@ def test_a_copied_tier_has_an_identity_of_its_own_and_is_not_copied_to_itself(ti
     assert "FROM and TO are one place under two names" in capsys.readouterr().err
 
 
-def test_what_is_corrupt_is_named_and_the_rest_is_copied(tiers, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_copy_names_corrupt_checkpoint_and_copies_the_others(tiers, capsys) -> None:  # type: ignore[no-untyped-def]
     source, target = tiers
     damage(next(Path(source).glob(f"{RUN}/chunks/{3:012}.*/*/*")), "flip")
     assert run(["copy", source, target, "--run", RUN]) == 5
@@ -101,7 +101,7 @@ def test_what_is_corrupt_is_named_and_the_rest_is_copied(tiers, capsys) -> None:
         (["TO", "FROM", "--run", RUN], 4, "there is no run at all"),
     ],
 )
-def test_what_cannot_be_copied_has_a_way_out(more, code, says, tiers, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_copy_refusal_names_a_remedy(more, code, says, tiers, capsys) -> None:  # type: ignore[no-untyped-def]
     source, target = tiers
     words = [one.replace("FROM", source).replace("TO", target) for one in more]
     assert run(["copy", *words]) == code

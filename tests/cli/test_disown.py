@@ -86,7 +86,7 @@ def test_a_planted_name_ends_pruning_until_it_is_disowned(home: Path, caplog: py
     assert steps(home) == [3]
 
 
-def test_what_is_damaged_is_set_aside_and_ends_nothing(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_disown_record_is_quarantined_and_ends_no_command(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     plant(home, b"garbage")
     with caplog.at_level(logging.WARNING, "tierd.daemon"):
         work(home, keep=1)
@@ -94,7 +94,7 @@ def test_what_is_damaged_is_set_aside_and_ends_nothing(home: Path, caplog: pytes
     assert not [one for one in caplog.records if "tierd disown" in one.getMessage()]
 
 
-def test_what_somebody_might_read_goes_only_with_yes(home: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disown_of_readable_checkpoints_needs_yes(home: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(home, TOO_NEW)
     before = files(home)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
@@ -107,7 +107,7 @@ def test_what_somebody_might_read_goes_only_with_yes(home: Path, capsys, monkeyp
     assert files(home) == before
 
 
-def test_a_real_launch_goes_only_with_yes_and_leaves_its_chunks(home: Path, capsys, tmp_path: Path) -> None:
+def test_disown_of_a_real_launch_needs_yes_and_leaves_its_chunks(home: Path, capsys, tmp_path: Path) -> None:
     before = files(home)
     assert taken(home, launch=attempt(1)) == 3
     said = capsys.readouterr().err
@@ -124,7 +124,9 @@ def test_a_real_launch_goes_only_with_yes_and_leaves_its_chunks(home: Path, caps
     assert {path for path in before if "chunks" in path.parts} <= files(home)
 
 
-def test_a_person_is_asked_about_what_nobody_can_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disown_asks_a_person_before_it_deletes_unreadable_checkpoints(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant(home, b"garbage")
     assert taken(home) == 3  # nobody is there to be asked
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
@@ -152,7 +154,7 @@ def test_all_names_of_the_launch_go_and_of_no_other(home: Path) -> None:
     assert taken(home, "--yes") == 4
 
 
-def test_what_was_set_aside_is_read_too(home: Path) -> None:
+def test_disown_reads_quarantined_manifests_too(home: Path) -> None:
     moved = next((home / "tier").glob("*/manifests/000000000002.*/*"))
     plant(home, moved.read_bytes(), part(2), sort="quarantine")
     for path in (home / "tier").glob("*/manifests/*/*"):
@@ -217,6 +219,6 @@ def test_manifests_go_first(home: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("given", [["no-attempt"], ["ffffffffffff-00000000"]])
-def test_what_is_no_attempt_is_refused(home: Path, given: list[str]) -> None:
+def test_disown_refuses_a_malformed_attempt(home: Path, given: list[str]) -> None:
     assert run(["disown", RUN, *given, str(home / "tier"), "--yes"]) == 3
     assert run(["disown", RUN, attempt(1), "--spool", str(home / "spool")]) == 3

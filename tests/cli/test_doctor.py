@@ -113,9 +113,7 @@ def test_the_exit_code_is_the_worst_severity(tmp_path: Path, capsys, alone) -> N
     assert (code, found["file", "directory"]["severity"]) == (EXIT_ALERT, "error")
 
 
-def test_a_person_reads_what_was_found_why_it_matters_and_what_to_do(
-    tmp_path: Path, capsys, alone, monkeypatch
-) -> None:
+def test_doctor_prints_each_finding_with_its_reason_and_remedy(tmp_path: Path, capsys, alone, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert run(["doctor", str(tmp_path / "none")]) == EXIT_ALERT
     shown = " ".join(capsys.readouterr().out.split())
@@ -201,7 +199,9 @@ def test_an_account_without_a_name_is_named_by_its_number() -> None:
 
 
 @pytest.mark.parametrize("where", ["disk", "daemon", "tier"])
-def test_what_hangs_is_said_and_the_rest_is_still_tried(tmp_path: Path, capsys, alone, monkeypatch, where: str) -> None:
+def test_doctor_reports_a_check_that_hangs_and_runs_the_others(
+    tmp_path: Path, capsys, alone, monkeypatch, where: str
+) -> None:
     hung = threading.Event()
     # The daemon may take a third of it. All others have to answer there, and a loaded disk takes a second.
     monkeypatch.setattr(examine, "_GROUP_S", 9.0 if where == "daemon" else 0.6)

@@ -81,7 +81,7 @@ def test_with_the_key_everything_works(tier, key, tmp_path, capsys) -> None:
     assert run(["restore", tier, "--run", RUN, "--to", str(tmp_path / "again"), "--key-file", key]) == 0
 
 
-def test_what_is_damaged_is_found_and_passed_over(tier, key, tmp_path, capsys) -> None:
+def test_verify_detects_a_damaged_encrypted_checkpoint_and_restore_passes_over_it(tier, key, tmp_path, capsys) -> None:
     for path in Path(tier).glob(f"{RUN}/chunks/000000000002.*/*/*"):
         damage(path, "flip")
     assert run(["verify", tier, "--key-file", key]) == 5

@@ -46,7 +46,7 @@ def recovers(store: Double, after: float = 0.3) -> None:
 # -- drain ------------------------------------------------------------------------------------------------------------
 
 
-def test_drain_ends_with_0_when_everything_is_everywhere_and_the_daemon_goes_on(spool, capsys) -> None:
+def test_drain_ends_with_0_when_every_tier_has_every_checkpoint_and_the_daemon_continues(spool, capsys) -> None:
     slow = failing(StoreUnavailable("503"))
     for step in range(3):
         commit(spool, part(step))
@@ -61,7 +61,7 @@ def test_drain_ends_with_0_when_everything_is_everywhere_and_the_daemon_goes_on(
         assert daemon.reconciler.tiers.observed.has(part(9), "s3")
 
 
-def test_drain_ends_with_9_and_lists_what_is_left_and_where(spool, capsys) -> None:
+def test_drain_ends_with_9_and_lists_each_checkpoint_that_lacks_a_tier(spool, capsys) -> None:
     commit(spool, part(1))
     with Daemon(spool.root, {"nfs": Double(), "s3": failing(StoreUnavailable("503 Slow Down"))}) as daemon:
         wait_until(lambda: daemon.reconciler.tiers.observed.has(part(1), "nfs"))
@@ -148,7 +148,7 @@ def test_wait_ends_with_6_while_another_nodes_part_is_missing(spool, capsys) -> 
         assert daemon.reconciler.tiers.observed.has(part(1, rank=1, world=2), "s3")
 
 
-def test_wait_ends_with_4_for_what_is_not_found_or_retired(spool, capsys) -> None:
+def test_wait_ends_with_4_for_a_checkpoint_that_is_unknown_or_retired(spool, capsys) -> None:
     store = failing(StoreUnavailable("503"))
     for step in range(3):
         commit(spool, part(step))

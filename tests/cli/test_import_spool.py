@@ -42,7 +42,7 @@ def made_old(home: Path) -> None:
     os.utime(home, (time.time() - 3600.0,) * 2)
 
 
-def test_what_a_killed_import_left_is_removed_by_the_next_one(place: str, tmp_path: Path) -> None:
+def test_next_import_removes_the_files_that_a_killed_import_left(place: str, tmp_path: Path) -> None:
     """SIGKILL left copies of whole checkpoints where temporary files go, for good."""
     killed = [str(tmp_path / "other")] if place == "beside" else []
     with subprocess.Popen([sys.executable, "-c", IMPORT, *killed], stdout=subprocess.PIPE, text=True) as process:
@@ -58,7 +58,7 @@ def test_what_a_killed_import_left_is_removed_by_the_next_one(place: str, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_what_no_import_left_stays(place: str, tmp_path: Path) -> None:
+def test_import_keeps_files_that_no_import_left(place: str, tmp_path: Path) -> None:
     prefix, inside = PLACES[place]
 
     def spool_in(name: str) -> Path:
@@ -78,7 +78,7 @@ def test_what_no_import_left_stays(place: str, tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted([young, elsewhere, target, link, strange])
 
 
-def test_another_accounts_directory_stays(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_keeps_another_accounts_directory(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In /tmp, one that belongs to somebody else may hold a link to a spool of this account."""
     prefix, inside = PLACES[place]
     Spool((home := tmp_path / f"{prefix}a") / inside).control.joinpath("lock").touch()

@@ -52,7 +52,7 @@ def test_a_column_without_text_takes_no_room_where_there_is_none() -> None:
     assert "TWO" in lay_out(("ONE", "TWO", "THREE"), rows, 80)[0]
 
 
-def test_what_is_one_word_is_broken_where_it_must_be() -> None:
+def test_layout_breaks_a_single_word_that_is_too_wide() -> None:
     assert wrapped("a" * 25, 10) == ["a" * 10, "a" * 10, "a" * 5]
     assert wrapped("日本語日本語", 5) == ["日本", "語日", "本語"]
     assert lay_out(("FILE", "BYTES"), [("a" * 25, "3")], 20) == ["FILE", "    BYTES", "a" * 20, "a" * 5, "    3"]

@@ -31,7 +31,7 @@ def test_the_table_names_every_command_once_beside_its_module():
         (["lss"], None),
     ],
 )
-def test_the_module_of_what_is_asked(arguments, module, monkeypatch):
+def test_command_line_imports_the_module_of_the_given_command(arguments, module, monkeypatch):
     assert cli._module_of(arguments) == module
     monkeypatch.setenv("_TIERD_COMPLETE", "complete_bash")
     assert cli._module_of(arguments) is None

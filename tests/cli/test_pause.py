@@ -32,7 +32,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_without_a_daemon_the_next_one_is_paused(spool: Spool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pause_without_a_daemon_pauses_its_next_start(spool: Spool, capsys: pytest.CaptureFixture[str]) -> None:
     root = str(spool.root)
     assert answer(capsys, "pause", "--spool", root) == {"spool": root, "paused": "until resumed"}
     with Daemon(spool.root, {"tier": Double()}):
@@ -43,7 +43,7 @@ def test_without_a_daemon_the_next_one_is_paused(spool: Spool, capsys: pytest.Ca
         pass  # and nobody keeps the spool
 
 
-def test_with_a_daemon_it_is_told(spool: Spool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pause_reaches_a_running_daemon(spool: Spool, capsys: pytest.CaptureFixture[str]) -> None:
     root = str(spool.root)
     with Daemon(spool.root, {"tier": Double()}) as daemon:
         ends = answer(capsys, "pause", "--spool", root, "--for", "2h")["paused"]
@@ -89,7 +89,9 @@ def test_a_time_that_is_none_is_refused(
 
 
 @pytest.mark.parametrize("command", ["pause", "resume"])
-def test_what_is_no_spool_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_pause_refuses_a_directory_that_is_no_spool(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     assert run([command]) == 3
     assert "nothing to look at" in capsys.readouterr().err
     assert run([command, "--spool", str(tmp_path)]) == 3

@@ -37,7 +37,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "_EVERY_S", 0.02)
 
 
-def test_what_ends_soon_shows_nothing(capsys) -> None:
+def test_progress_shows_nothing_for_an_operation_that_ends_soon(capsys) -> None:
     with progress("restoring") as meter:
         meter.update(GIB, 3 * GIB)
     assert capsys.readouterr() == ("", "")
@@ -66,7 +66,7 @@ def test_the_rate_and_the_rest_are_those_of_the_transfer(monkeypatch) -> None:
     assert meter.line() == "flushing: 10.0 GiB of 30.0 GiB, 1.0 GiB/s, 20 s left"
 
 
-def test_on_a_terminal_there_is_a_bar_that_goes_away(quick, monkeypatch) -> None:
+def test_progress_bar_on_a_terminal_is_erased_at_the_end(quick, monkeypatch) -> None:
     ours, theirs = pty.openpty()
     said: list[bytes] = []
 
@@ -110,7 +110,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Double:
     return store
 
 
-def test_the_daemon_tells_how_far_a_flush_is(tmp_path: Path, slow: Double) -> None:
+def test_daemon_reports_the_progress_of_a_flush(tmp_path: Path, slow: Double) -> None:
     spool = Spool(tmp_path / "spool")
     with Daemon(spool.root, {"disk": slow}) as daemon, Link(spool) as link:
         daemon.settle()
@@ -130,7 +130,9 @@ def test_the_daemon_tells_how_far_a_flush_is(tmp_path: Path, slow: Double) -> No
         assert link.ask(Backlog())["backlog"].get("moved_bytes", {}) == {}  # nothing is under way any more
 
 
-def test_drain_and_wait_say_how_far_they_are_and_json_stays_json(tmp_path: Path, slow: Double, quick, capsys) -> None:
+def test_drain_and_wait_report_their_progress_and_json_is_still_json(
+    tmp_path: Path, slow: Double, quick, capsys
+) -> None:
     spool = Spool(tmp_path / "spool")
     with Daemon(spool.root, {"disk": slow}):
         for number, command in enumerate((["wait", "run"], ["drain"])):

@@ -131,7 +131,7 @@ def found(target: Path, step: int) -> bool:
 
 
 @pytest.mark.parametrize(("after", "hands"), [(0, 1), (1, 1), (6, 1), (9, 1), (13, 1), (3, 8)])
-def test_killed_it_goes_on_where_it_was_and_says_so(tmp_path, tier, got, capsys, after, hands):
+def test_killed_restore_continues_where_it_was_and_says_so(tmp_path, tier, got, capsys, after, hands):
     target = tmp_path / "out"
     killed(tier, target, after, hands)
     assert not target.exists() and (tmp_path / ".out.partial").is_dir()
@@ -141,7 +141,7 @@ def test_killed_it_goes_on_where_it_was_and_says_so(tmp_path, tier, got, capsys,
     assert ("had been fetched before" in capsys.readouterr().out) == bool(after)
 
 
-def test_a_newer_checkpoint_in_between_is_what_comes(tmp_path, tier, got):
+def test_restore_after_a_kill_fetches_the_newer_checkpoint(tmp_path, tier, got):
     target = tmp_path / "out"
     killed(tier, target, 10)
     flushed(tmp_path, 2)
@@ -151,7 +151,7 @@ def test_a_newer_checkpoint_in_between_is_what_comes(tmp_path, tier, got):
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "lengthen", "symlink", "directory"])
-def test_what_came_to_harm_in_between_is_not_believed(tmp_path, tier, harm):
+def test_restore_after_a_kill_rejects_damaged_partial_files(tmp_path, tier, harm):
     target = tmp_path / "out"
     killed(tier, target, 13)
     damage(tmp_path / ".out.partial" / part(1, world=2).name / "weights.bin", harm)
@@ -170,7 +170,9 @@ def test_two_at_once_to_one_place_the_second_is_refused(tmp_path, tier, capsys):
 
 @pytest.mark.parametrize("kind", ["link", "directory"])
 @pytest.mark.parametrize("at", [1, 7, 14])
-def test_another_put_in_its_place_on_the_way_gets_nothing_and_is_told(tmp_path, tier, capsys, monkeypatch, kind, at):
+def test_restore_writes_nothing_into_a_directory_put_in_place_of_its_own_and_reports_it(
+    tmp_path, tier, capsys, monkeypatch, kind, at
+):
     """By somebody who may write to the directory above, after the `at`-th chunk."""
     quarantined, outside, real = tmp_path / ".out.partial", tmp_path / "outside", FileStore.get
     outside.mkdir()
@@ -195,7 +197,7 @@ def test_another_put_in_its_place_on_the_way_gets_nothing_and_is_told(tmp_path, 
     assert not (tmp_path / "out").is_dir() or kind == "link" or not any((tmp_path / "out").iterdir())
 
 
-def test_what_others_may_write_to_is_not_taken_up(tmp_path, tier, capsys):
+def test_restore_refuses_a_partial_directory_that_others_may_write_to(tmp_path, tier, capsys):
     quarantined = tmp_path / ".out.partial"
     quarantined.mkdir()
     quarantined.chmod(0o777)
@@ -203,7 +205,7 @@ def test_what_others_may_write_to_is_not_taken_up(tmp_path, tier, capsys):
     assert "others may write to it" in capsys.readouterr().err
 
 
-def test_what_came_is_as_open_as_the_umask_says(tmp_path, tier):
+def test_restored_files_have_the_modes_of_the_umask(tmp_path, tier):
     mask = os.umask(0o027)
     try:
         assert run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")]) == 0
@@ -212,7 +214,7 @@ def test_what_came_is_as_open_as_the_umask_says(tmp_path, tier):
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o750
 
 
-def test_a_directory_keeps_its_mode_and_a_new_one_gets_its_groups(tmp_path, tier):
+def test_restore_keeps_the_mode_of_a_directory_and_gives_a_new_directory_its_group(tmp_path, tier):
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o2775)
@@ -227,7 +229,7 @@ def test_a_directory_keeps_its_mode_and_a_new_one_gets_its_groups(tmp_path, tier
 
 
 @pytest.mark.parametrize("kind", ["link", "file", "foreign"])
-def test_what_somebody_else_put_in_its_place_is_not_used(tmp_path, tier, capsys, kind):
+def test_restore_uses_nothing_that_another_account_put_in_its_place(tmp_path, tier, capsys, kind):
     quarantined = tmp_path / ".out.partial"
     (tmp_path / "outside").mkdir()
     if kind == "link":
@@ -244,7 +246,7 @@ def test_what_somebody_else_put_in_its_place_is_not_used(tmp_path, tier, capsys,
     assert not list((tmp_path / "outside").iterdir()) and not (tmp_path / "out").exists()
 
 
-def test_no_room_is_said_before_anything_comes(tmp_path, tier, got, capsys, monkeypatch):
+def test_restore_refuses_a_full_disk_before_it_fetches(tmp_path, tier, got, capsys, monkeypatch):
     real = os.statvfs
 
     def full(path):
@@ -258,7 +260,7 @@ def test_no_room_is_said_before_anything_comes(tmp_path, tier, got, capsys, monk
     assert not got and not (tmp_path / ".out.partial").exists()
 
 
-def test_where_nothing_can_be_verified_nothing_stays(tmp_path, tier):
+def test_restore_leaves_no_file_when_no_copy_can_be_verified(tmp_path, tier):
     for path in (tier / RUN / "chunks").rglob("*.*"):
         if path.is_file():
             damage(path, "flip")
@@ -279,7 +281,7 @@ def test_a_link_to_an_empty_directory_is_followed(tmp_path, tier):
     assert found(tmp_path / "real", 1) and (tmp_path / "out").is_symlink()
 
 
-def test_a_mount_point_is_refused_before_anything_comes(tmp_path, tier, got, capsys, monkeypatch):
+def test_restore_refuses_a_mount_point_before_it_fetches(tmp_path, tier, got, capsys, monkeypatch):
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda self: self.name == "out")
     assert run(["restore", str(tier), "--run", RUN, "--to", str(tmp_path / "out")]) == 3

@@ -47,7 +47,7 @@ def answer(capsys: pytest.CaptureFixture[str]) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_du_says_what_each_run_takes_in_each_place(places, capsys) -> None:
+def test_du_reports_each_runs_size_in_each_place(places, capsys) -> None:
     spool, tier = places
     assert run(["du", str(tier), "--spool", str(spool), "--json"]) == 0
     found = {(one["run"], one["place"]): one for one in answer(capsys)["usage"]}
@@ -70,7 +70,7 @@ def test_du_says_what_each_run_takes_in_each_place(places, capsys) -> None:
     assert "run 'nope': there is no such checkpoint" in said and "the runs there are: other, r\n" in said
 
 
-def test_du_goes_on_past_a_tier_that_does_not_answer(places, tmp_path, capsys) -> None:
+def test_du_continues_past_a_tier_that_does_not_answer(places, tmp_path, capsys) -> None:
     assert run(["du", str(places[1]), str(tmp_path / "none"), "--json"]) == 6
     found = answer(capsys)
     assert found["unreached"] == ["file-2"] and len(found["usage"]) == 2
@@ -176,7 +176,7 @@ def test_rm_without_a_daemon_refuses_while_a_trainer_saves_the_run(places, capsy
     assert run(["rm", "r", "--spool", str(spool), "--yes"]) == 0
 
 
-def test_rm_on_a_spool_goes_through_its_daemon_and_refuses_while_a_trainer_is_there(places, capsys) -> None:
+def test_rm_on_a_spool_asks_its_daemon_and_is_refused_while_a_trainer_is_there(places, capsys) -> None:
     spool, tier = places
     with Daemon(spool, lambda: {"file": FileStore(tier)}) as daemon:
         with Link(daemon.spool) as link:

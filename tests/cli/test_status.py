@@ -68,7 +68,7 @@ def test_each_problem_has_its_severity(calm: Status) -> None:
 
 
 @pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.level == "alert"])
-def test_every_event_that_is_an_alert_is_one_for_the_check_as_well(spool: Spool, kind: str) -> None:
+def test_check_reports_every_event_that_is_an_alert(spool: Spool, kind: str) -> None:
     """`rolled back` and `given up` were sent as alerts, and the check said OK."""
     one = reconciler(spool, {"tier": Double()})
     if KINDS[kind].stays:

@@ -47,7 +47,7 @@ def lines(seen: Seen, width: int = 80) -> list[str]:
 # -- what it shows ----------------------------------------------------------------------------------------------------
 
 
-def test_it_shows_what_the_page_shows(spool: Spool) -> None:
+def test_top_shows_the_same_rows_as_the_page(spool: Spool) -> None:
     with Daemon(spool.root, {"disk": Double()}) as daemon:
         daemon.settle()
         daemon.reconciler.journal.record("corrupt", "disk", part(10), f"of {EVIL}")
@@ -94,7 +94,7 @@ def test_a_lane_is_not_as_wide_as_a_file_without_a_width(spool: Spool) -> None:
     assert any("●──" in line for line in found) and max(map(len, found)) < 1000
 
 
-def test_it_shows_problems_and_what_is_under_way(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_shows_problems_and_transfers_under_way(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierd.daemon.transfer.flush._CHUNKS", 1)
     store, puts = Double(), []
 
@@ -129,7 +129,7 @@ def test_one_answer_serves_the_page_and_the_terminal(spool: Spool) -> None:
         assert len(seen.runs["sent_bytes"]["disk"]) == 30
 
 
-def test_what_a_daemon_of_another_version_lacks_is_left_out(spool: Spool) -> None:
+def test_top_leaves_out_members_that_a_daemon_of_another_version_lacks(spool: Spool) -> None:
     with Daemon(spool.root, {"disk": Double()}) as daemon:
         daemon.settle()
         seen = Seen(spool)
@@ -257,7 +257,7 @@ def test_it_lives_on_a_terminal_through_an_end_of_the_daemon(spool: Spool) -> No
 
 
 @pytest.mark.timeout(400)
-def test_ctrl_c_ends_it_and_without_a_daemon_it_waits_for_one(spool: Spool) -> None:
+def test_ctrl_c_ends_top_and_top_without_a_daemon_waits_for_its_start(spool: Spool) -> None:
     terminal = Terminal(spool)
     try:
         terminal.wait("The daemon does not answer")

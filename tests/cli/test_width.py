@@ -77,7 +77,7 @@ def test_every_table_fits_into_80_columns(spool: Spool, tmp_path: Path, narrow) 
         assert RUN in "\n".join(lines) or command[0] == "disown", command
 
 
-def test_ls_and_show_tell_attempts_times_and_metrics(spool: Spool, tmp_path: Path, narrow) -> None:
+def test_ls_and_show_print_attempts_times_and_metrics(spool: Spool, tmp_path: Path, narrow) -> None:
     tier = str(tmp_path / "tier")
     lines = narrow("ls", tier, "--spool", str(spool.root))
     head, *rest = [at for at, line in enumerate(lines) if line.startswith(("RUN", RUN))]

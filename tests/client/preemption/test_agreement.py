@@ -183,7 +183,7 @@ def test_of_a_thousand_notices_none_loses_more_than_the_step_in_hand_where_the_s
     assert 15 < fitted < 85, "both happen"
 
 
-def test_a_rank_that_asked_further_than_the_one_with_the_notice_decides_the_step() -> None:
+def test_rank_that_asked_further_than_the_rank_with_the_notice_decides_the_step() -> None:
     """Rank 1 is a step ahead when the notice comes: the step is one that neither has passed."""
     clock = Clock()
     board = Board(clock, random.Random(3))
@@ -223,7 +223,7 @@ def test_after_a_restore_that_failed_on_one_rank_and_one_more_all_ranks_are_due(
     assert [one.due(501) for one in ranks] == [True, True]
 
 
-def test_the_same_notice_counts_once_and_another_one_again() -> None:
+def test_same_notice_counts_once_and_a_different_notice_counts_again() -> None:
     clock = Clock()
     board = Board(clock, random.Random(1))
     ranks = [Agreement(number, 2, "m/") for number in range(2)]
@@ -239,7 +239,7 @@ def test_the_same_notice_counts_once_and_another_one_again() -> None:
     assert [one.due(3) for one in ranks] == [True, True] and ranks[0].why == "SIGTERM"
 
 
-def test_a_second_notice_does_not_replace_one_that_another_rank_has_met() -> None:
+def test_second_notice_does_not_replace_the_notice_that_another_rank_has_met() -> None:
     """Rank 0 has asked at step 11 when the next notice comes, and rank 1 has not."""
     clock = Clock(now=100.0)
     board = Board(clock, random.Random(1))
@@ -267,7 +267,7 @@ def test_of_two_notices_that_are_due_at_one_step_the_earlier_counts() -> None:
     assert (ranks[0].why, ranks[0].since_s) == ("ec2 terminate", 0.0)
 
 
-def test_one_rank_stays_due_until_a_save_counts() -> None:
+def test_lone_rank_is_due_until_a_save_counts() -> None:
     alone = Agreement(0, 1)
     assert not alone.due(1)
     alone.offer(Notice("SIGTERM", "SIGTERM", 7.0))
@@ -292,7 +292,7 @@ def test_a_rank_that_is_gone_holds_the_others_up_for_seconds_and_is_named(caplog
     assert len(said) == 2 and all("rank 2 of 3 did not say where it is" in one for one in said)
 
 
-def test_without_rank_0_a_rank_goes_on_after_a_while(caplog) -> None:
+def test_rank_without_rank_0_continues_after_a_while(caplog) -> None:
     clock = Clock()
     board = Board(clock, random.Random(1))
     alone = Agreement(1, 2, "m/")

@@ -49,7 +49,7 @@ def test_compute_engine_says_a_preemption_at_once_and_a_termination_for_maintena
     assert [one.key for one in server.read()] == ["gce maintenance"]
 
 
-def test_azure_says_what_ends_this_machine_and_not_the_others(metadata: Metadata) -> None:
+def test_azure_reports_the_end_of_this_machine_and_not_of_others(metadata: Metadata) -> None:
     server = Azure(metadata.address)
     assert server.read() == []
     soon = "Mon, 19 Sep 2016 18:29:47 GMT"
@@ -104,6 +104,6 @@ def test_another_address_is_checked(monkeypatch, address: str) -> None:
         cloud("ec2")
 
 
-def test_the_usual_address_is_the_link_local_one(monkeypatch) -> None:
+def test_default_metadata_address_is_link_local(monkeypatch) -> None:
     monkeypatch.delenv(ADDRESS, raising=False)
     assert cloud("ec2")._address == "169.254.169.254:80"  # type: ignore[union-attr]

@@ -66,7 +66,7 @@ def test_without_preemption_a_signal_is_none_of_tierds_business(spool) -> None:
         assert [signal.getsignal(number) for number in SIGNALS] == before and ckpt.notice is None
 
 
-def test_a_notice_overrides_best_only_and_what_is_busy(spool, monkeypatch) -> None:
+def test_notice_overrides_best_only_and_a_busy_save(spool, monkeypatch) -> None:
     real, go_on = pipeline.write_part, threading.Event()
 
     def slow(*arguments, **options):
@@ -127,7 +127,7 @@ def test_a_clouds_notice_is_read_where_it_is_asked_for_and_nowhere_else(spool, m
 # -- close ------------------------------------------------------------------------------------------------------------
 
 
-def test_close_sends_the_newest_first_and_an_older_one_gives_way(spool, quick) -> None:
+def test_close_sends_the_newest_checkpoint_first_and_an_older_flush_gives_way(spool, quick) -> None:
     """Three checkpoints wait, and one of them is under way to a tier that hangs: the last one is there first."""
     slow = Double()
     with Daemon(spool.root, {"s3": slow}, keep=100, keep_local=100) as daemon:
@@ -156,7 +156,7 @@ def test_close_sends_the_newest_first_and_an_older_one_gives_way(spool, quick) -
     assert len(reported) == 1 and reported[0].step == 3 and "SIGTERM" in reported[0].why
 
 
-def test_close_says_at_the_deadline_what_no_tier_has(spool, quick, caplog) -> None:
+def test_close_names_at_the_deadline_the_saves_that_no_tier_has(spool, quick, caplog) -> None:
     broken = Double()
     broken.error = StoreUnavailable("503 Slow Down")
     with Daemon(spool.root, {"s3": broken}):
@@ -174,7 +174,7 @@ def test_close_says_at_the_deadline_what_no_tier_has(spool, quick, caplog) -> No
     assert "the node ends, and nobody flushes them" in caplog.text
 
 
-def test_close_says_at_the_deadline_what_the_spool_has_not(spool, monkeypatch, caplog) -> None:
+def test_close_names_at_the_deadline_the_saves_that_the_spool_lacks(spool, monkeypatch, caplog) -> None:
     real, go_on = pipeline.write_part, threading.Event()
 
     def slow(*arguments, **options):
@@ -190,7 +190,7 @@ def test_close_says_at_the_deadline_what_the_spool_has_not(spool, monkeypatch, c
     assert same(restored(spool, 1)[1], 1), "and it was waited for"
 
 
-def test_a_deadline_counts_from_the_notice_and_without_one_from_the_call(spool) -> None:
+def test_deadline_counts_from_the_notice_and_without_a_notice_from_the_call(spool) -> None:
     with made(spool) as ckpt:
         before_s = time.monotonic()
         assert made_of(ckpt).schedule.end_s("100s") >= before_s + 100
@@ -212,7 +212,7 @@ def test_a_deadline_that_is_no_time_is_refused_and_closes_nothing(spool, deadlin
 # -- several ranks ----------------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_cannot_talk_are_told(spool) -> None:
+def test_preemption_is_refused_for_ranks_without_a_way_to_agree(spool) -> None:
     with pytest.raises(ConfigError, match=r"preemption=True\): 2 ranks have no way to agree"):
         made(spool, rank=0, world_size=2, attempt=f"{1:012x}-{1:08x}")
 

@@ -25,7 +25,7 @@ def end(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_both_signals_are_heard_and_the_process_goes_on_until_close() -> None:
+def test_signals_hears_both_signals_and_the_process_continues_until_close() -> None:
     heard: list[str] = []
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signals = Signals(heard.append)
@@ -35,7 +35,7 @@ def test_both_signals_are_heard_and_the_process_goes_on_until_close() -> None:
     assert [signal.getsignal(number) for number in SIGNALS] == [signal.SIG_DFL, signal.SIG_DFL]
 
 
-def test_the_handler_of_before_is_called_too_and_stays() -> None:
+def test_signals_calls_the_previous_handler_too_and_restores_it() -> None:
     calls: list[str] = []
 
     def own(number: int, frame: object) -> None:
@@ -104,7 +104,7 @@ def test_after_a_close_under_another_handler_a_signal_ends_the_process_as_before
     assert child(work) == -signal.SIGTERM
 
 
-def test_another_thread_than_the_main_one_is_told_the_way_out() -> None:
+def test_signals_in_a_thread_that_is_not_main_names_the_remedy() -> None:
     said: list[str] = []
 
     def work() -> None:

@@ -39,7 +39,7 @@ def stopped_behind_its_note(board: Board) -> list[Agreement]:
     return ranks
 
 
-def test_a_rank_that_was_stopped_goes_by_a_word_that_was_published_meanwhile() -> None:
+def test_rank_that_was_stopped_obeys_a_note_that_was_published_meanwhile() -> None:
     board = Board()
     ranks = stopped_behind_its_note(board)
     ranks[1].advance(board, LATER_S)

@@ -197,7 +197,7 @@ def test_a_rank_without_a_size_is_not_taken_for_a_process_alone(environ, name):
 
 
 @pytest.mark.parametrize("name", ["PMIX_RANK", "PMI_ID", "PALS_RANKID", "JOB_COMPLETION_INDEX"])
-def test_what_tells_ranks_and_never_how_many_is_an_error_that_says_what_to_set(environ, name):
+def test_launcher_that_gives_ranks_and_no_world_size_is_an_error_that_names_the_remedy(environ, name):
     environ({name: "1"})
     with pytest.raises(ConfigError, match=rf"{name}=1.*how many.*RANK and WORLD_SIZE.*rank=0, world_size=1"):
         who()
@@ -206,7 +206,7 @@ def test_what_tells_ranks_and_never_how_many_is_an_error_that_says_what_to_set(e
         assert who() == (1, 2)
 
 
-def test_lightnings_own_processes_are_told_of_a_size_and_no_rank(environ):
+def test_lightnings_own_processes_with_a_size_and_no_rank_are_refused(environ):
     """Its first process knows nothing when it makes a Checkpointer before `fit`: the others must not be alone, too."""
     environ(WORLD_SIZE="2", LOCAL_RANK="1", NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="40001")
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=2.*no RANK.*torch\.distributed"):

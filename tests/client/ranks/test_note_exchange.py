@@ -56,7 +56,7 @@ def exchanges(boards, world: int, silent_s: float = QUICK) -> list[NoteExchange]
     return made
 
 
-def test_every_rank_hears_what_every_rank_says(boards):
+def test_every_rank_gets_every_ranks_note(boards):
     made = exchanges(boards, 3)
     for turn in range(3):
         said = [f"{turn} {rank}".encode() * 1000 for rank in range(3)]
@@ -91,7 +91,7 @@ def test_another_thread_leaves_notes_in_a_meeting_and_they_end_with_it(boards):
         assert not notes[0].holds(made[0].notes()[1])
 
 
-def test_what_earlier_processes_left_is_not_taken_for_ours(boards):
+def test_exchange_ignores_notes_that_earlier_processes_left(boards):
     """A launch that is restarted meets at the same place, where its predecessor, which was killed, has left notes."""
     for launch in range(3):
         made = [NoteExchange(boards(), rank, 3, QUICK) for rank in range(3)]
@@ -133,7 +133,7 @@ def test_rank_0_that_does_something_else_is_named_too(boards):
     assert isinstance(error, StoreUnavailable) and "rank 0 (process" in str(error)
 
 
-def test_rank_0_that_comes_late_does_not_go_on_alone(boards):
+def test_rank_0_that_arrives_late_does_not_continue_alone(boards):
     """Who gave up waiting takes back what it said: else rank 0 would find it, and succeed where the others failed."""
     made = exchanges(boards, 3)
     for error in together(*(lambda rank=rank: made[rank].exchange(b"x", 0.5) for rank in (1, 2))):
@@ -145,7 +145,7 @@ def test_rank_0_that_comes_late_does_not_go_on_alone(boards):
 
 
 @pytest.mark.parametrize("interrupted", [0, 2])
-def test_a_rank_that_is_interrupted_tells_and_does_not_wait(boards, interrupted):
+def test_rank_that_is_interrupted_notifies_the_others_and_does_not_wait(boards, interrupted):
     made = exchanges(boards, 3)
     others = [rank for rank in range(3) if rank != interrupted]
     begun = time.monotonic()
@@ -178,7 +178,7 @@ def test_an_exchange_succeeds_on_all_ranks_or_on_none(boards, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["refuses", "hangs"])
-def test_what_rank_0_clears_away_after_an_exchange_changes_nothing(boards, monkeypatch, fault):
+def test_exchange_succeeds_though_rank_0_fails_to_remove_its_notes(boards, monkeypatch, fault):
     made = exchanges(boards, 2, silent_s=1.0)
     ending = threading.Event()
 
@@ -252,7 +252,7 @@ def test_rank_0_waits_at_its_end_for_who_has_not_read(boards):
 
 
 @pytest.mark.parametrize("lost", ["0/1", "0/all"])
-def test_what_somebody_else_removed_is_not_waited_for_without_an_end(boards, lost):
+def test_exchange_ends_when_a_foreign_writer_removed_a_note(boards, lost):
     """All ranks live, so that none of them is given up: a sweep by a clock that is wrong, or another writer there."""
     made, done = exchanges(boards, 2, silent_s=1.0), threading.Event()
     other, through = boards(), [threading.Event(), threading.Event()]
@@ -304,7 +304,7 @@ def test_a_hello_that_was_written_over_is_said_again(boards):
     assert together(late, lambda: second.begin(20), die) == [None] * 3
 
 
-def test_one_that_died_while_all_begin_is_named(tmp_path):
+def test_exchange_names_a_rank_that_died_while_all_begin(tmp_path):
     script = _PEER.replace(
         "exchange.begin(30)",
         "exchange._board.put('hello/1', __import__('msgspec').json.encode(exchange._me)); sys.exit()",
@@ -349,7 +349,7 @@ def _start(command: list[str], number: int, tasks: str) -> subprocess.Popen[str]
         ("1(x2)", "never there", "rank 1 of 2 did not come within 6 s"),
     ],
 )
-def test_a_rank_that_ended_before_it_began_differs_from_a_slow_one(tmp_path, tasks, other, reported):
+def test_rank_that_ended_before_it_began_differs_from_a_slow_rank(tmp_path, tasks, other, reported):
     """A slow rank imports its modules: it has a process with its rank in the environment, and leaves no notes."""
     script, late_s = [sys.executable, "-c", _BEGINNING, str(tmp_path)], "6" if reported.endswith(" 6 s") else "100"
     waits = ["sh", "-c", 'read line; exec "$@"', "sh", *script, "1", "1", late_s]

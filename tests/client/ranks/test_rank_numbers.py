@@ -103,7 +103,7 @@ def test_a_slurm_step_derives_its_attempt_the_same_on_every_rank(environ, spool)
     assert on[:12] == requeued[:12] and on != requeued, "ranks that resumed from different steps share no attempt"
 
 
-def test_a_rank_of_a_slurm_step_restores_after_another_one_has_saved(environ, spool):
+def test_rank_of_a_slurm_step_restores_after_another_rank_has_saved(environ, spool):
     """Its attempt is that of what it resumes from, and not the one that it would have in a fresh start."""
     environ(**STEP)
     for launch in range(8):
@@ -119,7 +119,7 @@ def test_a_rank_of_a_slurm_step_restores_after_another_one_has_saved(environ, sp
         assert len(names) == 1
 
 
-def test_a_slurm_attempt_that_is_not_the_latest_is_refused_as_a_given_one(environ, spool):
+def test_slurm_attempt_that_is_not_the_latest_is_refused_like_a_given_attempt(environ, spool):
     environ(**STEP)
     for number in range(4):
         with rank(spool, number, "050000000000-00000000", world=4) as saving:
@@ -128,7 +128,7 @@ def test_a_slurm_attempt_that_is_not_the_latest_is_refused_as_a_given_one(enviro
         checkpointer.restore(tensors(0))
 
 
-def test_a_slurm_that_does_not_tell_when_the_job_started_needs_another_way(environ, spool, monkeypatch):
+def test_slurm_job_without_a_start_time_is_refused_with_a_remedy(environ, spool, monkeypatch):
     environ(**STEP)
     monkeypatch.delenv("SLURM_JOB_START_TIME")
     with pytest.raises(ConfigError, match=r"SLURM_JOB_START_TIME.*initialise torch\.distributed.*pass attempt="):

@@ -49,7 +49,7 @@ def test_a_checkpoint_is_complete_when_both_ranks_have_saved(spool):
     first.close(), second.close()
 
 
-def test_what_became_whole_after_a_launch_began_anew_is_named_and_given_to_whoever_asks(spool):
+def test_checkpoint_that_became_complete_after_a_fresh_launch_is_named_and_given_when_asked_for(spool):
     """Its other part lay on a node that was down. To go back to it, or on without it, is not for tierd to decide."""
     first, late = (rank(spool, number, attempt(1)) for number in (0, 1))
     first.save(1, tensors(1)).wait()
@@ -110,7 +110,7 @@ def test_ranks_that_cannot_talk_take_no_mixture_of_one_spool_and_a_tier(tmp_path
             assert asking.restore(tensors(0)).step == 1
 
 
-def test_one_that_finds_its_part_corrupt_cannot_tell_and_the_next_launch_finds_the_one_before(spool):
+def test_rank_with_a_corrupt_part_cannot_decide_and_the_next_launch_restores_the_previous_checkpoint(spool):
     for number in (0, 1):
         with rank(spool, number, attempt(1)) as saving:
             for step in (1, 2):
@@ -190,7 +190,7 @@ def test_an_error_of_one_rank_steps_nobody_back(spool, group, monkeypatch):
     assert all("rank 2" in str(found[number]) for number in (0, 1))
 
 
-def test_a_checkpoint_that_one_rank_cannot_load_is_loaded_by_none(spool, group):
+def test_no_rank_loads_a_checkpoint_that_another_rank_cannot_load(spool, group):
     """Else the others have loaded it already, and wait in the next collective for the one that raised."""
 
     def work(number: int):
@@ -210,7 +210,7 @@ def test_a_checkpoint_that_one_rank_cannot_load_is_loaded_by_none(spool, group):
     assert "rank 1" in found[0][0] and "rank 1" in found[2][0]
 
 
-def test_what_was_removed_since_the_look_is_looked_for_again(spool, group, monkeypatch):
+def test_restore_searches_again_for_checkpoints_that_were_removed_since_it_observed(spool, group, monkeypatch):
     """Another launch's retention may do so. It is not corruption, and the newest that is left is taken."""
     obtained = []
     obtain = source.NodeSource.obtain
@@ -227,7 +227,7 @@ def test_what_was_removed_since_the_look_is_looked_for_again(spool, group, monke
     assert not spool.quarantined() and all(one.skipped == () for one, _ in found)
 
 
-def test_a_rolled_back_launch_goes_on_and_the_abandoned_branch_is_left(spool, group):
+def test_rolled_back_launch_continues_and_the_abandoned_branch_is_left(spool, group):
     def back(number: int) -> None:
         with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
             checkpointer.restore(tensors(0), step=2)
@@ -246,7 +246,7 @@ def test_an_attempt_that_is_not_there_is_no_fresh_start(spool, group):
         assert isinstance(error, CheckpointNotFound) and attempt(9) in str(error)
 
 
-def test_what_one_rank_is_asked_wrongly_is_told_to_the_others(spool, group):
+def test_invalid_argument_of_one_rank_is_reported_to_the_others(spool, group):
     def work(number: int):
         with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
             return checkpointer.restore(tensors(0), step=1.0 if number == 1 else 1)
@@ -257,12 +257,12 @@ def test_what_one_rank_is_asked_wrongly_is_told_to_the_others(spool, group):
 
 
 @pytest.mark.parametrize("answer", [{"resume": {}}, {"sight": {"\ud800": 1}}], ids=["other", "no text"])
-def test_a_daemon_of_another_version_is_told_so(answer):
+def test_daemon_of_another_version_is_named_in_the_error(answer):
     with pytest.raises(DaemonUnavailable, match="another version"):
         read_member({"ok": True} | answer, "sight", RunView)
 
 
-def test_ranks_that_were_asked_for_different_steps_are_told(spool, group):
+def test_ranks_that_ask_for_different_steps_are_refused(spool, group):
     found = group.run(lambda number: restoring(spool, step=2 + (number == 1))(number))
     assert all(
         isinstance(error, ConfigError) and "every rank of a launch restores the same" in str(error) for error in found
@@ -270,7 +270,7 @@ def test_ranks_that_were_asked_for_different_steps_are_told(spool, group):
 
 
 @pytest.mark.parametrize("what", ["attempt", "run"])
-def test_ranks_that_were_given_different_names_are_told(spool, group, what):
+def test_ranks_that_were_given_different_names_are_refused(spool, group, what):
     def work(number: int):
         given = attempt(900 + (number == 2)) if what == "attempt" else None
         run = f"run{number == 2}" if what == "run" else "run"
@@ -284,7 +284,7 @@ def test_ranks_that_were_given_different_names_are_told(spool, group, what):
     assert all(isinstance(error, ConfigError) and "None" in str(error) for error in some)
 
 
-def test_a_rank_that_cannot_begin_tells_the_others(spool, group):
+def test_rank_that_cannot_begin_notifies_the_others(spool, group):
     """They would wait for it, for hours."""
     spool.root.with_name("file").write_text("")
     found = group.run(
@@ -335,7 +335,7 @@ class Stubborn:
         self.value = state["value"].clone()
 
 
-def test_where_one_rank_cannot_load_no_rank_goes_on_and_nothing_is_saved_until_all_have_restored(spool, group):
+def test_no_rank_continues_where_a_rank_cannot_load_and_nothing_is_saved_until_all_have_restored(spool, group):
     def saving(number: int) -> None:
         with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
             checkpointer.restore(tensors(0))
@@ -371,7 +371,7 @@ def test_where_one_rank_cannot_load_no_rank_goes_on_and_nothing_is_saved_until_a
         ("when", {"when": tierd.When(steps=5)}, {}),
     ],
 )
-def test_ranks_that_were_made_differently_are_told_at_once(spool, group, what, odd, even):
+def test_ranks_that_were_made_differently_are_refused_at_once(spool, group, what, odd, even):
     def work(number: int) -> None:
         tierd.Checkpointer(spool.root, "run", **{"to": [], **(odd if number == 1 else even)})
 
@@ -379,7 +379,7 @@ def test_ranks_that_were_made_differently_are_told_at_once(spool, group, what, o
         assert isinstance(error, ConfigError) and f"{what}=" in str(error) and "rank 1" in str(error)
 
 
-def test_ranks_that_want_different_entries_are_told(spool, group):
+def test_ranks_that_want_different_entries_are_refused(spool, group):
     def work(number: int) -> None:
         with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
             state = tensors(0)
@@ -425,7 +425,7 @@ def test_a_timeout_that_is_none_is_refused(spool, name, bad):
 
 
 @pytest.mark.parametrize("call", ["save", "restore", "due", "stage"])
-def test_a_group_that_came_later_and_says_otherwise_is_found(spool, monkeypatch, call):
+def test_group_that_was_initialised_later_and_contradicts_the_rank_is_detected(spool, monkeypatch, call):
     """`mp.spawn`: every process took itself for rank 0 of 1, and each wrote over the others' parts."""
     checkpointer = tierd.Checkpointer(spool.root, "run", to=[], when=tierd.When(steps=1))
     made = Group(2)
@@ -445,7 +445,7 @@ def test_a_group_that_came_later_and_says_otherwise_is_found(spool, monkeypatch,
         alone.save(1, tensors(1)).wait()
 
 
-def test_what_ranks_say_is_small_and_has_a_schema(monkeypatch):
+def test_notes_of_ranks_are_small_and_have_a_schema(monkeypatch):
     """No pickle: what is no such value is refused, and ranks that are at different calls are told so."""
     made = Group(2)
     monkeypatch.setattr(ranks_module, "_process_group", lambda: made)
@@ -526,7 +526,7 @@ def test_a_rank_that_cannot_talk_may_make_another_checkpointer_in_its_launch(spo
     assert [one.checkpoint.step for one in spool.parts("run")] == [1, 2]
 
 
-def test_what_another_process_saves_for_a_launch_is_the_launchs(spool):
+def test_part_that_another_process_saves_for_a_launch_belongs_to_the_launch(spool):
     """As `dcp.async_save` in a process."""
     with rank(spool, 0, attempt(1)) as first:
         made_of(first).launch.share()
@@ -536,7 +536,7 @@ def test_what_another_process_saves_for_a_launch_is_the_launchs(spool):
     assert [one.checkpoint.step for one in spool.parts("run")] == [1, 2]
 
 
-def test_one_rank_refuses_an_attempt_that_was_used_whatever_it_resumes_from(spool):
+def test_lone_rank_refuses_a_used_attempt_with_any_origin(spool):
     def resume(given: str) -> None:
         with tierd.Checkpointer(spool.root, "run", attempt=given, to=[]) as checkpointer:
             checkpointer.restore(tensors(0), step=1)

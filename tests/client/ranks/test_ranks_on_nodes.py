@@ -112,7 +112,7 @@ def test_the_requests_of_a_launch_that_meets_on_a_tier(tmp_path):
         assert notes(store) == []
 
 
-def test_what_is_too_long_says_the_way_out(tmp_path):
+def test_note_that_is_too_long_is_refused_with_a_remedy(tmp_path):
     store = MemoryStore()
     with two_nodes(tmp_path, store, store) as nodes, pytest.raises(ValueError, match=r"initialise torch\.distributed"):
         board(nodes[0]).put("0/all", os.urandom(11 << 20))
@@ -185,7 +185,7 @@ def test_a_note_that_somebody_deletes_or_replaces_ends_in_an_error_or_not_at_all
         assert all(failed) or reported == [[b"0", b"1"]] * 2, reported
 
 
-def test_a_daemon_that_was_killed_is_waited_for_and_another_one_goes_on(tmp_path):
+def test_board_waits_for_a_killed_daemon_and_continues_with_the_next_daemon(tmp_path):
     store = MemoryStore()
     first = Daemon(tmp_path, {"tier": store}).__enter__()
     talking = board(first)
@@ -267,7 +267,7 @@ def test_a_daemon_that_starts_sweeps_the_runs_that_it_saves(tmp_path, monkeypatc
         wait_until(lambda: not notes(store))
 
 
-def test_a_launch_that_goes_on_for_long_is_marked_again_and_not_swept(tmp_path, monkeypatch):
+def test_launch_that_runs_for_long_is_marked_again_and_not_swept(tmp_path, monkeypatch):
     store = MemoryStore()
     with Daemon(tmp_path, {"tier": store}) as daemon:
         talking = board(daemon)

@@ -99,7 +99,7 @@ def test_a_fresh_node_restores_its_rank_from_the_tier(nodes):
     assert [(one.step, one.tier) for one in nodes.restore()] == [(1, "local"), (1, "tier")]
 
 
-def test_ranks_that_changed_nodes_have_what_they_need_flushed_first(nodes):
+def test_daemon_flushes_first_the_parts_that_ranks_on_changed_nodes_need(nodes):
     """Elastic launches number nodes as they come. Stepping back would throw work away that lies one node further."""
     nodes.save(1)
     nodes.settle()
@@ -136,7 +136,7 @@ def test_a_part_of_a_lost_node_that_was_not_flushed_is_passed_over(nodes):
     assert all([(s.step, s.reason.split(":")[0]) for s in one.skipped] == [(2, "incomplete")] for one in found)
 
 
-def test_while_one_ranks_tier_is_away_nobody_steps_past_what_may_be_whole(nodes):
+def test_no_rank_steps_past_a_checkpoint_that_may_be_complete_while_a_tier_is_away(nodes):
     nodes.save(1)
     nodes.settle()
     nodes.save(2, ranks=(0,), after=1)
@@ -195,13 +195,13 @@ def restored_past_a_corrupt_copy(nodes) -> list:
     return nodes.restore()
 
 
-def test_what_is_corrupt_on_the_tier_and_right_in_another_nodes_spool_is_flushed_again_and_restored(nodes):
+def test_part_that_is_corrupt_on_the_tier_and_right_in_another_nodes_spool_is_flushed_again_and_restored(nodes):
     """Seeds 200120 and 200195 of the simulation: ranks came to other nodes, and all stepped back."""
     found = restored_past_a_corrupt_copy(nodes)
     assert [(one.step, one.skipped) for one in found] == [(2, ())] * 2 and found[1].tier == "tier"
 
 
-def test_what_the_other_node_flushed_again_before_anybody_looked_is_restored(nodes, monkeypatch):
+def test_part_that_the_other_node_flushed_again_before_the_next_look_is_restored(nodes, monkeypatch):
     """Its daemon saw by itself that the copy was gone, and no rank lacked anything at the next look."""
     settle = Restorer.settle
 

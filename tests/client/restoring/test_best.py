@@ -38,7 +38,7 @@ def harm(spool: Spool, step: int, number: int = 0, world: int = 1, name: str = "
     path.write_bytes(flipped(path.read_bytes()))
 
 
-def test_the_best_is_restored_and_training_goes_on_from_there(spool):
+def test_best_checkpoint_is_restored_and_training_continues_from_there(spool):
     save(spool)
     assert restore(spool, best="loss").step == 3
     assert restore(spool, best="loss", mode="max").step == restore(spool, best="acc").step == 1
@@ -50,7 +50,7 @@ def test_the_best_is_restored_and_training_goes_on_from_there(spool):
     assert restore(spool, best="loss", mode="max").metrics == {"loss": 9.0}, "the 4.0 of step 1 lies below"
 
 
-def test_one_that_is_proven_bad_steps_to_the_next_best_and_is_named(spool):
+def test_corrupt_best_checkpoint_is_named_and_the_next_best_is_restored(spool):
     save(spool)
     harm(spool, 3)
     found = restore(spool, best="loss")
@@ -62,7 +62,7 @@ def test_one_that_is_proven_bad_steps_to_the_next_best_and_is_named(spool):
     assert found.step == 4 and {one.step for one in found.skipped} == {2, 3}
 
 
-def test_what_cannot_be_asked_for(spool):
+def test_restore_of_best_refuses_invalid_arguments(spool):
     assert restore(spool, best="loss") is None, "a fresh start"
     save(spool)
     with pytest.raises(CheckpointNotFound, match=r"metric 'val'; there are: acc, loss"):
@@ -74,7 +74,7 @@ def test_what_cannot_be_asked_for(spool):
             restore(spool, **asked)
 
 
-def test_the_best_comes_from_a_tier_and_never_from_a_guess(spool, quick, tmp_path):
+def test_best_checkpoint_is_fetched_from_a_tier_and_never_guessed(spool, quick, tmp_path):
     tier = Double()
     with Daemon(spool.root, {"tier": tier}) as daemon:
         save(spool, to=None)

@@ -87,7 +87,7 @@ def rot(spool, step: int, share: float) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_tensors_on_a_device_hold_what_was_saved_and_saves_go_on_from_there(saved, seeded, seed):
+def test_tensors_on_a_device_hold_the_saved_values_and_saves_continue_from_there(saved, seeded, seed):
     fake = seeded(seed)
     state = blank(fake)
     with opened(saved) as checkpointer:
@@ -193,7 +193,7 @@ def test_memory_that_training_let_go_is_not_copied_to_before_training_is_done_wi
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("share", [0.3, 0.97])
-def test_what_proves_wrong_midway_changes_nothing_and_the_older_one_is_restored(saved, seeded, seed, share):
+def test_corruption_detected_midway_changes_no_tensor_and_the_older_checkpoint_is_restored(saved, seeded, seed, share):
     fake = seeded(seed)
     rot(saved, 2, share)
     state = blank(fake)
@@ -217,7 +217,7 @@ def test_where_nothing_is_right_nothing_changes_and_no_copy_is_left(saved, seede
     assert not fake.registered and len(fake.copied_bytes) > 4
 
 
-def test_what_does_not_fit_changes_nothing(saved, fake):
+def test_state_of_another_shape_changes_no_tensor(saved, fake):
     state = blank(fake) | {"c": fake.tensor(torch.zeros(COUNT - 1))}
     with opened(saved) as checkpointer, pytest.raises(StateMismatch, match="c"):
         checkpointer.restore(state)
@@ -283,7 +283,7 @@ def test_a_predecessors_memory_is_copied_from_where_it_lies(spool, fake):
         assert not fake.registered
 
 
-def test_an_optimizers_state_goes_to_its_parameters_device_as_torch_does_it(fake):
+def test_optimizers_state_is_put_on_its_parameters_device_as_torch_does_it(fake):
     parameter = torch.nn.Parameter(fake.tensor(torch.zeros(8)))
     other = torch.nn.Parameter(torch.zeros(8))
     optimizer = torch.optim.Adam([parameter, other])

@@ -41,7 +41,7 @@ class Healer:
         pass
 
 
-def test_what_was_healed_and_reads_back_wrong_is_an_error_and_not_a_step_back(tmp_path, monkeypatch):
+def test_repaired_copy_that_reads_back_wrong_is_an_error_and_not_a_step_back(tmp_path, monkeypatch):
     with tierd.Checkpointer(tmp_path, "r", to=[]) as ckpt:
         for step in (1, 2):
             ckpt.save(step, {"x": torch.full((1000,), float(step))}).wait()
@@ -62,7 +62,7 @@ def test_what_was_healed_and_reads_back_wrong_is_an_error_and_not_a_step_back(tm
     assert (found.part.checkpoint.step, found.tier) == (2, "local")
 
 
-def test_a_manifest_that_cannot_be_read_is_no_missing_one(tmp_path, monkeypatch):
+def test_manifest_that_cannot_be_read_is_not_a_missing_manifest(tmp_path, monkeypatch):
     """The one manifest of the newest launch, whose other rank wrote none, is all that tells what it resumed from."""
     with tierd.Checkpointer(tmp_path, "r", to=[]) as ckpt:
         ckpt.save(1, {"x": torch.zeros(3)}).wait()

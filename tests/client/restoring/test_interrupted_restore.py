@@ -114,7 +114,7 @@ def test_a_notice_during_a_restore_makes_a_checkpoint_due_after_it(spool, histor
     check_resumes(spool, 111)
 
 
-def test_a_restore_that_found_no_answer_is_no_fresh_start(spool, history, monkeypatch):
+def test_restore_without_an_answer_is_no_fresh_start(spool, history, monkeypatch):
     with made(spool) as checkpointer:
         with monkeypatch.context() as patch:
             patch.setattr(Restorer, "restore", lambda *_: fail(StoreUnavailable("the tier does not answer")))
@@ -161,7 +161,7 @@ def test_a_restore_inside_another_lifts_nothing(spool, history, step):
     check_resumes(spool, 110)
 
 
-def test_a_restore_that_outlasts_another_does_not_say_for_good_that_one_runs(spool, history):
+def test_restore_that_outlasts_another_restore_does_not_block_saves_for_good(spool, history):
     with made(spool) as checkpointer:
         checkpointer.restore(state(0))
         launch = made_of(checkpointer).launch

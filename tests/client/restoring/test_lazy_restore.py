@@ -49,7 +49,7 @@ def test_a_restore_reads_the_manifests_of_the_newest_few_alone(tmp_path: Path, c
 
 
 @pytest.mark.parametrize("bad", [1, 3, 4, 7, 9])
-def test_it_goes_on_past_the_newest_few_where_they_are_corrupt(tmp_path: Path, bad):
+def test_restore_continues_past_the_newest_checkpoints_where_they_are_corrupt(tmp_path: Path, bad):
     spool = Spool(tmp_path)
     for step in range(10):
         commit(spool, part(step))
@@ -60,7 +60,7 @@ def test_it_goes_on_past_the_newest_few_where_they_are_corrupt(tmp_path: Path, b
     assert [one.partition(" (")[0] for one in found[1]] == [f"step {step}" for step in range(9, 9 - bad, -1)]
 
 
-def test_what_is_older_than_the_newest_few_is_found_by_its_step_and_is_not_gone(tmp_path: Path):
+def test_checkpoint_older_than_the_newest_few_is_restored_by_its_step_and_is_not_gone(tmp_path: Path):
     spool = Spool(tmp_path)
     for step in range(10):
         commit(spool, part(step, rank=0, world=2))
@@ -74,7 +74,7 @@ def test_what_is_older_than_the_newest_few_is_found_by_its_step_and_is_not_gone(
     assert restored(spool)[1] == []
 
 
-def test_it_begins_no_run_anew_past_what_only_names_tell_of(tmp_path: Path):
+def test_restore_begins_no_fresh_run_past_hollow_checkpoints(tmp_path: Path):
     spool = Spool(tmp_path)
     for step in range(6):
         commit(spool, part(step))
@@ -112,7 +112,7 @@ def history(spool: Spool, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_it_finds_what_reading_every_manifest_finds(tmp_path: Path, seed, monkeypatch):
+def test_lazy_restore_chooses_the_same_checkpoint_as_reading_every_manifest(tmp_path: Path, seed, monkeypatch):
     spool = Spool(tmp_path / "spool")
     history(spool, random.Random(seed))
     shutil.copytree(tmp_path / "spool", tmp_path / "copy", symlinks=True)

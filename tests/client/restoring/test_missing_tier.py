@@ -54,7 +54,7 @@ def test_a_directory_that_is_missing_on_one_node_is_named_to_all_ranks_with_its_
         check_names(str(error), tmp_path / "missing")
 
 
-def test_a_restore_that_goes_on_without_it_names_it_in_the_log(launch, tmp_path, caplog):
+def test_restore_without_a_missing_tier_names_it_in_the_log(launch, tmp_path, caplog):
     launch(saved=True)
     assert launch() == [1, 1]
     reported = [one.getMessage() for one in caplog.records if "not asked for newer ones" in one.getMessage()]
@@ -63,7 +63,7 @@ def test_a_restore_that_goes_on_without_it_names_it_in_the_log(launch, tmp_path,
         check_names(one, tmp_path / "missing")
 
 
-def test_what_only_that_tier_has_is_an_error_that_names_the_node(tmp_path, quick):
+def test_checkpoint_that_only_a_missing_tier_has_is_an_error_that_names_the_node(tmp_path, quick):
     tier, away, spool = tmp_path / "tier", tmp_path / "away", Spool(tmp_path / "spool")
     tier.mkdir()
     with Daemon(spool.root, {"tier": FileStore(tier)}) as daemon:
@@ -89,7 +89,7 @@ def test_many_ranks_make_no_endless_message():
     assert reported.endswith("; and 120 more)") and len(reported) < 1000
 
 
-def test_a_rank_that_hears_no_other_names_itself_and_a_lone_one_nobody():
+def test_isolated_rank_names_itself_and_a_lone_rank_names_nobody():
     resume = restore_order([RunView(unreached=("tier",), silent={"tier": "node a: file:///t: gone"})], "run", world=4)
     assert because(resume, 4, isolated=3) == " (rank 3 on node a: file:///t: gone)"
     assert because(resume) == " (node a: file:///t: gone)"

@@ -68,7 +68,7 @@ def test_a_reader_of_ranges_without_a_daemon_reads_again(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("victim", ["weights.bin", MANIFEST_NAME])
 @pytest.mark.parametrize("way", ["restore", "ranges"])
-def test_what_is_wrong_twice_is_quarantined(tmp_path: Path, way, victim):
+def test_part_that_reads_wrong_twice_is_quarantined(tmp_path: Path, way, victim):
     spool = Spool(tmp_path)
     commit(spool, PART)
     corrupt(spool.path(PART) / victim)

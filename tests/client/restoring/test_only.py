@@ -84,7 +84,7 @@ def test_plain_values_tensors_and_arrays_come_alone_too(spool):
         assert torch.equal(given, state["$a"])
 
 
-def test_what_does_not_fit_is_named_and_nothing_is_loaded(spool):
+def test_restore_of_some_entries_names_a_mismatch_and_loads_nothing(spool):
     trained(spool)
     state = fresh(seed=1)
     before = {name: value.clone() for name, value in state["model"].state_dict().items()}

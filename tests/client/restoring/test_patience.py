@@ -42,7 +42,7 @@ def restored(spool, store: Double, delay: float) -> tuple[int, float]:
         return found.step, time.monotonic() - begun
 
 
-def test_what_is_whole_in_the_spool_waits_for_a_slow_tier_no_longer_than_is_documented(
+def test_complete_checkpoint_in_the_spool_waits_for_a_slow_tier_no_longer_than_documented(
     tmp_path, store, caplog, monkeypatch
 ):
     assert USUAL.restore_s == 60.0  # as the page on restores says
@@ -76,7 +76,7 @@ def test_a_node_that_was_stopped_while_its_tier_answered_restores_the_newest(tmp
 
 
 @pytest.mark.parametrize("lost", ["run", "newest"])
-def test_where_a_tier_may_know_of_a_newer_one_it_is_waited_for(tmp_path, store, caplog, monkeypatch, lost):
+def test_restore_waits_for_a_slow_tier_that_may_have_a_newer_checkpoint(tmp_path, store, caplog, monkeypatch, lost):
     timed(monkeypatch, restore_s=0.05)
     home = tmp_path / "spool" / "r"
     for path in home.glob("0*" if lost == "run" else "000000000002.*"):

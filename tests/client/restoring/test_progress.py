@@ -46,7 +46,7 @@ def clock(monkeypatch) -> list[float]:
     return now
 
 
-def test_the_daemon_tells_how_far_it_is(spool):
+def test_daemon_reports_the_progress_of_a_fetch(spool):
     store = Double()
     commit(spool, PART)
     with Daemon(spool.root, {"tier": store}) as daemon, Link(spool) as link:
@@ -71,7 +71,7 @@ def test_as_long_as_bytes_come_a_fetch_may_take_its_time(clock, caplog):
     assert "step 7" in caplog.text and "from s3: 41.0 of 96.0 GB" in caplog.text
 
 
-def test_a_fetch_has_one_line_a_minute_and_one_at_the_end(clock, caplog):
+def test_fetch_logs_a_line_each_minute_and_a_line_at_the_end(clock, caplog):
     watch = Fetching(PART)
     with caplog.at_level(logging.INFO, "tierd"):
         for done in range(31):
@@ -105,7 +105,7 @@ def test_only_a_damaged_part_is_called_not_whole(spool, caplog, there):
 
 
 @pytest.mark.parametrize("line", [{}, {"done": 5, "total": 9, "tiers": []}])
-def test_one_that_brings_nothing_is_given_up(clock, line):
+def test_fetch_that_brings_no_byte_is_given_up(clock, line):
     watch = Fetching(PART)
     watch(line)
     clock[0] += progress._STALLED - 1
@@ -115,7 +115,7 @@ def test_one_that_brings_nothing_is_given_up(clock, line):
         watch(line)
 
 
-def test_a_restore_from_a_tier_that_hangs_ends_and_the_next_goes_on(spool, monkeypatch):
+def test_restore_from_a_tier_that_hangs_ends_and_the_next_restore_continues(spool, monkeypatch):
     store = Double()
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         first = checkpointer.save(3, tensors(3)).part
@@ -146,7 +146,7 @@ def test_a_restore_from_a_tier_that_hangs_ends_and_the_next_goes_on(spool, monke
         assert read(spool, first_done.part)
 
 
-def test_while_a_copy_is_healed_the_bad_one_takes_no_memory(spool, monkeypatch):
+def test_bad_copy_holds_no_memory_while_it_is_repaired(spool, monkeypatch):
     store, held, seen = Double(), [], []
 
     def noted(size: int) -> memoryview:

@@ -68,7 +68,7 @@ def corrupt(spool: Spool, step: int) -> None:
 # -- the timeline -----------------------------------------------------------------------------------------------------
 
 
-def test_a_rollback_goes_on_from_where_it_went_back_to(spool):
+def test_rollback_continues_from_the_checkpoint_that_it_restored(spool):
     save(spool, 100, 200, 300)
     save(spool, 210, after=200)
     assert resume(spool)[0].step == 210
@@ -79,7 +79,7 @@ def test_a_rollback_goes_on_from_where_it_went_back_to(spool):
     assert resume(spool)[0].step == 100, "never 300, which the timeline has left"
 
 
-def test_what_the_timeline_left_can_be_asked_for(spool):
+def test_checkpoint_that_the_timeline_left_can_be_asked_for(spool):
     first = save(spool, 100, 200, 300)
     save(spool, 210, after=200)
     assert resume(spool, step=300)[0].step == 300
@@ -113,7 +113,7 @@ def test_a_clock_set_back_reorders_nothing(spool, monkeypatch):
     assert resume(spool)[0].step == 105
 
 
-def test_a_given_attempt_must_be_later_than_what_it_resumes_from(spool):
+def test_given_attempt_must_be_later_than_the_attempt_that_it_resumes_from(spool):
     save(spool, 5, attempt=attempt(2))
     with pytest.raises(ConfigError, match="later"):
         _with_given(spool, attempt(1))
@@ -153,7 +153,7 @@ def test_a_run_that_lost_every_checkpoint_never_starts_anew_in_silence(spool):
         assert checkpointer.restore() is None
 
 
-def test_nor_when_the_daemon_set_them_aside_before_anybody_asked(spool):
+def test_restore_is_no_fresh_start_when_the_daemon_quarantined_every_checkpoint_before(spool):
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         checkpointer.save(1, tensors(1))
     manifest = files(spool, 1)[0].with_name("manifest.json")
@@ -229,7 +229,7 @@ def test_a_replaced_node_restores_from_the_tier(spool):
         assert found.directory.is_dir() and resume(spool, to=None)[0].tier == "local"
 
 
-def test_a_corrupt_local_copy_is_healed_and_a_corrupt_pair_is_skipped(spool):
+def test_corrupt_local_copy_is_repaired_and_a_corrupt_pair_is_skipped(spool):
     store = Double()
     with Daemon(spool.root, {"tier": store}) as daemon:
         save(spool, 1, 2, to=None)
@@ -324,7 +324,7 @@ def test_one_unreadable_manifest_hides_no_other_checkpoint(spool, monkeypatch):
 # -- what the daemon is told ------------------------------------------------------------------------------------------
 
 
-def test_the_daemon_is_told_of_samples_that_come_twice(spool):
+def test_daemon_is_notified_of_samples_that_come_twice(spool):
     with Daemon(spool.root, {}) as daemon, tierd.Checkpointer(spool.root, "run") as checkpointer:
         watch = tierd.SampleWatch(checkpointer)
         assert watch.see(6, [3, 4], 0) == 0 and watch.see(7, [4, 5], 0) == 1
@@ -335,7 +335,7 @@ def test_the_daemon_is_told_of_samples_that_come_twice(spool):
         assert reported.why == "1 samples of step 7 came twice in epoch 0: 4"
 
 
-def test_the_daemon_is_told_what_a_restore_passed_over_and_which_saves_were_given_up(spool, monkeypatch):
+def test_daemon_is_notified_of_checkpoints_that_a_restore_passed_over_and_of_saves_given_up(spool, monkeypatch):
     with Daemon(spool.root, {"tier": Double()}) as daemon:
         journal = daemon.reconciler.journal
         save(spool, 1, 2, to=None)
@@ -367,7 +367,7 @@ def test_the_daemon_is_told_what_a_restore_passed_over_and_which_saves_were_give
         assert [(alert.doing, alert.place) for alert in journal.alerts()] == [("save", "local")]
 
 
-def test_the_daemon_is_told_what_stage_could_not_write(spool, monkeypatch):
+def test_daemon_is_notified_of_a_stage_that_could_not_be_written(spool, monkeypatch):
     with Daemon(spool.root, {"tier": Double()}) as daemon, tierd.Checkpointer(spool.root, "run") as checkpointer:
         journal = daemon.reconciler.journal
 

@@ -69,7 +69,7 @@ def names_it(error: object, pid: int) -> bool:
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_what_lies_in_the_spool_is_restored_without_it_and_it_is_attached_to_when_it_wakes(
+def test_restore_of_the_spool_needs_no_silent_daemon_and_attaches_to_it_when_it_wakes(
     spool, tmp_path, stopped, caplog, given
 ):
     """With `to=[url]`, making a Checkpointer failed after 30 s; with `to=None`, restoring did."""
@@ -91,7 +91,7 @@ def test_what_lies_in_the_spool_is_restored_without_it_and_it_is_attached_to_whe
     ckpt.close()
 
 
-def test_another_daemon_is_started_once_the_stopped_one_was_ended(spool, tmp_path, stopped):
+def test_next_daemon_is_started_once_the_stopped_daemon_was_ended(spool, tmp_path, stopped):
     with tierd.Checkpointer(spool.root, "run", to=[f"file://{tmp_path / 'tier'}"]) as ckpt:
         stopped.kill()
         stopped.wait()
@@ -104,7 +104,7 @@ def test_another_daemon_is_started_once_the_stopped_one_was_ended(spool, tmp_pat
 
 
 @pytest.mark.parametrize("left", [[], [1]])
-def test_what_the_spool_has_not_whole_is_an_error_soon_that_names_the_stopped_process(spool, stopped, left):
+def test_incomplete_checkpoint_in_the_spool_is_soon_an_error_that_names_the_stopped_process(spool, stopped, left):
     """Of which the spool knows that there was a newer one: its newest copy is gone."""
     stopped.send_signal(signal.SIGCONT)
     save(spool, 2)
@@ -122,7 +122,7 @@ def test_what_the_spool_has_not_whole_is_an_error_soon_that_names_the_stopped_pr
 
 
 @pytest.mark.parametrize("asks", [attachment, source])
-def test_one_that_is_stopped_between_two_questions_is_done_without(spool, stopped, monkeypatch, asks):
+def test_restore_does_without_a_daemon_that_is_stopped_between_two_requests(spool, stopped, monkeypatch, asks):
     stopped.send_signal(signal.SIGCONT)
 
     class Stopping(Link):
@@ -137,7 +137,9 @@ def test_one_that_is_stopped_between_two_questions_is_done_without(spool, stoppe
     assert found is not None and found.step == 1 and names_it(found.unreached[0], stopped.pid)
 
 
-def test_one_that_takes_no_more_callers_is_not_started_a_second_time(spool, tmp_path, stopped, monkeypatch, caplog):
+def test_daemon_that_accepts_no_more_callers_is_not_started_a_second_time(
+    spool, tmp_path, stopped, monkeypatch, caplog
+):
     """A client of a stopped daemon waits in a queue, which is full after a hundred."""
     monkeypatch.setattr(daemon_start, "_start", lambda *_: pytest.fail("its spool is held"))
     callers = []
@@ -154,7 +156,7 @@ def test_one_that_takes_no_more_callers_is_not_started_a_second_time(spool, tmp_
     ckpt.close()
 
 
-def test_one_that_was_stopped_before_it_listened_is_done_without(spool, tmp_path):
+def test_restore_does_without_a_daemon_that_was_stopped_before_it_listened(spool, tmp_path):
     """It holds the spool, so another one could not start for a minute, and each launch failed."""
     held = f"with Spool({str(spool.root)!r}).lock(): os.kill(os.getpid(), 19)"
     script = f"import os; from tierd.spool.spool import Spool\n{held}"
@@ -173,7 +175,7 @@ def test_one_that_was_stopped_before_it_listened_is_done_without(spool, tmp_path
     assert restored(spool)[0].step == 1
 
 
-def test_every_rank_goes_on_where_one_nodes_daemon_is_stopped(spool, stopped, monkeypatch):
+def test_every_rank_continues_where_one_nodes_daemon_is_stopped(spool, stopped, monkeypatch):
     """Two ranks of one node: both do without it, at the same time."""
     group = Group(2)
     monkeypatch.setattr(ranks, "_process_group", lambda: group)

@@ -90,7 +90,7 @@ def test_chunks_are_in_memory_while_others_are_still_to_come(spool, store, monke
 
 
 @pytest.mark.parametrize("worth", [True, False])
-def test_one_that_read_nothing_reads_it_all_in_the_end(spool, store, worth):
+def test_streamed_part_without_early_reads_reads_the_whole_part_at_the_end(spool, store, worth):
     with StreamedPart(spool, PART, worth=worth) as arriving:
         if worth:
             arriving.stop()
@@ -98,7 +98,7 @@ def test_one_that_read_nothing_reads_it_all_in_the_end(spool, store, worth):
         assert whole(spool, arriving)
 
 
-def test_one_that_begins_or_ends_at_any_moment(spool, store):
+def test_streamed_part_is_right_when_it_begins_or_ends_at_any_moment(spool, store):
     for begin in range(len(chunks(store))):
         arriving = StreamedPart(spool, PART, worth=True)
 
@@ -113,7 +113,7 @@ def test_one_that_begins_or_ends_at_any_moment(spool, store):
         spool.remove([PART])
 
 
-def test_what_changed_on_disk_after_it_was_read_is_not_handed_on_unseen(spool, store):
+def test_file_that_changed_after_an_early_read_is_refused(spool, store):
     """What was not read in time comes from the committed file, verified like anything else."""
     arriving = StreamedPart(spool, PART, worth=True)
     bring(spool, store)
@@ -140,7 +140,7 @@ def test_a_draft_that_is_none_is_passed_over(spool, store, tmp_path, kind):
         assert whole(spool, arriving)
 
 
-def test_a_file_system_that_tells_nothing_costs_a_few_reads_and_no_more(spool, store, monkeypatch):
+def test_file_system_without_extent_information_costs_few_extra_reads(spool, store, monkeypatch):
     monkeypatch.setattr(arriving_module, "_is_written", lambda fd, offset, size: True)
     reads, real = [], arriving_module._Image._read
 
@@ -178,7 +178,7 @@ def test_direct_reads_that_are_refused_go_through_the_page_cache(spool, store, m
         assert whole(spool, arriving)
 
 
-def test_what_was_read_for_a_fetch_that_failed_is_not_kept(spool, store):
+def test_early_reads_of_a_fetch_that_failed_are_dropped(spool, store):
     with pytest.raises(ValueError), StreamedPart(spool, PART, worth=True) as arriving:
         bring(spool, store, lambda gets: wait_until(lambda: gets == 0 or arriving._images))
         raise ValueError

@@ -118,7 +118,7 @@ runs = st.one_of(st.lists(kind, max_size=30) for kind in (numbers, st.floats(), 
 
 
 @given(runs, st.integers(1, 9))
-def test_window_by_window_is_as_in_one(run, window):
+def test_encoding_in_windows_equals_encoding_at_once(run, window):
     state = {"a": run, "b": [run, 1], "n": 1}
     whole, pauses = flatten(state).tree, []
     with pytest.MonkeyPatch.context() as patch:
@@ -273,7 +273,7 @@ def test_the_last_of_several_threads_restores_them(interval):
     assert sys.getswitchinterval() == interval
 
 
-def test_what_a_process_set_itself_stays(interval):
+def test_switch_interval_that_a_process_set_itself_is_kept(interval):
     with short_switches:
         sys.setswitchinterval(0.001)
     assert sys.getswitchinterval() == pytest.approx(0.001)

@@ -314,7 +314,7 @@ def test_a_state_on_several_devices(local, spool):
 
 @gpu
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_training_on_a_device_goes_on_from_its_checkpoint(local, spool, optimizer):
+def test_training_on_a_device_continues_from_its_checkpoint(local, spool, optimizer):
     state = job(optimizer=optimizer)
     local.attach(state["optimizer"])
     for _ in range(3):
@@ -384,7 +384,7 @@ def test_a_refused_registration_leaves_no_error_for_the_next_kernel():
 
 
 @gpu
-def test_the_device_is_found_on_the_bus():
+def test_device_has_an_address_on_the_bus():
     address = cuda.api.pci_address(torch.device("cuda", torch.cuda.current_device()))
     if address is None:
         pytest.skip(f"torch {torch.__version__} does not say where on the bus a device is: arenas lie on any NUMA node")

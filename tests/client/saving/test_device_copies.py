@@ -165,7 +165,7 @@ def test_an_async_save_of_dcp_is_the_state_at_its_call(spool, seeded, seed, atta
 
 @pytest.mark.parametrize("attached", [True, False], ids=["overlapped", "blocking"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_another_stream_still_writes_is_part_of_the_state(spool, seeded, seed, attached):
+def test_tensor_that_another_stream_still_writes_is_part_of_the_state(spool, seeded, seed, attached):
     """A moving average on a stream of its own, in both directions: before a save, and right behind it."""
     fake = seeded(seed)
     job, own = Job(fake), fake.stream(1)
@@ -284,7 +284,7 @@ def test_an_overlapped_save_does_not_wait_for_the_device(spool, fake):
     assert holds(loaded(spool, 2)[:4], 1)
 
 
-def test_training_does_not_wait_on_the_device_for_what_is_copied_late(spool, fake, monkeypatch):
+def test_training_does_not_wait_on_the_device_for_tensors_that_are_copied_late(spool, fake, monkeypatch):
     """Also where nothing is copied before `save` returns: only a step waits."""
     job = Job(fake)
     state = {"parameters": job.parameters, "buffer": 0, "average": 0}
@@ -309,7 +309,7 @@ def test_training_does_not_wait_on_the_device_for_what_is_copied_late(spool, fak
         assert not made_of(checkpointer).gate._on_devices
 
 
-def test_a_write_while_the_device_copies_is_found_out(spool, fake, local):
+def test_write_while_the_device_copies_is_detected(spool, fake, local):
     """The host has enqueued the copy and waits for the device: it is not over yet."""
     job, reached, written = Job(fake), threading.Event(), threading.Event()
     local.attach(job.optimizer)
@@ -387,7 +387,7 @@ def test_memory_is_unpinned_before_it_is_unmapped(fake, spool):
         assert holds(loaded(spool, number)[3:4], number)
 
 
-def test_what_still_views_an_arena_keeps_it_pinned(fake):
+def test_view_of_an_arena_keeps_it_pinned(fake):
     arena, calls = Arena(1 << 20), []
     arena.before_unmapping = lambda: calls.append(bytes(seen.view[:1]) if seen else b"")
     seen, view = None, torch.frombuffer(arena.view, dtype=torch.uint8)
@@ -427,7 +427,7 @@ def test_a_refused_pin_is_remembered_and_said_once(fake, spool, caplog, small_sl
     assert caplog.text.count("CUDA does not pin memory (error 2)") == 1
 
 
-def test_the_real_one_takes_cudas_error_back(monkeypatch):
+def test_real_api_clears_cudas_error(monkeypatch):
     """Where a registration is refused, a kernel is launched whose check clears what CUDA remembers."""
     launched = []
 
@@ -608,7 +608,7 @@ def test_a_late_copy_leaves_gaps_until_training_waits_for_it(spool, fake, local,
     save.wait(timeout=20)
 
 
-def test_a_device_is_found_in_a_state(fake):
+def test_device_of_a_state_is_detected(fake):
     model = torch.nn.Linear(2, 2)
     model.weight = torch.nn.Parameter(fake.tensor(torch.zeros(2, 2), 1))
     assert slots.device_of({"a": [model], "b": 3}) == torch.device("cuda", 1)

@@ -69,7 +69,7 @@ def test_after_one_eio_it_is_written_anew_from_memory(local, spool, monkeypatch,
     ],
     ids=["EIO twice", "ENOSPC", "EDQUOT", "EROFS"],
 )
-def test_a_failed_save_is_a_value_and_training_goes_on(local, spool, monkeypatch, caplog, number, count, condition):
+def test_failed_save_is_a_value_and_training_continues(local, spool, monkeypatch, caplog, number, count, condition):
     Disk(monkeypatch, number, count)
     save = local.save(1, tensors(1))
     with pytest.raises(SaveFailed) as failed:
@@ -135,7 +135,7 @@ def test_a_daemon_that_takes_its_time_holds_up_no_save(spool, tmp_path, monkeypa
     assert 1 <= len(tries) <= 3
 
 
-def test_failures_are_told_in_their_order_though_the_first_telling_takes_longest(spool, daemon, monkeypatch):
+def test_failures_are_reported_in_their_order_though_the_first_report_takes_longest(spool, daemon, monkeypatch):
     link, waits = attachment.Link, iter([0.5, 0.2])
 
     def slow(spool):

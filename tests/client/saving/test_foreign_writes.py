@@ -175,7 +175,7 @@ def test_a_write_that_no_counter_shows_fails_the_save_and_is_expected_from_then_
     check(spool, 2, reference)
 
 
-def test_large_tensors_are_looked_at_where_they_lie_also_beside_one_that_moves(spool, local):
+def test_large_tensors_are_compared_in_place_also_beside_a_tensor_that_moves(spool, local):
     weights = [nn.Parameter(torch.randn(30_000)) for _ in range(3)]
     weights.append(nn.Parameter(torch.randn(60_001)[1:30_001].detach()))  # between two words of the sample
     weights.append(nn.Parameter(torch.randn(20_000, dtype=torch.complex128)))
@@ -212,7 +212,7 @@ REACHED = {
 
 
 @pytest.mark.parametrize("point", REACHED)
-def test_a_copy_is_judged_where_the_training_thread_comes_by(spool, local, job, monkeypatch, point):
+def test_overlapped_copy_is_judged_when_the_training_thread_passes(spool, local, job, monkeypatch, point):
     timed_client(monkeypatch, overlapped_s=1000.0)
     save = local.save(1, job)
     copied(local)
@@ -235,7 +235,7 @@ def test_and_kept_where_nobody_wrote(spool, local, job, monkeypatch, point):
     check(spool, 1, reference)
 
 
-def test_a_copy_is_judged_some_time_later_where_nobody_comes_by(spool, local, job, monkeypatch):
+def test_overlapped_copy_is_judged_after_a_while_when_the_training_thread_does_not_pass(spool, local, job, monkeypatch):
     timed_client(monkeypatch, overlapped_s=0.2)
     reference = frozen(job)
     save = local.save(1, job)
@@ -274,7 +274,7 @@ checkpointer.save(1, {{"model": model}})
     assert committed(Spool(tmp_path / "spool")) == [1]
 
 
-def test_what_looking_raises_fails_the_save_and_not_the_step(spool, local, job, monkeypatch):
+def test_error_of_the_comparison_fails_the_save_and_not_the_step(spool, local, job, monkeypatch):
     def broken(*_):
         raise RuntimeError("no such kernel")
 
@@ -298,7 +298,7 @@ def test_a_forward_that_writes_to_its_parameter_fails_the_save(spool, local, pac
     assert not committed(spool)
 
 
-def test_what_is_replaced_is_not_written_to(spool, local, job, pace):
+def test_replaced_tensor_is_not_written_to(spool, local, job, pace):
     """New tensors in the place of the old ones: the snapshot has the old ones."""
     reference = frozen(job)
     save = local.save(1, job)

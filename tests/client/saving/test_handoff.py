@@ -146,7 +146,7 @@ def test_every_slot_is_handed_over(spool, daemon, brake):
         assert same(restored(spool, step)[1], step)
 
 
-def test_what_was_handed_over_is_read_though_the_dead_left_an_answer_unread(spool, daemon, monkeypatch):
+def test_handed_over_snapshot_is_read_though_the_dead_trainer_left_an_answer_unread(spool, daemon, monkeypatch):
     """Seeds 73 and 75 of `python -m faults kills`: the system then reports a reset before what was sent."""
     dead, reply = threading.Event(), handoff.HandoffServer._reply
 
@@ -193,7 +193,7 @@ def test_an_overlapped_save_is_handed_over_when_its_copy_is_done(spool, daemon, 
     assert torch.equal(state["weight"], torch.ones(100_000))
 
 
-def test_a_trainer_killed_in_a_copy_leaves_only_what_was_whole(spool, daemon):
+def test_trainer_killed_in_a_copy_leaves_only_complete_snapshots(spool, daemon):
     script = """
         from tierd.client.saving.snapshot import Snapshot
         ckpt.save(1, tensors(1)).wait()
@@ -213,7 +213,7 @@ def test_a_trainer_killed_in_a_copy_leaves_only_what_was_whole(spool, daemon):
     assert steps(spool) == [1]
 
 
-def test_a_restart_restores_from_memory_and_goes_on_in_it(spool, daemon):
+def test_restart_restores_from_memory_and_saves_into_it(spool, daemon):
     assert trainer(spool, "ckpt.save(1, tensors(1)); die()") == -signal.SIGKILL
     until(lambda: steps(spool) == [1] and daemon.handoff.orphans)
     memory = os.fstat(next(iter(daemon.handoff.orphans.values())).arenas[0].fd).st_ino
@@ -231,7 +231,7 @@ def test_a_restart_restores_from_memory_and_goes_on_in_it(spool, daemon):
     assert same(restored(spool, 2)[1], 2)
 
 
-def test_a_restart_waits_for_what_is_still_being_persisted(spool, daemon, monkeypatch):
+def test_restart_waits_for_a_snapshot_that_is_still_being_persisted(spool, daemon, monkeypatch):
     assert trainer(spool, "ckpt.save(1, tensors(1)).wait(); ckpt.close()") == 0
     brake = Brake(monkeypatch)
     assert trainer(spool, "ckpt.restore(tensors(0)); ckpt.save(2, tensors(2)); die()") == -signal.SIGKILL
@@ -337,7 +337,7 @@ def test_a_hung_daemon_holds_up_nothing_for_long(spool, tmp_path, monkeypatch):
         assert same(restored(spool, step)[1], step)
 
 
-def test_what_the_daemon_committed_before_it_died_counts(spool, daemon, monkeypatch):
+def test_commit_of_a_daemon_that_died_before_its_answer_counts(spool, daemon, monkeypatch):
     real = handoff.write_part
 
     def write_part(*arguments):
@@ -352,7 +352,7 @@ def test_what_the_daemon_committed_before_it_died_counts(spool, daemon, monkeypa
     assert same(restored(spool, 1)[1], 1)
 
 
-def test_who_asks_on_a_connection_that_is_closed_is_told_that_the_daemon_is_gone(spool):
+def test_request_on_a_closed_connection_fails_as_daemon_unavailable(spool):
     """Of two that wait for one daemon's answers, the first finds it ended, and closes the connection."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.close()
@@ -363,7 +363,7 @@ def test_who_asks_on_a_connection_that_is_closed_is_told_that_the_daemon_is_gone
     assert line.not_before == 0.0, "nor does it count as one that hangs"
 
 
-def test_a_full_spool_is_told_by_the_daemon(spool, daemon, monkeypatch, caplog):
+def test_daemon_reports_a_full_spool_to_the_trainer(spool, daemon, monkeypatch, caplog):
     def write_part(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -380,7 +380,7 @@ def test_a_full_spool_is_told_by_the_daemon(spool, daemon, monkeypatch, caplog):
     assert same(restored(spool, 1)[1], 1)
 
 
-def test_what_the_daemon_may_not_write_is_written_here(spool, daemon, monkeypatch):
+def test_trainer_writes_the_part_that_the_daemon_may_not_write(spool, daemon, monkeypatch):
     """A unit file that forgot the spool among its ReadWritePaths."""
 
     def write_part(*_):
@@ -393,7 +393,7 @@ def test_what_the_daemon_may_not_write_is_written_here(spool, daemon, monkeypatc
     assert same(restored(spool, 1)[1], 1)
 
 
-def test_what_the_daemon_could_not_make_durable_fails_for_that_reason(spool, daemon, monkeypatch):
+def test_save_that_the_daemon_could_not_make_durable_fails_for_that_reason(spool, daemon, monkeypatch):
     """It was renamed into place, and the file system turned read-only before that was synced: seed 5 of
     `python -m faults host`. The save failed because "a checkpoint is never overwritten"."""
     real = handoff.write_part
@@ -410,7 +410,7 @@ def test_what_the_daemon_could_not_make_durable_fails_for_that_reason(spool, dae
     assert isinstance(failed.value.__cause__, SpoolUnusable) and os.strerror(errno.EIO) in str(failed.value.__cause__)
 
 
-def test_a_daemon_that_comes_later_is_used_from_then_on(spool):
+def test_daemon_that_starts_later_is_used_from_then_on(spool):
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         checkpointer.save(1, tensors(1)).wait()
         assert checkpointer.stats.handed_over == 0
