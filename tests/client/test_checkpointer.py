@@ -23,7 +23,7 @@ from tierd.core.errors import (
 )
 
 
-def test_training_goes_on_exactly_where_it_was_saved(spool):
+def test_training_continues_exactly_where_it_was_saved(spool):
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
         state = fresh()
         assert checkpointer.restore(state) is None
@@ -235,7 +235,7 @@ def test_a_stage_left_by_an_exception_leaves_nothing(local, spool):
 
 
 @pytest.mark.parametrize("kind", ["symlink", "directory symlink", "fifo", "manifest", "bad name"])
-def test_what_a_checkpoint_cannot_hold_is_refused_by_name(local, spool, kind):
+def test_stage_refuses_files_that_a_checkpoint_cannot_hold_by_name(local, spool, kind):
     before = listing(spool)
     with pytest.raises(ManifestError), local.stage(4) as directory:
         (directory / "good").write_bytes(b"good")

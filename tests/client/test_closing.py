@@ -68,7 +68,7 @@ def test_close_waits_until_the_named_tier_has_verified_every_save(spool):
         assert all(daemon.reconciler.tiers.observed.has(one, "s3") for one in spool.parts())
 
 
-def test_close_names_what_the_tier_lacks_when_the_time_is_over(spool):
+def test_close_names_the_saves_that_the_tier_lacks_when_the_time_is_over(spool):
     commit(spool, part(77))  # another launch's, of which nothing is said
     with Daemon(spool.root, {"s3": failing(StoreUnavailable("503 Slow Down"))}):
         checkpointer = saved(spool, 1, 2)
@@ -84,7 +84,7 @@ def test_close_raises_at_once_where_the_tier_refuses(spool):
         saved(spool, 1).close(wait="s3", timeout=60)
 
 
-def test_close_does_not_wait_for_what_is_retired(spool):
+def test_close_does_not_wait_for_retired_checkpoints(spool):
     store = Double()
     with Daemon(spool.root, {"s3": store}, keep=1, keep_local=100) as daemon:
         saved(spool, 1, 2, 3).close(wait="s3", timeout=60)
@@ -128,7 +128,7 @@ def test_a_wait_that_did_not_succeed_is_waited_for_again(spool):
     checkpointer.close(wait="s3", timeout=60)  # that is known
 
 
-def test_after_a_mistyped_wait_the_right_one_waits(spool, caplog):
+def test_close_refuses_a_mistyped_tier_and_waits_for_a_valid_tier(spool, caplog):
     refused = failing(StoreRefused("/mnt/typo does not exist"))
     with Daemon(spool.root, {"s3": refused}) as daemon:
         checkpointer = saved(spool, 1, 2)
@@ -376,7 +376,7 @@ def test_where_the_daemon_ends_with_this_process_a_plain_close_waits_for_the_tie
 
 
 @pytest.mark.parametrize("how", [{"timeout": 0.2}, {"wait": "local"}])
-def test_it_says_what_is_lost_to_the_tiers_when_it_does_not_wait_longer(spool, caplog, mortal, how):
+def test_close_warns_of_saves_that_no_tier_gets_when_it_does_not_wait_longer(spool, caplog, mortal, how):
     with Daemon(spool.root, {"nfs": failing(StoreUnavailable("503"))}):
         saved(spool, 1, 2).close(**how)
     [said] = warnings(caplog)
@@ -390,7 +390,7 @@ def test_it_does_not_wait_for_a_tier_that_refuses(spool, caplog, mortal):
     assert "no tier accepts checkpoints (nfs: 403); the daemon ends with this container" in warnings(caplog)[0]
 
 
-def test_an_exception_in_flight_is_what_the_caller_sees(spool, caplog, monkeypatch):
+def test_exception_in_flight_reaches_the_caller(spool, caplog, monkeypatch):
     def broken(self, *args, **kwargs):
         raise StoreUnavailable("broken")
 
@@ -428,7 +428,7 @@ def test_whether_the_namespace_ends_with_us(pid, ancestors, first, own, ends):
     assert would_end(pid, ancestors, first, own_namespace=own) is ends
 
 
-def test_it_is_found_out_here_without_an_error():
+def test_end_of_the_namespace_is_detected_without_an_error():
     assert namespace_ends_with_us() in (True, False)
 
 
@@ -454,7 +454,7 @@ os._exit(0)  # as fast as a process may end
 
 @pytest.mark.system
 @pytest.mark.parametrize("wrapper", [[], ["sh", "-c", '"$@"; exit $?', "sh"]])
-def test_in_a_container_of_its_own_what_was_saved_is_on_the_tier_when_the_trainer_has_ended(tmp_path, wrapper):
+def test_container_of_its_own_ends_after_its_saves_are_on_the_tier(tmp_path, wrapper):
     """The trainer, or the shell that runs it, is PID 1; the kernel kills the daemon with it."""
     (tmp_path / "tier").mkdir()
     command = [*wrapper, sys.executable, "-c", CONTAINER, str(tmp_path / "spool"), str(tmp_path / "tier")]
@@ -471,7 +471,7 @@ def test_in_a_container_of_its_own_what_was_saved_is_on_the_tier_when_the_traine
 
 
 @pytest.mark.system
-def test_in_a_container_of_its_own_it_is_told_what_is_on_no_tier(tmp_path):
+def test_container_of_its_own_warns_of_saves_that_are_on_no_tier(tmp_path):
     command = [sys.executable, "-c", CONTAINER, str(tmp_path / "spool"), str(tmp_path / "typo")]
     done = subprocess.run(
         ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *command],
@@ -490,7 +490,7 @@ def test_in_a_container_of_its_own_it_is_told_what_is_on_no_tier(tmp_path):
 # -- a mistyped tier --------------------------------------------------------------------------------------------------
 
 
-def test_a_mistyped_tier_is_told_within_seconds_and_again_by_close(spool, caplog, tmp_path, monkeypatch):
+def test_mistyped_tier_is_warned_of_within_seconds_and_again_by_close(spool, caplog, tmp_path, monkeypatch):
     monkeypatch.setattr(acceptance, "_SOON_S", 0.1)
     with tierd.Checkpointer(spool.root, "run", to=[f"file://{tmp_path}/typo"]) as checkpointer:
         wait_until(lambda: warnings(caplog), 30)  # before anything is saved
@@ -510,7 +510,7 @@ REFUSED = Unflushed(tiers={"nfs": TierTrouble(reached=False, error="403", refuse
 FINE = Unflushed(tiers={"nfs": TierTrouble(reached=True), "s3": TierTrouble(reached=False, error="503")})
 
 
-def test_trouble_that_may_pass_is_told_when_it_lasts_and_then_rarely(caplog):
+def test_lasting_trouble_that_may_pass_is_warned_of_late_and_then_rarely(caplog):
     heard = Acceptance()
     for second in range(2):
         heard.hear(DOWN, second)
@@ -523,7 +523,7 @@ def test_trouble_that_may_pass_is_told_when_it_lasts_and_then_rarely(caplog):
     assert warnings(caplog)[2:] == ["a tier accepts checkpoints again"]
 
 
-def test_a_tier_that_refuses_is_told_at_once_and_one_of_two_that_is_down_is_not(caplog):
+def test_refusing_tier_is_warned_of_at_once_and_a_down_tier_of_two_is_not(caplog):
     heard = Acceptance()
     heard.hear(FINE, 0.0)
     assert warnings(caplog) == []

@@ -58,7 +58,7 @@ def test_a_signal_handler_may_save_while_a_save_is_copying(spool, local, slow):
         assert same(restored(spool, step)[1], step)
 
 
-def test_an_interrupted_save_is_no_checkpoint_and_blocks_no_later_one(spool, local, slow):
+def test_interrupted_save_is_no_checkpoint_and_blocks_no_later_save(spool, local, slow):
     """Ctrl-C in a notebook: training may change the state from then on, so that save must not come to be."""
 
     def interrupt(*_):
@@ -116,7 +116,7 @@ def test_a_save_that_is_interrupted_while_it_streams_is_no_checkpoint(spool, loc
     assert same(restored(spool, 1)[1], 1)
 
 
-def test_a_copy_that_fails_is_a_value_and_blocks_no_later_one(spool, local, monkeypatch):
+def test_copy_that_fails_is_a_value_and_blocks_no_later_save(spool, local, monkeypatch):
     def fails(*_):
         raise MemoryError("no room for the arena")
 
@@ -185,7 +185,7 @@ def test_a_forked_child_does_not_keep_its_parent_attached(spool):
             os.waitpid(pid, 0)
 
 
-def test_a_restored_directory_stays_until_the_next_restore(spool):
+def test_restored_directory_is_kept_until_the_next_restore(spool):
     """The spool keeps one, and an old one is asked for: retention must not take it from under its reader."""
     with Daemon(spool.root, {"tier": Double()}, keep=10, keep_local=1) as daemon:
         with tierd.Checkpointer(spool.root, "run") as ckpt:

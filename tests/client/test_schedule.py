@@ -33,7 +33,7 @@ def made(spool: Spool, when: tierd.When | None, **options) -> tierd.Checkpointer
     return tierd.Checkpointer(spool.root, "run", to=[], when=when, **options)
 
 
-def test_without_a_policy_it_says_what_is_missing(local):
+def test_due_without_a_policy_names_the_missing_option(local):
     with pytest.raises(ConfigError, match=r"when=tierd\.When\(steps"):
         local.due(1)
 
@@ -54,7 +54,7 @@ def test_due_changes_nothing_and_a_save_does(spool):
         assert not checkpointer.due(20) and not checkpointer.due(29) and checkpointer.due(30)
 
 
-def test_what_busy_skips_does_not_count_and_what_fails_counts_but_for_its_metric(spool, monkeypatch):
+def test_save_skipped_as_busy_does_not_count_and_a_failed_save_counts_but_for_its_metric(spool, monkeypatch):
     real, go_on = pipeline.write_part, threading.Event()
 
     def slow(*arguments, **options):
@@ -173,7 +173,7 @@ def test_ranks_of_one_launch_go_by_the_same_policy(spool, group):
         assert isinstance(error, ConfigError) and "when=" in str(error)
 
 
-def test_steps_need_no_talk_and_what_one_rank_did_not_save_is_due_on_none(spool, group):
+def test_due_by_steps_needs_no_messages_and_skips_a_save_that_a_rank_did_not_make(spool, group):
     def work(number: int):
         with made(spool, tierd.When(steps=2)) as checkpointer:
             group.together.wait()

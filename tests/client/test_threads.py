@@ -46,7 +46,7 @@ def together(count: int, work: Callable[[int], object]) -> list[object]:
     return results
 
 
-def test_threads_that_name_the_attempt_at_once_get_one(tmp_path):
+def test_threads_that_name_the_attempt_at_once_get_the_same_name(tmp_path):
     listing = threading.Barrier(3)
 
     def seen() -> set[str]:

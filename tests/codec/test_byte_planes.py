@@ -143,7 +143,7 @@ def test_any_bytes_come_back_and_nothing_grows(raw):
 
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from([*KINDS, "noise", "text"]), st.integers(1, 3000)), min_size=1, max_size=8))
-def test_any_mixture_in_small_blocks_comes_back(parts):
+def test_any_mixture_in_small_blocks_unpacks_to_itself(parts):
     made = {"noise": noise, "text": lambda size: (b"some text, " * size)[:size]}
     raw = b"".join(made[kind](size) if kind in made else numbers(kind, size) for kind, size in parts)
     before, byte_planes.BLOCK_LOG = byte_planes.BLOCK_LOG, 12
@@ -166,7 +166,7 @@ def test_a_block_takes_little_more_than_its_bytes_even_under_a_wrong_layout():
         assert back.tobytes() == data.tobytes()
 
 
-def test_text_stays_one_zstd_frame_and_noise_stays_raw():
+def test_text_is_stored_as_a_single_zstd_frame_and_noise_as_raw():
     for raw, name in ((b'{"weights": [1, 2, 3]}\n' * 99_999, "zst"), (noise(3 * MB), "raw"), (bytes(3 * MB), "zst")):
         assert codec.encode(PART, described(raw), raw).stored.codec == name
 
@@ -179,7 +179,7 @@ def test_nothing_is_packed_that_shall_not_be():
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16-squares", "rows of zeros"])
-def test_equal_bytes_give_equal_objects_whatever_holds_them_and_whoever_asks(kind):
+def test_equal_bytes_pack_to_equal_objects_from_any_buffer_and_any_thread(kind):
     raw = numbers(kind, 700_001)
     first = bytes(byte_planes.pack(raw))
     padded = bytearray(b"x" + raw)
@@ -331,7 +331,7 @@ def test_a_code_beyond_the_largest_byte_begins_anew_as_in_the_description(codes,
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "rows of zeros", "fp64"])
 @pytest.mark.parametrize("odd", [0, 1])
-def test_what_is_unpacked_goes_where_it_is_wanted_and_nowhere_else(kind, odd):
+def test_unpack_writes_into_the_given_memory_and_nowhere_else(kind, odd):
     raw = numbers(kind, 3 * MB // 2)[: 3 * MB - 5]
     memory = bytearray(b"#" * (len(raw) + 2 + odd))
     begin = 1 + odd
@@ -441,7 +441,7 @@ def test_the_numbers_in_the_description_are_those_of_the_code():
     )
 
 
-def test_what_threads_have_packed_and_unpacked_is_given_back_to_the_system():
+def test_memory_of_threads_that_pack_and_unpack_is_returned_to_the_system():
     """The allocator would keep up to 32 MiB for each of a daemon's threads, beside every budget."""
     code = """
 import threading

@@ -58,7 +58,7 @@ def peak(call) -> int:
 
 
 @given(st.one_of(st.binary(min_size=1, max_size=2000), st.binary(min_size=1, max_size=9).map(lambda b: b * 500)))
-def test_what_is_encoded_decodes_to_itself(raw):
+def test_encoded_chunk_decodes_to_its_bytes(raw):
     found = encoded(raw)
     assert codec.decode(found.chunk, found.data, "t") == raw
     assert (found.chunk.size, found.chunk.xxh3_128) == (len(raw), digest(raw))
@@ -66,7 +66,7 @@ def test_what_is_encoded_decodes_to_itself(raw):
     assert found.stored.key == chunk_key(PART, digest(raw), found.stored.codec)
 
 
-def test_what_does_not_compress_rests_raw():
+def test_incompressible_chunk_is_stored_raw():
     raw = noise(100_000)
     found = encoded(raw)
     assert found.stored.codec == "raw"
@@ -84,7 +84,7 @@ def tried(monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [MB, 3 * MB + 17, 8 * MB])
-def test_noise_is_told_by_a_sample(tried, size):
+def test_noise_is_recognised_by_a_sample(tried, size):
     assert encoded(noise(size)).stored.codec == "raw"
     assert sum(tried) <= min(size / 16, 256 << 10)
 
@@ -100,13 +100,13 @@ def test_noise_is_told_by_a_sample(tried, size):
     ],
     ids=["text at the end", "text in front", "noise that comes again", "zeros"],
 )
-def test_what_is_not_noise_everywhere_is_compressed(repeated, size):
+def test_partly_noisy_chunk_is_compressed(repeated, size):
     raw = repeated(size)[:size]
     assert encoded(raw).stored.codec == "zst"
     assert encoded(raw).stored.size < 0.9 * size
 
 
-def test_what_compresses_is_one_plain_zstd_frame():
+def test_compressible_chunk_is_a_single_plain_zstd_frame():
     raw = b"weights " * 10_000
     found = encoded(raw)
     assert found.stored.codec == "zst"
@@ -135,7 +135,7 @@ def test_a_patch_that_does_not_come_back_is_not_stored(monkeypatch):
     assert codec.encode_patch(PART, described, raw, of, base, "0123456789a") is None
 
 
-def test_equal_input_gives_equal_output_whatever_holds_it():
+def test_equal_input_in_any_buffer_gives_equal_output():
     raw = bytes(range(256)) * 300
     first = encoded(raw)
     for other in (bytes(raw), bytearray(raw), memoryview(raw)):

@@ -24,7 +24,7 @@ def _changed(base: bytes, blocks: list[int], seed: int) -> bytes:
 
 
 @given(st.integers(0, 40 * BLOCK), st.integers(0, 1000), st.data())
-def test_what_is_made_turns_the_base_into_the_chunk(size, seed, data):
+def test_patch_turns_the_base_into_the_chunk(size, seed, data):
     base = random.Random(seed).randbytes(size)
     blocks = -(-size // BLOCK)
     some = data.draw(st.lists(st.integers(0, max(blocks - 1, 0)), max_size=blocks // 4, unique=True)) if blocks else []

@@ -77,7 +77,7 @@ def test_a_large_record_has_chunks_of_its_own_cut_from_its_beginning(records, gr
         at += record.size
 
 
-def test_what_moves_is_packed_into_full_chunks():
+def test_moving_tensors_are_packed_into_full_chunks():
     still, moving = FileRecord(5 * MIB, b"s", 4), [FileRecord(MIB + 4096, bytes([i]), 4, True) for i in range(200)]
     sizes = cut_records([FileRecord(4096), still, *moving, FileRecord(8, b"step", 4)], 64 * MIB, MIB)
     moved = 200 * (MIB + 4096)
@@ -162,7 +162,7 @@ def test_a_safetensors_file_is_cut_at_its_tensors():
     assert records == [FileRecord(head), *(FileRecord(size, name.encode(), 4) for name, size in sizes.items())]
 
 
-def test_the_dtype_tells_the_element_size():
+def test_dtype_gives_the_element_size():
     kinds = ["F64", "F32", "BF16", "F8_E4M3", "I8", "BOOL", "C64", "F4", "what"]
     data = safetensors([(kind, kind, b"12345678") for kind in kinds])
     assert [record.width for record in safetensors_records(reader(data), len(data))[1:]] == [8, 4, 2, 1, 1, 1, 8, 1, 1]
@@ -171,7 +171,7 @@ def test_the_dtype_tells_the_element_size():
 @pytest.mark.parametrize(
     ("text", "moving"), [("4:12", [0, 1, 1, 0]), ("", [0] * 4), ("4:", [0] * 4), ("-4:12", [0] * 4), ("٤:12", [0] * 4)]
 )
-def test_the_metadata_tell_what_moves(text, moving):
+def test_metadata_names_the_moving_tensors(text, moving):
     data = safetensors([(name, "U8", b"1234") for name in "abcd"], {"format": "pt", "tierd.moving": text})
     assert [record.moving for record in safetensors_records(reader(data), len(data))[1:]] == moving
 
@@ -203,7 +203,7 @@ def test_an_odd_header_gets_fixed_cuts(case):
 
 @pytest.mark.parametrize("length", [0, 1, 5 * MIB, MAX_HEAD, 2**64 - 1])
 @pytest.mark.parametrize("text", [b"{}", b"{" * 3 * MIB, b'{"a":' * MIB, b"\xff" * 2 * MIB])
-def test_what_only_looks_like_a_header_gets_fixed_cuts(length, text):
+def test_bytes_that_only_look_like_a_header_get_fixed_cuts(length, text):
     data = length.to_bytes(8, "little") + text + BIG
     assert cut(reader(data), len(data)) == chunk_sizes(len(data))
 
@@ -266,7 +266,7 @@ def test_an_archive_is_cut_where_the_content_of_an_entry_begins(monkeypatch, for
     assert sum(len(chunk) < 1000 for chunk in chunks) == 5  # before each large one, and what ends it
 
 
-def test_archives_one_behind_the_other_are_found_from_the_end():
+def test_archives_behind_each_other_are_located_from_the_end():
     files = [archive([entry, b"small"], name=str(i)) for i, entry in enumerate(ENTRIES)]
     for before in (b"", b"something" * 1000):
         data = before + b"".join(files)
@@ -276,7 +276,7 @@ def test_archives_one_behind_the_other_are_found_from_the_end():
     assert zip_records(reader(data + b"."), len(data) + 1) is None
 
 
-def test_an_entry_beyond_four_gigabytes_is_found():
+def test_zip_entry_beyond_four_gigabytes_is_located():
     """A directory that names it; nothing of that size is written."""
     far, content = 5 << 30, 6 << 30
     extra = struct.pack("<2H3Q", 1, 24, content, content, far)

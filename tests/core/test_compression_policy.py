@@ -37,14 +37,14 @@ def test_the_decision_explains_itself_in_one_line(link, encoder, ratio, why):
 
 
 @given(rates, rates, ratios, st.booleans())
-def test_what_is_decided_is_at_most_a_fifth_slower_than_the_other_way(link, encoder, ratio, before):
+def test_compression_choice_is_at_most_a_fifth_slower_than_its_alternative(link, encoder, ratio, before):
     pack = compression_choice(link, encoder, ratio, before).pack
     mine, other = (seconds(1, link, encoder, ratio, way) for way in (pack, not pack))
     assert mine <= other * 1.2 * (1 + 1e-9)
 
 
 @given(rates, rates, ratios, st.booleans())
-def test_a_clear_case_does_not_depend_on_what_was_before(link, encoder, ratio, before):
+def test_clear_compression_choice_does_not_depend_on_the_previous_choice(link, encoder, ratio, before):
     if not link / 1.25 < encoder < link * 1.25:
         assert compression_choice(link, encoder, ratio, before).pack == (encoder > link)
 

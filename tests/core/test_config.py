@@ -152,7 +152,7 @@ def test_a_mistake_in_a_text_is_answered_by_its_form(toml: str, form: str) -> No
         from_toml(toml, "tierd.toml")
 
 
-def test_what_is_no_toml_is_said_so():
+def test_invalid_toml_is_reported_as_such():
     with pytest.raises(ConfigError, match=r"^tierd.toml: not TOML: .*line 2"):
         from_toml('spool = "/s"\nrescan = \n[x]', "tierd.toml")
 
@@ -189,7 +189,7 @@ def test_urls_that_are_no_configuration(urls, said):
     ],
     ids=["deep", "long number", "endless", "long", "dotted", "dotted within"],
 )
-def test_what_no_operator_writes_is_refused_and_nothing_else_raised(line):
+def test_random_configuration_line_is_refused_and_nothing_else_raised(line):
     with pytest.raises(ConfigError):
         from_toml(f'spool = "/s"\n{line}\n[[tier]]\nname = "a"\nurl = "/t"\n', "x.toml")
 

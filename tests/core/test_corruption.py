@@ -8,7 +8,7 @@ from tierd.core.corruption import MOST_READS, Reading, UnstableRead, Verdict, ju
 from tierd.core.errors import CorruptChunk, ManifestError, StoreUnavailable
 
 
-def test_one_right_read_outweighs_all_wrong_ones():
+def test_single_right_read_outweighs_all_wrong_reads():
     wrong = [Reading("a", "direct"), Reading("a", "cached")]
     assert judge([*wrong, Reading("b", is_right=True)], paths=2) is Verdict.RIGHT
 

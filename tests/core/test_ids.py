@@ -29,7 +29,7 @@ def parts(draw):
 
 
 @given(st.integers(-(10**6), 2**41), st.lists(attempts.map(lambda a: f"01{a[2:]}"), max_size=5), tokens)
-def test_an_attempt_sorts_after_everything_seen_whatever_the_clock_says(now_ms, seen, token):
+def test_attempt_sorts_after_all_known_attempts_at_any_clock(now_ms, seen, token):
     made = next_attempt(now_ms, seen, token)
     assert all(made > other for other in seen)
     assert ids.check_attempt(made) == made
@@ -94,7 +94,7 @@ def test_checkpoints_order_by_attempt_then_step(found):
 
 
 @given(st.text(max_size=60), st.text(max_size=60), st.text(max_size=60))
-def test_whatever_parses_is_written_back_the_same(run, checkpoint, name):
+def test_parsed_names_are_written_back_the_same(run, checkpoint, name):
     """Otherwise a listing could name one object and be acted on as another."""
     found = PartId.parse(run, checkpoint, name)
     assert found is None or (found.checkpoint.run, found.checkpoint.name, found.name) == (run, checkpoint, name)

@@ -93,7 +93,7 @@ def with_paths(*paths: str) -> dict:
 # -- what is written is read ------------------------------------------------------------------------------------------
 
 
-def test_what_is_encoded_decodes_to_itself_and_is_plain_json():
+def test_encoded_manifest_decodes_to_itself_and_is_plain_json():
     data = encode(manifest())
     assert decode(data, PART) == decode(data) == manifest()
     assert encode(decode(data)) == data
@@ -103,7 +103,7 @@ def test_what_is_encoded_decodes_to_itself_and_is_plain_json():
     assert seal(msgspec.json.encode(manifest())) == data
 
 
-def test_what_a_manifest_says_of_itself():
+def test_manifest_describes_its_part_origin_and_sizes():
     found = manifest()
     assert found.part == PART
     assert found.origin == CheckpointId("run", EARLIER, 100)
@@ -123,7 +123,7 @@ def test_a_metric_whose_name_could_not_be_printed_is_refused(name):
 
 
 @given(st.dictionaries(NAMES.filter(is_metric_name), st.floats(), max_size=5))
-def test_every_metric_comes_back_nan_and_infinities_included(metrics):
+def test_every_metric_survives_encoding_nan_and_infinities_included(metrics):
     found = decode(encode(manifest(metrics=metrics_to_json(metrics)))).numbers
     assert found.keys() == metrics.keys()
     for name, value in metrics.items():
@@ -299,7 +299,7 @@ def test_hostile_content_is_refused_before_anything_is_made_of_it(name):
         PartId(CheckpointId("run", ATTEMPT, 200), 1, 3),
     ],
 )
-def test_an_intact_manifest_in_another_ones_place_is_refused(other):
+def test_intact_manifest_under_another_name_is_refused(other):
     with pytest.raises(ManifestError, match="it says that it is run step 200"):
         decode(encode(manifest()), other)
 

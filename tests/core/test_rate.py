@@ -35,7 +35,7 @@ def test_a_rate_is_bytes_per_second(text, meant):
         "1234567890GB/s",
     ],
 )
-def test_what_is_no_rate_is_refused_and_told_how_one_is_written(text):
+def test_invalid_rate_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="200MB/s"):
         rate(text)
     with pytest.raises(msgspec.ValidationError):

@@ -72,7 +72,7 @@ def test_a_copy_that_unusable_manifests_make_incomplete_says_so_and_not_that_par
     }
 
 
-def test_what_a_quarantined_part_still_tells_is_told():
+def test_report_shows_the_facts_of_a_quarantined_part():
     quarantined = Place(quarantined={part(B210, 1, 4): facts(7, metrics={"loss": 2.0}, origin=A100)})
     found = report(Inventory(solo(Place(), A100), {"a": quarantined}), None).checkpoints[0]
     assert (found.world_size, found.metrics, found.resumed_from) == (4, {"loss": 2.0}, A100.name)
@@ -104,7 +104,7 @@ def test_verdicts_are_given_where_there_is_a_policy_to_give_them(with_config):
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
-def test_what_will_be_deleted_is_announced_and_the_report_is_json(case):
+def test_report_announces_deletions_and_is_json(case):
     world, asked = case
     found = report(replace(world, free=1.0), asked)
     assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(found)), Report) == found

@@ -32,7 +32,7 @@ def steps(*numbers: int):
     return [(number, None, None, 0.0) for number in numbers]
 
 
-def test_steps_are_multiples_whatever_was_restored_or_missed():
+def test_due_steps_are_multiples_after_any_restore_or_missed_step():
     assert played(When(steps=3), steps(*range(10))) == [3, 6, 9], "step 0 has nothing to lose yet"
     assert played(When(steps=3), steps(*range(5, 13)), saved=Saved(0.0, 4)) == [6, 9, 12]
     assert played(When(steps=3), steps(0, 2, 4, 6, 8)) == [4, 6], "not asked at 3: 4 is the first after it"
@@ -85,7 +85,7 @@ def test_the_best_is_better_than_all_that_were_saved():
         ({"steps": 1, "best_only": True}, "by which metric"),
     ],
 )
-def test_what_says_nothing_useful_is_refused(options, said):
+def test_when_refuses_useless_options(options, said):
     with pytest.raises(ConfigError, match=said):
         When(**options)
 
@@ -127,7 +127,7 @@ def test_training_stops_when_nothing_became_better_for_long_enough():
     assert stopped([math.inf, 7, math.inf], patience=1) == 2
 
 
-def test_it_goes_on_where_it_was_saved():
+def test_early_stopping_continues_where_it_was_saved():
     one, other = EarlyStopping("loss", 3), EarlyStopping("loss", 3)
     for value in (5, 4, 6, 6):
         assert not one.stop({"loss": value})
@@ -138,7 +138,7 @@ def test_it_goes_on_where_it_was_saved():
 
 
 @pytest.mark.parametrize("options", [{"patience": -1}, {"patience": 1.0}, {"min_delta": -1}, {"min_delta": NAN}])
-def test_what_it_cannot_go_by_is_refused(options):
+def test_early_stopping_refuses_unusable_options(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         EarlyStopping("loss", **{"patience": 1, **options})
 
@@ -153,7 +153,7 @@ def test_a_metric_that_is_not_there_is_named_with_those_that_are():
 # -- what Keras has as well -------------------------------------------------------------------------------------------
 
 
-def test_a_threshold_stands_for_what_was_saved_before_there_was_anything():
+def test_threshold_stands_for_the_best_before_the_first_save():
     """Keras's initial_value_threshold."""
     when = When(best="loss", best_only=True, threshold=0.5)
     assert not is_due(when, Saved(0.0), 1, None, 0.6, 0.0)

@@ -65,7 +65,7 @@ SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
         ),
     ],
 )
-def test_what_is_taken(text: str, expected: StoreUrl, canonical: str) -> None:
+def test_url_is_parsed_to_its_canonical_form(text: str, expected: StoreUrl, canonical: str) -> None:
     assert parse_url(text) == expected
     assert str(expected) == canonical
     assert parse_url(canonical) == expected
@@ -146,7 +146,7 @@ def test_what_is_taken(text: str, expected: StoreUrl, canonical: str) -> None:
         ("s3://bucket?endpoint=http://host/%3Fa=b", "nothing but a path"),
     ],
 )
-def test_what_is_refused(text: str, says: str) -> None:
+def test_invalid_url_is_refused(text: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_url(text)
     assert says in str(caught.value)
@@ -209,7 +209,7 @@ def test_the_canonical_url_parses_to_the_same(url: StoreUrl) -> None:
 
 
 @given(st.text() | st.from_regex(r"(s3|file)://[ -~]*", fullmatch=True))
-def test_any_text_is_parsed_or_refused_and_what_is_parsed_is_stable(text: str) -> None:
+def test_any_text_is_parsed_to_a_stable_url_or_refused(text: str) -> None:
     try:
         url = parse_url(text)
     except ConfigError:

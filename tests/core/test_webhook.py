@@ -81,7 +81,7 @@ def test_a_mistake_is_named_by_its_key(text: str, key: str, why: str) -> None:
     assert said.startswith(f"tierd.toml: {key}") and why in said and SECRET not in said
 
 
-def test_what_is_shown_of_a_configuration() -> None:
+def test_shown_configuration_hides_secrets() -> None:
     config = from_toml(
         f'{TIER}[[notify]]\nurl = "https://H.example/{SECRET}"\n[[notify]]\ncommand = ["/x", "{SECRET}"]\n'
         '[[notify]]\nurl = "file:/etc/hook"\n',

@@ -221,7 +221,7 @@ def test_a_spool_whose_path_is_longer_than_a_sockets_may_be(tmp_path):
         assert link.ask(Attach())["tiers"] == {"tier": "file:///tier"}
 
 
-def test_no_daemon_says_how_to_start_one(spool):
+def test_link_without_a_daemon_says_how_to_start_it(spool):
     with pytest.raises(DaemonUnavailable, match="tierd run --spool"):
         Link(spool)
 
@@ -254,7 +254,7 @@ def test_a_flush_that_is_waited_for_is_not_spread(spool):
         assert not daemon.reconciler.requests.awaited
 
 
-def test_wait_for_what_will_never_come_does_not_wait_for_ever(spool):
+def test_wait_for_a_checkpoint_that_will_never_be_on_the_tier_ends(spool):
     """Older than what the tier keeps, or nowhere at all: there is nothing to wait for."""
     store = Double()
     store.error = StoreUnavailable("down")
@@ -333,7 +333,7 @@ def test_a_fault_of_the_daemon_is_an_answer(spool, monkeypatch, caplog):
     assert "the request Report failed" in caplog.text and "Traceback" in caplog.text
 
 
-def test_a_daemon_that_goes_away_in_the_middle_is_unavailable(spool):
+def test_daemon_that_stops_during_a_request_is_unavailable(spool):
     commit(spool, part(1))
     with Daemon(spool.root, {"tier": down()}) as daemon, Link(spool) as link:
         threading.Timer(0.2, daemon.stop).start()

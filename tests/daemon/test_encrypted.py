@@ -43,7 +43,7 @@ async def restored(spool: Spool, which=PART, **stores) -> dict[str, bytes]:
     return read(spool, which)
 
 
-def test_what_was_flushed_encrypted_comes_back(spool):
+def test_encrypted_flush_restores_to_the_same_files(spool):
     files = commit(spool, PART)
 
     async def work():
@@ -72,7 +72,7 @@ def test_each_tier_has_its_own_key_and_all_describe_the_same_stored_bytes(spool)
     asyncio.run(work())
 
 
-def test_what_did_not_change_is_named_and_not_sent_again(spool):
+def test_unchanged_chunk_is_named_and_not_sent_again(spool):
     shared = content(1)["weights.bin"]
     commit(spool, part(1), {"weights.bin": shared})
 
@@ -92,7 +92,7 @@ def test_what_did_not_change_is_named_and_not_sent_again(spool):
     asyncio.run(work())
 
 
-def test_an_interrupted_flush_goes_on_with_what_lies_there(spool):
+def test_interrupted_flush_continues_with_the_chunks_that_lie_there(spool):
     files = commit(spool, PART)
 
     async def work():
@@ -115,7 +115,7 @@ def test_an_interrupted_flush_goes_on_with_what_lies_there(spool):
     asyncio.run(work())
 
 
-def test_the_spool_is_healed_from_an_encrypted_tier_and_that_from_another(spool):
+def test_spool_is_repaired_from_an_encrypted_tier_and_that_tier_from_another(spool):
     files = commit(spool, PART)
 
     async def work():
@@ -179,7 +179,7 @@ def test_a_checkpoint_by_somebody_without_the_key_is_never_restored(spool):
     asyncio.run(work())
 
 
-def test_a_manifest_moved_or_altered_is_proven_bad_and_set_aside(spool):
+def test_manifest_moved_or_altered_is_proven_bad_and_quarantined(spool):
     files = commit(spool, PART)
     commit(spool, part(8))
 
@@ -247,7 +247,7 @@ def test_without_the_key_nothing_is_restored_passed_over_quarantined_or_deleted(
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["shown", "other runs are not shown"])
-def test_a_daemon_without_the_key_begins_no_run_in_plain_text_beside_an_encrypted_one(spool, tmp_path, hidden):
+def test_daemon_without_the_key_begins_no_plain_text_run_beside_an_encrypted_run(spool, tmp_path, hidden):
     commit(spool, PART)
     other = Spool(tmp_path / "other")
     new = part(7, run="new")
@@ -277,7 +277,7 @@ def test_a_daemon_without_the_key_begins_no_run_in_plain_text_beside_an_encrypte
     asyncio.run(work())
 
 
-def test_a_run_that_is_plain_text_there_already_goes_on(spool):
+def test_run_that_is_plain_text_on_the_tier_already_continues(spool):
     """Its tier may have become half encrypted before a daemon checked that."""
     commit(spool, PART)
 

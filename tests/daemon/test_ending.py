@@ -52,7 +52,7 @@ def refuses_chunks(operation: str, key: str) -> None:
         raise StoreUnavailable("503 Slow Down")
 
 
-def test_an_unfinished_drain_says_what_is_on_no_tier_and_what_only_one_tier_lacks(spool, stores, states, caplog):
+def test_unfinished_drain_names_parts_on_no_tier_and_parts_that_a_single_tier_lacks(spool, stores, states, caplog):
     stores["s3"].before = refuses_chunks
     for step in range(3):
         commit(spool, part(step))
@@ -73,7 +73,7 @@ def test_a_finished_drain_leaves_nothing(spool, stores, states, caplog):
     assert states[-1] == "STATUS=drained: nothing is left: every part is on every tier that wants it"
 
 
-def test_a_drain_while_paused_ends_at_once_and_says_what_is_left(spool, stores, states, caplog):
+def test_drain_while_paused_ends_at_once_and_names_the_unflushed_parts(spool, stores, states, caplog):
     from tierd.daemon.pause import TierPause
 
     asyncio.run(TierPause(spool).begin(None))

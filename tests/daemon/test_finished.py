@@ -38,7 +38,7 @@ def age(spool, seconds: float = DAYS) -> None:
         os.utime(mark, (time.time() - seconds,) * 2)
 
 
-def test_a_finished_run_leaves_the_spool_and_stays_on_the_tier(spool):
+def test_finished_run_leaves_the_spool_and_is_kept_on_the_tier(spool):
     store = Double()
     for step in (1, 2, 3):
         commit(spool, part(step))
@@ -52,7 +52,7 @@ def test_a_finished_run_leaves_the_spool_and_stays_on_the_tier(spool):
     assert all(event.place == "local" for event in daemon.journal.events if event.what == "pruned")
 
 
-def test_what_left_is_not_looked_at_on_the_tier_any_more(spool):
+def test_tier_of_a_run_that_left_the_spool_is_not_observed_any_more(spool):
     store = Double()
     commit(spool, part(1))
     asyncio.run(converge(spool, {"tier": store}))
@@ -87,7 +87,7 @@ def test_no_run_leaves_that_is_not_verified_on_a_tier(spool):
     assert steps_in(spool) == [1, 2]
 
 
-def test_a_tier_that_lost_a_chunk_is_found_out_before_the_run_leaves(spool):
+def test_chunk_that_a_tier_lost_is_detected_before_the_run_leaves(spool):
     """A look goes by names: the chunks are asked for once more before the only other copy goes."""
     store = Double()
     commit(spool, part(1))
@@ -114,7 +114,7 @@ def test_pins_leave_with_the_run_and_stay_on_the_tier(spool):
     assert pin_key(part(1).checkpoint) in found and steps_on(found) == [1, 2, 3]
 
 
-def test_a_run_with_a_trainer_stays_and_leaves_when_it_has_gone(spool, monkeypatch):
+def test_run_with_a_trainer_is_kept_and_leaves_after_the_trainer_ended(spool, monkeypatch):
     store, other = Double(), part(7, run="other")
     for which in (part(1), other):
         commit(spool, which)
@@ -164,12 +164,12 @@ def test_a_run_is_looked_for_until_the_slowest_tier_has_answered(spool, tmp_path
     assert views[0].get("whole")
 
 
-def test_attach_tells_how_many_the_spool_keeps(spool):
+def test_attach_returns_the_number_of_checkpoints_that_the_spool_keeps(spool):
     with Daemon(spool.root, {"tier": Double()}, keep=7, keep_local=2), Link(spool) as link:
         assert link.ask(Attach(run="run"))["keep_last"] == 2
 
 
-def test_the_only_copy_is_not_deleted_by_what_a_tier_showed_long_ago(spool, monkeypatch):
+def test_only_copy_is_not_deleted_because_of_an_old_listing_of_a_tier(spool, monkeypatch):
     """As when a daemon goes on after hours in which it was stopped (simulation, seed 1000160): others have pruned the
     tier since, and what retired the copy there is gone."""
     timed(monkeypatch, aged_s=0.0)

@@ -61,7 +61,7 @@ def test_a_commit_wakes_the_daemon_without_a_rescan(spool):
     asyncio.run(work())
 
 
-def test_a_rescan_finds_what_no_event_told(spool):
+def test_rescan_finds_a_part_without_an_event(spool):
     async def work():
         async with running(reconciler(spool, {"tier": Double()}, rescan="0.3s")) as daemon:
             await settle(daemon)
@@ -71,7 +71,7 @@ def test_a_rescan_finds_what_no_event_told(spool):
     asyncio.run(work())
 
 
-def test_without_any_event_or_rescan_nothing_is_found(spool):
+def test_part_without_any_event_or_rescan_is_not_flushed(spool):
     """So that the two tests above can fail."""
 
     async def work():
@@ -84,7 +84,7 @@ def test_without_any_event_or_rescan_nothing_is_found(spool):
     asyncio.run(work())
 
 
-def test_a_system_without_watches_is_told_and_goes_on(spool, monkeypatch, caplog):
+def test_system_without_watches_is_logged_and_the_daemon_continues(spool, monkeypatch, caplog):
     from watchdog.observers import Observer
 
     def exhausted(self):
@@ -219,7 +219,7 @@ def test_an_idle_daemon_that_no_trainer_started_ends_when_all_is_flushed(spool, 
     assert len(list((tmp_path / "tier").glob(f"{RUN}/manifests/*"))) == parts
 
 
-def test_an_idle_daemon_stays_while_something_is_left_to_flush(spool, monkeypatch):
+def test_idle_daemon_runs_while_a_part_is_left_to_flush(spool, monkeypatch):
     store = Double()
     store.error = StoreUnavailable("down")
 
@@ -250,7 +250,7 @@ def test_wait_until_can_fail():
         wait_until(lambda: False, 0.05)
 
 
-def test_what_the_observer_says_of_its_own_end_is_not_logged(tmp_path, monkeypatch, caplog) -> None:
+def test_errors_of_the_observers_own_end_are_not_logged(tmp_path, monkeypatch, caplog) -> None:
     """Its thread logs an error where it is stopped between two events, and people asked what was wrong."""
     spool = Spool(tmp_path / "spool")
     stop = BaseObserver.stop

@@ -51,7 +51,7 @@ class Resting:
 
 
 @pytest.mark.parametrize("tiers", [["a"], ["a", "b"]])
-def test_at_rest_a_daemon_makes_at_most_60_requests_an_hour_whatever_its_spool_holds(spool, monkeypatch, tiers):
+def test_daemon_at_rest_makes_at_most_60_requests_an_hour_with_any_spool(spool, monkeypatch, tiers):
     async def work():
         stores = {name: Counting() for name in tiers}
         for number in range(RUNS):
@@ -98,7 +98,7 @@ def test_with_a_trainer_a_daemon_looks_at_every_rescan(spool, monkeypatch):
     asyncio.run(work())
 
 
-def test_what_an_earlier_daemon_was_deleting_is_not_forgotten_at_rest(spool, monkeypatch):
+def test_deletion_that_an_earlier_daemon_began_is_not_forgotten_at_rest(spool, monkeypatch):
     """Seed 0 of `python -m faults kills`: its mark was too young at the first look, and the next came much later."""
     old_min, rescan_min = 5.0, 0.5
 

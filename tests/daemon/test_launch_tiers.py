@@ -86,7 +86,7 @@ def test_daemon_takes_tiers_of_new_launch_when_its_own_tier_is_gone(spool, tmp_p
     asyncio.run(work())
 
 
-def test_tier_that_launch_does_not_name_gets_what_it_wants_when_it_returns(spool, tmp_path, monkeypatch):
+def test_tier_that_launch_does_not_name_gets_its_wanted_checkpoints_when_it_returns(spool, tmp_path, monkeypatch):
     timed(monkeypatch, grace_s=0.4)
     a, b, away = tmp_path / "a", tmp_path / "b", tmp_path / "away"
 
@@ -211,7 +211,7 @@ def test_daemon_that_was_stopped_takes_tiers_of_launch_without_another_save(spoo
         assert {part.checkpoint.step for part in spool.parts()} == {1, 2}, "the tier that is away still wants them"
 
 
-def test_launch_that_ends_while_daemon_is_stopped_says_what_no_tier_has_and_way_out(spool, tmp_path, caplog):
+def test_launch_that_ends_while_daemon_is_stopped_names_unflushed_saves_and_remedy(spool, tmp_path, caplog):
     b = tmp_path / "b"
     with stopped(spool, tmp_path / "a") as daemon:
         with tierd.Checkpointer(spool.root, "run", to=[directory(b)]) as second:
@@ -224,7 +224,7 @@ def test_launch_that_ends_while_daemon_is_stopped_says_what_no_tier_has_and_way_
             wait_until(lambda: manifests(b) == 2, 60)
 
 
-def test_stopped_daemon_that_is_killed_gives_way_to_one_with_tiers_of_launch(spool, tmp_path):
+def test_stopped_daemon_that_is_killed_gives_way_to_daemon_with_tiers_of_launch(spool, tmp_path):
     b = tmp_path / "b"
     with (
         stopped(spool, tmp_path / "a") as daemon,

@@ -77,7 +77,7 @@ def test_launch_that_names_tiers_has_earlier_saves_sent_without_saving(spool):
     assert on(tier) == [1, 2]
 
 
-def test_launch_that_names_tiers_restores_what_launch_without_tiers_saved(spool):
+def test_launch_that_names_tiers_restores_checkpoint_saved_without_tiers(spool):
     save(spool, [1, 2], [])
     with Daemon(spool.root, {"tier": Double()}) as daemon:
         daemon.settle()
@@ -95,7 +95,7 @@ def test_launch_without_tiers_that_only_restores_changes_nothing(spool):
     assert on(tier) == steps_in(spool) == [2]
 
 
-def test_launch_with_unusable_tier_does_not_release_what_is_local_only(spool):
+def test_launch_with_unusable_tier_does_not_release_local_only_checkpoints(spool):
     tier = Double()
     save(spool, [1, 2], [])
     with pytest.raises(ConfigError):

@@ -43,7 +43,7 @@ def test_no_descriptor_for_a_connection_costs_no_slot(spool, monkeypatch):
     assert len(spool.parts()) == 4
 
 
-def test_what_fails_after_a_save_costs_no_slot(spool, monkeypatch):
+def test_error_after_a_save_costs_no_slot(spool, monkeypatch):
     with tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:
         with monkeypatch.context() as patch:
             patch.setattr(made_of(ckpt).daemon, "keep", lambda: 1 // 0)
@@ -190,7 +190,7 @@ def test_extra_state_from_memory_is_not_overwritten_by_the_next_save(spool):
     assert torch.equal(state["model"].extra, torch.ones(5000)) and torch.equal(state["model"].weight, torch.ones(5000))
 
 
-def test_a_gate_forgets_what_nobody_waits_for(spool):
+def test_gate_forgets_saves_that_nobody_waits_for(spool):
     weight = torch.nn.Parameter(torch.ones(1000))
     with tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:
         ckpt.attach(torch.optim.SGD([weight], lr=0.1))

@@ -65,7 +65,7 @@ def test_a_save_does_not_warn_of_a_step_that_something_has_made_good(local, save
 
 
 @pytest.mark.parametrize("where", ["a hook before", "a hook after", "a closure", "another thread", "a wait"])
-def test_a_save_during_a_step_or_beside_one_does_not_warn(local, job, pace, caplog, where):
+def test_save_during_a_step_or_beside_a_save_does_not_warn(local, job, pace, caplog, where):
     optimizer = job["optimizer"]
     backward(job)
 

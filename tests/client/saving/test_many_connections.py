@@ -108,7 +108,7 @@ def test_a_save_beside_a_crowd_is_written_by_the_trainer_and_then_handed_over_ag
     assert same(restored(spool)[1], last)
 
 
-def test_who_lent_something_gives_way_last_and_loses_nothing(spool, daemon, monkeypatch):
+def test_trainer_with_a_handed_over_snapshot_gives_way_last_and_loses_nothing(spool, daemon, monkeypatch):
     """A trainer between two saves is silent for long; it stays while others hold connections for nothing."""
     monkeypatch.setattr(handoff_lines, "MOST", 4)
     monkeypatch.setattr(handoff_lines, "QUIET", 0.0)
@@ -143,7 +143,7 @@ def test_who_lent_something_gives_way_last_and_loses_nothing(spool, daemon, monk
     assert same(restored(spool)[1], 3)
 
 
-def test_a_thread_that_cannot_be_had_is_a_refusal_and_the_daemon_goes_on(spool, daemon, monkeypatch):
+def test_handoff_without_a_thread_is_a_refusal_and_the_daemon_continues(spool, daemon, monkeypatch):
     """As under TasksMax= or ulimit -u."""
     real, refusing = threading.Thread.start, threading.Event()
 

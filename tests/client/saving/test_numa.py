@@ -143,7 +143,7 @@ def test_where_a_device_is_on_the_bus(monkeypatch):
 
 
 @pytest.mark.skipif(platform.machine() not in numa._NUMBERS, reason="no number is known for these calls here")
-def test_the_kernel_takes_what_it_is_told_for_a_preference():
+def test_kernel_takes_the_given_node_for_a_preference():
     arena = Arena(1 << 20)
     try:
         assert numa.Kernel().has_policy() is False

@@ -47,7 +47,7 @@ def test_one_bit_of_a_small_tensor_shows(dtype):
 @pytest.mark.parametrize(
     "shape", ["flat", "channels last", "transposed", "a view with gaps", "complex with gaps", "small with gaps"]
 )
-def test_a_write_to_all_of_a_tensor_shows_whatever_was_copied(shape):
+def test_write_to_all_of_a_tensor_shows_in_any_copied_layout(shape):
     live = {
         "flat": lambda: torch.randn(300_000),
         "channels last": lambda: torch.randn(8, 64, 32, 32).to(memory_format=torch.channels_last),

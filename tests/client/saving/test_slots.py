@@ -46,7 +46,7 @@ def opened(spool, **options):
 # -- backlog ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_save_waits_for_the_one_before_by_default_and_that_is_counted(spool, brake):
+def test_save_waits_for_the_previous_save_by_default_and_counts_the_wait(spool, brake):
     with opened(spool) as ckpt:
         ckpt.save(1, tensors(1))
         assert ckpt.stats.waited_s < 5
@@ -135,7 +135,7 @@ def test_a_state_that_memory_does_not_hold_is_streamed(spool, monkeypatch, caplo
     assert all(torch.equal(state[name], saved[name]) for name in state)
 
 
-def test_an_overlapped_state_that_memory_does_not_hold_is_streamed_before_training_goes_on(spool, monkeypatch):
+def test_overlapped_state_that_memory_does_not_hold_is_streamed_before_training_continues(spool, monkeypatch):
     monkeypatch.setattr(slots, "available", lambda: 0)
     monkeypatch.setattr(slots, "_SMALLEST", 8192)
     state = fresh()
@@ -175,7 +175,7 @@ def test_the_system_that_says_no_is_believed(spool, monkeypatch):
     ("size", "spare", "small"),
     [(64, 0, 16), (64, 8192, 64), (90, 80, 20), (4096, 3072, 256), (1, 0, 16)],
 )
-def test_the_small_arena_is_no_larger_than_the_state_and_a_share_of_what_is_left(monkeypatch, size, spare, small):
+def test_small_arena_is_no_larger_than_the_state_and_a_share_of_free_memory(monkeypatch, size, spare, small):
     monkeypatch.setattr(slots, "available", lambda: spare << 20)
     monkeypatch.setattr(Arena, "prefault", refused)
     slot = slots.Slot(0)
@@ -186,7 +186,7 @@ def refused(self, size=None):
     raise MemoryError("cannot allocate")
 
 
-def test_a_smaller_arena_is_tried_where_the_system_refuses_one(monkeypatch, caplog):
+def test_slot_tries_a_smaller_arena_where_the_system_refuses_a_larger(monkeypatch, caplog):
     real, asked = slots.Arena, []
 
     def allocate(size):
@@ -205,7 +205,7 @@ def test_a_smaller_arena_is_tried_where_the_system_refuses_one(monkeypatch, capl
         slot.fit(96 << 20)
 
 
-def test_a_state_that_is_streamed_is_warned_of_once_until_one_fits_again(monkeypatch, caplog):
+def test_streamed_state_is_warned_of_once_until_a_state_fits_again(monkeypatch, caplog):
     slot, warned = slots.Slot(0), []
     for spare in (0, 0, 1 << 30, 0, 0):
         monkeypatch.setattr(slots, "available", lambda spare=spare: spare)
@@ -244,7 +244,7 @@ def test_restoring_makes_the_arena_ready_before_an_optimizer_has_any_state(spool
         (torch.optim.SGD, {"momentum": 0.9}, 2),
     ],
 )
-def test_the_size_of_a_state_is_told_before_the_first_step(kind, options, times):
+def test_size_of_a_state_is_estimated_before_the_first_step(kind, options, times):
     model = torch.nn.Linear(1000, 1000, bias=False)
     optimizer = kind(model.parameters(), lr=0.1, **options)
     before = slots.estimate({"model": model, "nested": [{"optimizer": optimizer}], "text": "x"})
@@ -303,7 +303,7 @@ HYBRID = "9:cpu:/\n4:hugetlb,memory:/job/one\n1:name=systemd:/job\n0::/session\n
         ("9:cpu:/job/one\n\nbroken\n", [("job/one", 100, 60), ("memory/job/one", 100, 60)], []),
     ],
 )
-def test_every_control_group_above_says_what_it_leaves(tmp_path, groups, made, left):
+def test_every_control_group_above_reports_its_free_memory(tmp_path, groups, made, left):
     for path, *numbers in made:
         group(tmp_path / path, *numbers, first=path.startswith("memory"))
     assert [one.left() for one in limited_groups(groups, tmp_path)] == left

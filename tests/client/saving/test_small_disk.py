@@ -68,7 +68,7 @@ def test_where_no_tier_has_anything_the_save_fails_as_before(spool, monkeypatch)
         assert isinstance(raised.value.__cause__, SpoolFull)
 
 
-def test_what_stages_is_given_room_ahead(spool, monkeypatch):
+def test_stage_gets_room_before_another_library_writes(spool, monkeypatch):
     """What another library writes cannot be tried again, so room is made for as much as it wrote before."""
     disk = SmallDisk(monkeypatch, spool.root, 6_000_000)
     with (

@@ -181,7 +181,7 @@ def test_a_daemon_that_is_stopped_before_its_first_snapshot_holds_no_memory(spoo
 # -- a daemon that is slow in one place -------------------------------------------------------------------------------
 
 
-def test_a_greeting_that_comes_late_holds_up_no_save(spool, daemon, monkeypatch, waits):
+def test_greeting_that_arrives_late_holds_up_no_save(spool, daemon, monkeypatch, waits):
     late = Hold(monkeypatch, "_serve", handoff.HandoffServer)
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         for step in range(10):
@@ -373,7 +373,7 @@ def test_a_part_that_a_waking_daemon_takes_back_is_written_by_its_trainer(spool,
     assert same(restored(spool)[1], 1)
 
 
-def test_a_part_that_a_stopped_daemon_may_take_back_is_no_saved_one(spool, daemon, monkeypatch):
+def test_part_that_a_stopped_daemon_may_take_back_is_not_saved(spool, daemon, monkeypatch):
     daemon.handoff.room = None
     hold = Unsynced(spool, monkeypatch)
     timed_client(monkeypatch, settled_s=0.1)
@@ -447,7 +447,7 @@ def test_a_full_disk_and_a_stopped_daemon_cost_one_wait(spool, monkeypatch):
             made_of(ckpt).records.saved.clear()  # closing would wait for the answer
 
 
-def test_a_daemon_that_was_found_silent_is_not_asked_for_room(spool, daemon, monkeypatch):
+def test_trainer_does_not_ask_a_silent_daemon_for_room(spool, daemon, monkeypatch):
     monkeypatch.setattr(messages, "BEAT", 60.0)
     timed_client(monkeypatch, silence_s=0.2)
     working, asked = Hold(monkeypatch, "write_part"), []

@@ -40,7 +40,7 @@ def test_a_latch_lets_everybody_through_once_it_is_open():
     assert through == [True] * 5 and latch.wait() and latch.wait(0)
 
 
-def test_a_worker_does_everything_in_order_and_survives_what_it_is_given(caplog):
+def test_worker_runs_its_tasks_in_order_and_survives_their_errors(caplog):
     worker, done = Worker("test"), []
     for number in range(100):
         worker.give(lambda number=number: done.append(number))
@@ -103,7 +103,7 @@ def test_a_second_close_waits_for_the_jobs_as_well(interrupted):
     assert 4 < moment < 29
 
 
-def test_a_worker_keeps_nothing_of_what_it_has_done_and_ends_with_its_owner():
+def test_worker_keeps_no_finished_task_and_ends_with_its_owner():
     worker = Worker("test")
     thing = threading.Event()
     seen = weakref.ref(thing)
@@ -118,7 +118,7 @@ def test_a_worker_keeps_nothing_of_what_it_has_done_and_ends_with_its_owner():
     assert not thread.is_alive() and thread not in _working
 
 
-def test_what_is_left_when_the_interpreter_ends_is_still_done(tmp_path):
+def test_worker_finishes_its_tasks_when_the_interpreter_ends(tmp_path):
     """A script that ends without close(), with two saves on their way and one more from an exit handler."""
     code = f"""
 import atexit, torch, tierd

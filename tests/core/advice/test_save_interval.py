@@ -144,7 +144,7 @@ SCENES = {
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_the_closed_form_is_what_a_simulated_job_keeps(scene: str) -> None:
+def test_closed_form_equals_the_goodput_of_a_simulated_job(scene: str) -> None:
     """Within four standard errors, which are small enough to tell a wrong model: half a percent of goodput."""
     interval, costs = SCENES[scene]
     found, error = Job(interval, costs, seed=1).run(failures=40_000)
@@ -166,7 +166,7 @@ def drawn(number: int) -> tuple[float, Costs]:
 
 
 @pytest.mark.timeout(400)
-def test_200_drawn_jobs_keep_what_the_model_says() -> None:
+def test_goodput_of_200_drawn_jobs_equals_the_model() -> None:
     """Also where copies are slower than saves, a tier has not caught up at a restart, and restarts outlast the MTBF."""
     off = []
     for number in range(200):
@@ -179,7 +179,7 @@ def test_200_drawn_jobs_keep_what_the_model_says() -> None:
     assert off == []
 
 
-def test_a_tier_that_has_not_caught_up_costs_more_and_one_that_has_nothing() -> None:
+def test_tier_that_has_not_caught_up_costs_more_and_so_does_an_empty_tier() -> None:
     costs = Costs(blocked_s=10, durable_s=30, restart_s=100, mtbf_s=1500, flush_s=156, node_loss=0.3)
     assert backlog(50, 60, replace(costs, restart_s=156)) == backlog(50, 60, replace(costs, node_loss=0)) == 0
     assert 0 < backlog(50, 60, costs) < backlog(50, 60, replace(costs, restart_s=0)) < 0.3 * 156 / 1500
@@ -223,7 +223,7 @@ def keeps_up(interval: float, costs: Costs) -> bool:
 
 @given(jobs(), times, st.floats(1, 10))
 @example(Costs(1.875, 3.75, 0.0, 5.0, 4.375, 1.0), 1.0, 2.0)
-def test_whatever_costs_more_keeps_less(costs: Costs, interval: float, factor: float) -> None:
+def test_higher_cost_gives_lower_goodput(costs: Costs, interval: float, factor: float) -> None:
     """Except where saves become so rare that the tier keeps up: then no copy waits for an earlier one any more."""
     mean = partial(goodput, smooth=True)  # how copies happen to align is luck
     now = mean(interval, costs) * (1 + 1e-9)
@@ -308,7 +308,9 @@ def test_a_save_that_costs_nothing_is_made_as_often_as_it_can_be() -> None:
         ({"flush_s": 20_000.0, "node_loss": 0.1}, None, 0.8),
     ],
 )
-def test_what_keeps_little_is_answered(changed: dict[str, float], step_time: float | None, good: float) -> None:
+def test_advise_answers_jobs_with_little_goodput(
+    changed: dict[str, float], step_time: float | None, good: float
+) -> None:
     """A restart, a save, a step or a copy that takes as long as a job lives."""
     assert good < advise(replace(COSTS, **changed), step_time).recommended.goodput < good + 0.15
 

@@ -18,7 +18,7 @@ GIB = 1 << 30
 DAY = 86400.0
 
 
-def test_every_finding_is_of_a_check_and_says_what_to_do_where_something_is_wrong() -> None:
+def test_every_finding_belongs_to_a_check_and_names_a_remedy_where_something_is_wrong() -> None:
     assert {kind.check for kind in FINDINGS.values()} == set(CHECKS)
     assert [name for name, kind in FINDINGS.items() if kind.severity in ("warning", "error") and not kind.do] == []
     assert [name for name, kind in FINDINGS.items() if kind.severity == "ok" and kind.do] == []
@@ -35,7 +35,7 @@ def test_every_finding_of_the_table_is_made_somewhere_and_no_other() -> None:
     assert made == set(FINDINGS)
 
 
-def test_the_worst_decides_and_what_could_not_be_tried_does_not() -> None:
+def test_worst_severity_decides_and_an_untried_check_does_not() -> None:
     ok, note, unknown = (finding("t", name, "") for name in ("direct", "no daemon", "rules unknown"))
     warning, error = finding("t", "not direct", ""), finding("t", "rename fails", "")
     assert worst([]) == worst([ok, note, unknown]) == "ok"
@@ -86,7 +86,7 @@ def test_owners_and_modes(found: Ownership, name: str) -> None:
         (4 * GIB, 4 * GIB, 0, None, "state unknown"),
     ],
 )
-def test_room_for_the_checkpoints_kept_and_the_one_being_written(free, total, used, state, name) -> None:
+def test_space_finding_needs_room_for_the_kept_checkpoints_and_the_next_save(free, total, used, state, name) -> None:
     assert node.space(Space(free, total, used, state, "r", keep_last=3)).finding == name
 
 

@@ -95,7 +95,7 @@ def clusters(draw):
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(clusters(), st.data())
-def test_the_plan_comes_to_rest_every_tier_has_what_it_wants_and_nothing_wanted_was_deleted(cluster, data):
+def test_plan_ends_with_every_wanted_checkpoint_on_its_tier_and_none_of_them_deleted(cluster, data):
     policies_of = {tier.name: tier.retention for tier in cluster.settings.tier}
     done = []
     for _ in range(400):
@@ -155,7 +155,7 @@ def test_the_chain_of_keep_every_on_a_tier_is_not_cut_while_a_tier_does_not_answ
     assert [one.checkpoint for one in prunes(silent, made, "a")] == [C[3]]
 
 
-def test_an_unverified_newer_one_pushes_nothing_out():
+def test_unverified_newer_checkpoint_pushes_nothing_out():
     """`keep_last` counts what is verified in that place."""
     spool, tier = solo(Place(), C[1], C[2], C[3]), solo(Place(), C[1])
     assert prunes(Inventory(spool, {"a": tier}), config(LAST3, spool=LAST1)) == []
@@ -166,7 +166,7 @@ def test_an_unverified_newer_one_pushes_nothing_out():
 # -- holds ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_tier_holds_what_another_wants_and_lacks_and_says_so():
+def test_tier_holds_checkpoint_that_another_tier_wants_and_lacks_and_says_so():
     fast, slow = solo(Place(), *(C[step] for step in range(9, 14))), solo(Place(), C[13])
     world = Inventory(solo(Place(), C[12], C[13]), {"nfs": fast, "s3": slow})
     made = config(LAST1, TENS, spool=RetentionPolicy(keep_last=2))
@@ -210,14 +210,14 @@ def test_a_tier_that_does_not_answer_is_held_for_until_it_is_silent():
     assert (gone.checkpoint, gone.tier, lost(silent, made, gone)) == (C[10], "a", ("b",))
 
 
-def test_what_nobody_wants_is_not_lost_to_anybody():
+def test_checkpoint_that_no_tier_wants_is_not_lost_to_any_tier():
     world = Inventory(solo(Place(), C[11]), {"a": solo(Place(), C[9], C[11]), "b": None}, silent=frozenset({"b"}))
     made = config(LAST1, TENS)
     (gone,) = prunes(world, made)
     assert (gone.checkpoint, lost(world, made, gone)) == (C[9], ())
 
 
-def test_what_came_while_a_last_copy_was_deleted_does_not_hide_that_a_tier_wanted_it():
+def test_save_during_the_deletion_of_a_last_copy_does_not_hide_that_a_tier_wanted_it():
     """A pass over a slow tier takes long, and the trainer saves meanwhile."""
     tier = solo(Place(), C[9], C[10], C[11], C[12])
     world = Inventory(solo(Place(), C[12]), {"a": tier, "b": None}, silent=frozenset({"b"}))
@@ -236,7 +236,7 @@ def test_what_came_while_a_last_copy_was_deleted_does_not_hide_that_a_tier_wante
     assert lost_to(back, world, made, "a", tier.checkpoints[C[10]]) == ()
 
 
-def test_what_went_along_with_a_last_copy_does_not_hide_that_a_tier_wanted_it():
+def test_other_deletions_of_a_pass_do_not_hide_that_a_tier_wanted_a_last_copy():
     """By what is left, the second of three hours would be the oldest, and the third come too early after it."""
     minutes = {C[1]: 0, C[2]: 90, C[3]: 120, C[4]: 130}
     tier = Place.of({part(owner): facts(minute) for owner, minute in minutes.items()})
@@ -290,7 +290,7 @@ OWN, BEFORE = checkpoint(2, 20), [C[9], C[10], C[11]]
         ([kept("")], [*BEFORE, OWN]),  # an older tierd did not say
     ],
 )
-def test_what_another_node_saved_is_held_for_the_tiers_that_only_it_names(records, gone):
+def test_checkpoint_of_another_node_is_held_for_the_tiers_that_only_that_node_names(records, gone):
     assert [one.checkpoint for one in prunes(moved(*records), config(LAST1))] == gone
 
 
@@ -299,7 +299,7 @@ def test_a_command_that_makes_up_the_names_of_tiers_holds_nothing_for_those_of_a
     assert [verdict.id for verdict in verdicts if verdict.keep] == [checkpoint(2, 21)]
 
 
-def test_what_is_held_for_a_tier_that_this_node_does_not_name_says_so_and_is_given_up_by_a_full_tier():
+def test_hold_for_a_tier_that_this_node_does_not_name_says_so_and_ends_on_a_full_tier():
     demand = Demand(moved(kept("ab")), config(LAST1), "r")
     held = {verdict.id: verdict for verdict in judge(demand, "a")}[C[10]]
     assert held.held_for == ("b",) and "which another node names" in held.reasons[0]
@@ -345,7 +345,7 @@ def test_a_full_tier_gives_up_the_oldest_that_it_only_holds_and_before_it_is_sen
     assert [one.checkpoint for one in prunes(more, made)] == [C[5], C[10], C[20], C[30]]
 
 
-def test_a_tier_relies_on_whole_copies_that_are_wanted_and_on_the_parts_of_one_that_may_become_whole():
+def test_tier_relies_on_wanted_complete_copies_and_on_parts_of_a_checkpoint_that_may_become_complete():
     half = Place.of({part(C[10], 0, 2): facts(10)})
     made = config(LAST1, TENS, spool=LAST3)
 
@@ -362,7 +362,7 @@ def test_a_tier_relies_on_whole_copies_that_are_wanted_and_on_the_parts_of_one_t
 # -- relays -----------------------------------------------------------------------------------------------------------
 
 
-def test_only_the_node_of_a_rank_relays_it_and_the_janitor_what_no_launch_has_any_more():
+def test_node_of_a_rank_relays_it_and_the_janitor_relays_ranks_that_no_launch_has_any_more():
     old, new = checkpoint(1, 10), checkpoint(2, 11)
     fast = Place.of(
         {part(old, rank, 3): facts(10) for rank in range(3)} | {part(new, rank, 2): facts(11) for rank in (0, 1)}
@@ -382,7 +382,7 @@ def test_only_the_node_of_a_rank_relays_it_and_the_janitor_what_no_launch_has_an
     assert not [one for one in planned(elsewhere, made) if isinstance(one, Flush) and one.relayed]
 
 
-def test_what_is_not_complete_anywhere_is_not_relayed():
+def test_checkpoint_that_is_complete_nowhere_is_not_relayed():
     fast = Place.of({part(C[10], 0, 2): facts(), part(C[11]): facts()})
     world = Inventory(solo(Place(), C[11]), {"a": fast, "b": solo(Place(), C[11])})
     assert not [one for one in planned(world, config(LAST3, TENS)) if isinstance(one, Flush)]
@@ -391,7 +391,7 @@ def test_what_is_not_complete_anywhere_is_not_relayed():
 # -- order ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_goes_first_then_what_is_wanted_for_good_the_most_endangered_first_then_the_rest():
+def test_order_sends_newest_then_checkpoints_wanted_for_good_by_danger_then_the_others():
     spool = solo(Place(), *(C[step] for step in (10, 20, 30, 41, 42, 43)))
     tiers = {
         "slow": Place(),
@@ -406,7 +406,7 @@ def test_the_newest_goes_first_then_what_is_wanted_for_good_the_most_endangered_
 
 
 @pytest.mark.parametrize(("rate", "every"), [(3, 10), (7, 15)])
-def test_with_saves_faster_than_a_tier_for_ever_the_newest_and_the_good_ones_go_on(rate, every):
+def test_slow_tier_gets_the_newest_and_the_checkpoints_wanted_for_good_under_faster_saves(rate, every):
     """One checkpoint goes to the slow tier for every `rate` saves. The good ones come at less than its rate."""
     fast, slow = LAST3, RetentionPolicy(keep_last=2, keep_every_steps=every, keep_best=Best(metric="loss"))
     cluster = Cluster([Place()], {"a": Place(), "b": Place()}, config(fast, slow, spool=RetentionPolicy(keep_last=2)))

@@ -44,7 +44,7 @@ def test_runs_without_a_trainer_go_first_and_the_newest_of_the_others_last():
     assert names(evictions(two_runs(), ()))[-2:] == [(OLD, 3), (LATE, 3)]
 
 
-def test_what_no_tier_has_is_never_taken_nor_what_is_in_use_nor_a_pin_of_the_spool_alone():
+def test_evict_spares_checkpoints_on_no_tier_checkpoints_in_use_and_pins_of_the_spool_alone():
     world = two_runs(trainerless=frozenset({OLD, LATE}))
     a, b, c = sorted(one for one in world.spool.checkpoints if one.run == OLD)
     tier = world.tiers["a"].without(a)
@@ -77,7 +77,7 @@ def retired() -> Inventory:
     return Inventory(solo(Place(), *run[:2]), {"a": solo(Place(), run[2])}, trainerless=frozenset({OLD}))
 
 
-def test_what_every_tier_has_retired_leaves_a_full_disk_and_with_its_run():
+def test_checkpoint_that_every_tier_has_retired_leaves_a_full_disk_and_with_its_run():
     """It is on no tier and never will be, so nothing else would ever take it from the spool."""
     settings = config(RetentionPolicy(keep_last=1), spool=RetentionPolicy(keep_last=3))
     assert names(evictable(retired(), settings)) == [(OLD, 2), (OLD, 3)]
@@ -99,7 +99,7 @@ def taken(*steps: int, ranks=frozenset({0}), number: int = 1, **more) -> Invento
     return Inventory(spool, tiers, trainerless=frozenset({OLD}), **more)
 
 
-def test_whoever_saved_a_run_still_does_what_is_left_of_it_when_a_full_disk_has_taken_every_copy():
+def test_node_that_saved_a_run_still_acts_for_it_when_a_full_disk_has_taken_every_copy():
     """Nobody else sends or deletes it: what one tier wants for good would never come there."""
     settings = config(RetentionPolicy(keep_last=1), RetentionPolicy(keep_last=2, keep_every_steps=1))
     sent = list(plan(taken(3), settings, {}, 0.0))
@@ -109,7 +109,7 @@ def test_whoever_saved_a_run_still_does_what_is_left_of_it_when_a_full_disk_has_
     assert [(type(one), one.checkpoint, one.tier) for one in there] == [(Prune, one, "a") for one in run[:2]]
 
 
-def test_nobody_who_saved_other_ranks_or_only_an_older_launch_or_one_that_wrote_nothing_does_it():
+def test_node_that_saved_other_ranks_an_older_launch_or_nothing_does_not_act_for_the_run():
     settings = config(RetentionPolicy(keep_last=1), RetentionPolicy(keep_last=1))
     for world in (
         replace(taken(1, 2, 3), spool=Place()),
@@ -120,7 +120,7 @@ def test_nobody_who_saved_other_ranks_or_only_an_older_launch_or_one_that_wrote_
         assert plan(world, settings, {}, 0.0) == ()
 
 
-def test_what_was_saved_here_is_forgotten_with_a_finished_run_and_not_before_it_is_done():
+def test_record_of_saves_is_forgotten_with_a_finished_run_and_not_before():
     settings = config(RetentionPolicy(keep_last=3), RetentionPolicy(keep_last=3))
     gone = Discard(f"saved/{OLD}/{attempt(1)}")
     assert not local(taken(1, 2, 3), settings), "not before"
@@ -138,7 +138,7 @@ def test_a_finished_run_leaves_the_spool_whole():
     assert not local(two_runs(trainerless=frozenset({OLD}))), "not before"
 
 
-def test_a_finished_run_stays_while_anything_of_it_is_not_on_a_tier():
+def test_finished_run_is_kept_while_a_checkpoint_of_it_is_not_on_a_tier():
     world = two_runs(trainerless=frozenset({OLD}), finished=frozenset({OLD}))
     newest = CheckpointId(OLD, attempt(1), 3)
     assert not local(replace(world, tiers={"a": world.tiers["a"].without(newest)}))

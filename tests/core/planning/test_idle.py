@@ -18,7 +18,7 @@ def test_all_looks_of_an_hour_are_at_most_sixty_requests(requests, tiers):
     assert tiers * requests * 3600 / pause <= 60
 
 
-def test_what_other_nodes_may_be_sending_is_on_the_way():
+def test_parts_that_other_nodes_may_be_sending_are_on_the_way():
     spool = Place.of({part(1, rank=0, world=2): facts()})
     half = Place.of({part(1, rank=0, world=2): facts()})
     whole = Place.of({part(1, rank=rank, world=2): facts() for rank in range(2)})

@@ -15,7 +15,7 @@ def candidate(step: int, launch: int = 1, begun: int = 0, for_good: bool = False
     return FlushCandidate(part(step, launch).checkpoint, begun, for_good, 0, True)
 
 
-def test_what_was_begun_and_what_is_wanted_for_good_is_second_only_before_the_node_ends() -> None:
+def test_begun_flushes_and_checkpoints_wanted_for_good_precede_the_newest_until_the_node_ends() -> None:
     waiting = [candidate(10, for_good=True), candidate(20, begun=1), candidate(30)]
     sent = Sent(part(10).checkpoint, 0)
 

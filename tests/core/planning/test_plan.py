@@ -41,7 +41,7 @@ LAST1 = RetentionPolicy(keep_last=1)
 A100, A200, A300 = (checkpoint(1, step) for step in (100, 200, 300))
 
 
-def test_nobody_lends_to_a_rank_while_one_of_its_parts_is_set_aside():
+def test_rank_has_no_base_part_while_a_part_of_it_is_quarantined():
     whole = Place.of({part(A100, rank, 2): facts() for rank in (0, 1)})
     assert base_part(whole, part(A200, 1, 2)) == part(A100, 1, 2)
     quarantined = replace(whole, quarantined={part(A300, 1, 2): None})
@@ -197,7 +197,7 @@ def test_every_law_holds_in_every_world(case):
 
 @settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(cases(), st.data())
-def test_carried_out_in_any_order_the_plan_comes_to_rest_and_sends_nothing_twice(case, data):
+def test_plan_in_any_order_ends_and_sends_nothing_twice(case, data):
     """Spool and tiers keep different amounts, in either direction: no flush undoes a prune or the reverse. Every state
     on the way keeps the newest verified checkpoint of each tier."""
     world, settings = case
@@ -272,7 +272,7 @@ def test_with_little_room_verified_local_copies_go_early_but_never_the_newest_or
     assert prunes(planned(Inventory(spool, {"a": tier}, free=0.04, held=frozenset({A100})), config(keep3))) == []
 
 
-def test_an_incomplete_checkpoint_on_a_tier_retires_once_enough_newer_ones_are_complete():
+def test_incomplete_checkpoint_on_a_tier_retires_once_enough_newer_checkpoints_are_complete():
     half = Place.of({part(A100, 1, 2): facts()})
     keep2 = RetentionPolicy(keep_last=2)
     one = Inventory(solo(Place(), A200), {"a": solo(half, A200)})
@@ -299,7 +299,7 @@ def test_chunks_that_no_manifest_names_retire_with_age_unless_a_survivor_borrows
     assert [p.checkpoint for p in found] == ([] if shared else [A100])
 
 
-def test_a_deletion_that_was_cut_off_is_done_again_though_a_survivor_borrows_of_what_is_left():
+def test_interrupted_deletion_is_repeated_though_a_survivor_shares_its_chunks():
     tier = solo(Place(owners=frozenset({A100, A200}), cut=frozenset({A100, A200})), A200, bases=[A100])
     found = prunes(planned(Inventory(solo(Place(), A200), {"a": tier}), config(LAST1)))
     assert [p.checkpoint for p in found] == [A100]
@@ -315,7 +315,7 @@ def test_an_incomplete_checkpoint_is_not_sent_and_pruned_in_turn():
     assert planned(cluster.inventory(0), cluster.settings) == ()
 
 
-def test_what_a_restore_elsewhere_waits_for_is_sent_though_something_newer_is_hoped_for():
+def test_checkpoint_that_a_restore_elsewhere_waits_for_is_sent_though_a_newer_may_become_complete():
     """Whole only across spools, beside a newer half on the tier. Seed 700217 of the simulation."""
     spool = Place.of({part(A100, 0, 2): facts(), part(A200, 0, 2): facts()})
     tiers = {"a": Place.of({part(A200, 0, 2): facts()})}
@@ -327,14 +327,14 @@ def test_what_a_restore_elsewhere_waits_for_is_sent_though_something_newer_is_ho
     )
 
 
-def test_a_corrupt_manifest_is_sent_anew_where_the_spool_has_it_right_and_mended_otherwise():
+def test_corrupt_manifest_is_sent_again_where_the_spool_has_it_right_and_repaired_otherwise():
     bad = Place.of({part(A200): None}, {part(A200): ManifestError("its bytes differ")})
     assert planned(Inventory(solo(Place(), A200), {"a": bad}), config(LAST1)) == (Flush(part(A200), "a"),)
     assert planned(Inventory(Place(), {"a": bad}), config(LAST1)) == (RepairCopy(part(A200), "a"),)
     assert planned(Inventory(bad, {"a": solo(Place(), A200)}), config(LAST1)) == (RepairCopy(part(A200), SPOOL),)
 
 
-def test_a_corrupt_manifest_that_nothing_wants_any_more_is_mended_before_prunes_need_to_read_it():
+def test_corrupt_manifest_that_nothing_wants_is_repaired_before_prunes_need_to_read_it():
     """Found by the executor above: the prune of another checkpoint cannot go on past an unreadable survivor."""
     tier = solo(Place.of({part(A200): None}, {part(A200): ManifestError("its bytes differ")}), A100, A300)
     world = Inventory(solo(Place(), A200, A300), {"a": tier})
@@ -348,7 +348,7 @@ def test_a_newer_format_is_left_alone_and_stops_prunes_of_its_run():
     assert planned(Inventory(remade(tier, {part(A100): None}), {"a": Place()}), config(LAST1)) == ()
 
 
-def test_backoff_leaves_a_tier_alone_until_its_time_but_still_believes_what_it_showed():
+def test_backoff_leaves_a_tier_alone_until_its_time_but_still_uses_its_last_listing():
     world = Inventory(solo(Place(), A100, A200), {"a": solo(Place(), A100, A200), "b": Place()})
     both = config(LAST1, LAST1, spool=LAST1)
     waiting = planned(world, both, {"a": 10.0, "b": 10.0}, 9.0)
@@ -356,12 +356,12 @@ def test_backoff_leaves_a_tier_alone_until_its_time_but_still_believes_what_it_s
     assert {a.tier for a in planned(world, both, {"a": 10.0, "b": 10.0}, 10.0)} == {"a", "b", SPOOL}
 
 
-def test_what_a_dead_writer_left_is_discarded_last():
+def test_leftovers_of_a_dead_writer_are_discarded_last():
     world = Inventory(solo(Place(), A100), {"a": Place()}, leftovers=("stage/x", "trash/y"))
     assert planned(world, config(LAST1)) == (Flush(part(A100), "a"), Discard("stage/x"), Discard("trash/y"))
 
 
-def test_a_quarantined_part_is_kept_to_be_looked_at_until_enough_newer_ones_are_verified():
+def test_quarantined_part_is_kept_until_enough_newer_checkpoints_are_verified():
     quarantined = Place(quarantined={part(A100): None})
     keep2 = RetentionPolicy(keep_last=2)
     one = Inventory(solo(quarantined, A200), {"a": solo(Place(), A200)})
@@ -370,7 +370,7 @@ def test_a_quarantined_part_is_kept_to_be_looked_at_until_enough_newer_ones_are_
     assert planned(two, config(keep2, spool=keep2)) == (Discard(f"quarantine/{part(A100).path}"),)
 
 
-def test_what_is_complete_in_the_spool_alone_goes_when_so_many_newer_ones_are_that_no_tier_wants_it_any_more():
+def test_checkpoint_in_the_spool_alone_is_pruned_when_newer_complete_checkpoints_end_every_tiers_demand():
     steps = [checkpoint(1, step) for step in range(1, 7)]
     settings = config(RetentionPolicy(keep_last=2), spool=RetentionPolicy(keep_last=1))
 
@@ -397,7 +397,7 @@ def test_a_rule_of_a_tier_that_keeps_for_good_keeps_it_in_the_spool_until_it_is_
     assert [one.checkpoint.step for one in prunes(planned(world, settings), SPOOL)] == [1, 2, 4, 5, 7]
 
 
-def test_a_slow_tier_does_not_want_what_it_would_drop_at_once():
+def test_slow_tier_does_not_want_a_checkpoint_that_it_would_drop_at_once():
     """After an outage only what retention keeps is sent; the rest leaves the spool, but not while a tier is silent."""
     spool = solo(Place(), A100, A200, A300)
     caught_up = Inventory(spool, {"a": solo(Place(), A300)})
@@ -423,14 +423,14 @@ def test_while_a_tier_does_not_answer_the_spool_frees_a_copy_before_a_tier_delet
     assert planned(Inventory(freed, {"a": both, "b": None}), last1) == (Prune(A100, "a", why),)
 
 
-def test_the_best_of_what_is_still_to_be_sent_is_sent_even_when_it_is_old():
+def test_best_unsent_checkpoint_is_sent_even_when_it_is_old():
     spool = Place.of({part(c): facts(metrics={"loss": loss}) for c, loss in ((A100, 1.0), (A200, 3.0), (A300, 2.0))})
     best = RetentionPolicy(keep_last=1, keep_best=Best(metric="loss"))
     assert planned(Inventory(spool, {"a": Place()}), config(best)) == (Flush(part(A300), "a"), Flush(part(A100), "a"))
 
 
 @pytest.mark.parametrize("how", ["read", "corrupt", "aside", "all aside"])
-def test_what_the_newest_launch_resumed_from_stays_whichever_of_its_manifests_tells(how):
+def test_origin_of_the_newest_launch_is_kept_whichever_of_its_manifests_names_it(how):
     """Retention and a resume know the same timeline."""
     launched = checkpoint(2, 3)
     first = [checkpoint(1, step) for step in (1, 2, 3, 4, 5)]
@@ -450,7 +450,7 @@ def test_what_the_newest_launch_resumed_from_stays_whichever_of_its_manifests_te
     assert first[1] not in gone and gone
 
 
-def test_a_half_that_one_node_sends_is_not_what_another_prunes():
+def test_part_that_a_node_sends_is_not_pruned_by_another_node():
     """Both rank by the same timeline, also where the newest launch has nothing whole."""
     a1, a2, a3, a4 = (checkpoint(1, step) for step in (1, 2, 3, 4))
     b3 = checkpoint(2, 3)

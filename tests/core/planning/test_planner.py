@@ -71,7 +71,7 @@ def changed(draw, place: Place, others: list[Place]) -> Place:
 
 @given(observed(), st.data())
 @settings(deadline=None)
-def test_whatever_happens_the_planner_plans_what_planning_anew_does(case, data):
+def test_planner_plans_after_any_change_the_same_as_a_fresh_plan(case, data):
     (world, asked), planner = case, Planner()
     for _ in range(data.draw(st.integers(1, 6))):
         whole = plan(world, asked, {}, 0.0)
@@ -124,7 +124,7 @@ def test_a_run_of_which_nothing_changed_is_not_planned_again(monkeypatch):
 
 @given(observed())
 @settings(deadline=None)
-def test_what_is_given_up_is_what_the_verdicts_do_not_keep(case):
+def test_not_kept_equals_the_verdicts_that_do_not_keep(case):
     world, asked = case
     for run in runs(world):
         demand = Demand(world, asked, run)
@@ -134,7 +134,7 @@ def test_what_is_given_up_is_what_the_verdicts_do_not_keep(case):
 
 @given(observed(), policies, st.booleans())
 @settings(deadline=None)
-def test_what_is_kept_is_what_each_verdict_keeps(case, policy, lives):
+def test_ranking_keeps_the_same_as_each_verdict(case, policy, lives):
     world, asked = case
     for run in runs(world):
         demand = Demand(world, asked, run)
@@ -144,7 +144,7 @@ def test_what_is_kept_is_what_each_verdict_keeps(case, policy, lives):
         assert ranking.kept == {info.id for info in infos if ranking.verdict(info).keep}
 
 
-def test_what_the_timeline_alone_keeps_is_kept_as_each_verdict_says():
+def test_ranking_keeps_the_timeline_as_each_verdict_says():
     """A launch that resumed from step 1 goes on beside steps 2 and 3, which it left behind."""
     early, late = (f"{number:012x}-{number:08x}" for number in (1, 2))
     origin = CheckpointId("run", early, 1)

@@ -40,7 +40,7 @@ def alarms(waiting: list[float], every: float = 10.0) -> list[float]:
     return [at for (_, before), (at, grows) in itertools.pairwise(found) if before != grows]
 
 
-def test_a_backlog_that_grows_for_ten_minutes_is_told_of():
+def test_backlog_that_grows_for_ten_minutes_raises_an_alert():
     (begun,) = alarms([number / 2 for number in range(200)])
     assert 10 <= begun <= 12
 
@@ -60,7 +60,7 @@ def test_any_other_backlog_is_not(waiting):
     assert alarms(waiting) == []
 
 
-def test_a_backlog_that_grows_on_between_passes_is_told_of_until_it_is_gone():
+def test_backlog_that_grows_between_passes_keeps_its_alert_until_it_is_empty():
     sawtooth = [number * 2 - number % 6 for number in range(150)]
     falling = [300 - 10 * number for number in range(31)]
     begun, over = alarms([*sawtooth, *falling])

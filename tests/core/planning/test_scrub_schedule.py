@@ -23,14 +23,14 @@ def spool(*steps: int, rank: int = 0, ranks: int = 1) -> Place:
 
 
 @given(st.floats(0, 400 * DAY), st.floats(60, 400 * DAY), st.integers(0, 10**6))
-def test_every_copy_comes_due_after_it_was_verified_and_well_within_the_period(age, period, step):
+def test_every_copy_is_due_after_it_was_verified_and_well_within_the_period(age, period, step):
     where = spool(step)
     copy = ScrubbedCopy(SPOOL, next(where.parts()))
     (due,) = agenda(Inventory(where, {}), {copy: NOW - age}, period, NOW)
     assert due.verified == NOW - age < due.at <= NOW - age + 0.91 * period
 
 
-def test_what_was_made_at_once_comes_due_all_over_the_period():
+def test_copies_made_at_once_are_due_all_over_the_period():
     where = spool(*range(1000))
     remembered = {ScrubbedCopy(SPOOL, one): NOW for one in where.parts()}
     tenths = Counter(
@@ -40,7 +40,7 @@ def test_what_was_made_at_once_comes_due_all_over_the_period():
 
 
 @given(st.lists(st.floats(0.01, 20), min_size=1, max_size=60), st.integers(1, 30))
-def test_whoever_works_off_the_agenda_keeps_every_gap_within_the_period(pauses, steps):
+def test_working_off_the_agenda_keeps_every_gap_within_the_period(pauses, steps):
     """A daemon that is up now and then, never away for more than a day, reads what is due each time."""
     where = spool(*range(steps))
     now, remembered = NOW, {ScrubbedCopy(SPOOL, one): NOW for one in where.parts()}
@@ -67,7 +67,7 @@ def test_a_year_reads_every_copy_thirteen_times_and_no_day_stands_out():
     assert max(days.values()) <= 3 * 300 / 27
 
 
-def test_what_is_not_remembered_was_verified_when_it_was_made_and_a_time_to_come_says_nothing():
+def test_copy_without_a_record_counts_as_verified_when_made_and_a_future_record_is_ignored():
     where = spool(0)
     copy = ScrubbedCopy(SPOOL, next(where.parts()))
     world = Inventory(where, {})
@@ -79,7 +79,7 @@ def test_what_is_not_remembered_was_verified_when_it_was_made_and_a_time_to_come
     assert ahead.verified == MADE - DAY - PERIOD and ahead.at <= MADE - DAY
 
 
-def test_the_most_overdue_comes_first_and_a_place_can_be_asked_for_alone():
+def test_most_overdue_copy_is_first_and_the_agenda_of_a_single_place_can_be_asked_for():
     first, last = part(checkpoint(1, 1)), part(checkpoint(1, 2))
     world = Inventory(spool(1, 2), {"a": spool(1, 2)})
     remembered = {ScrubbedCopy(name, one): NOW - 100 * DAY for name in (SPOOL, "a") for one in (first, last)}
@@ -120,7 +120,7 @@ def test_another_runs_ranks_are_not_this_spools():
 
 @settings(max_examples=40)
 @given(st.integers(1, 12), st.integers(0, 10**6), st.sampled_from([0.25, 1.0, 5.0]))
-def test_what_outlives_every_copy_that_names_it_is_read_within_the_period_and_not_all_the_time(keep, first, interval):
+def test_shared_chunk_that_outlives_its_copies_is_read_within_the_period_and_not_all_the_time(keep, first, interval):
     """Frozen weights: put once, named by each checkpoint from then on, of which only the newest few are kept."""
     frozen = checkpoint(1, first)
     remembered, steps, gaps, last = {ScrubbedCopy("a", part(frozen)): NOW}, [], [], NOW

@@ -19,7 +19,7 @@ def spool_of(*steps: int) -> Place:
     return solo(Place(), *(checkpoint(1, step) for step in steps))
 
 
-def test_parts_on_no_tier_are_told_apart_from_those_that_one_tier_lacks() -> None:
+def test_parts_on_no_tier_are_distinguished_from_parts_that_a_single_tier_lacks() -> None:
     world = seen(spool_of(1, 2, 3, 4), nfs=spool_of(1, 2), s3=spool_of(1))
     wanted = {(STEPS[step], "nfs") for step in (3, 4)} | {(STEPS[step], "s3") for step in (2, 3, 4)}
     left = remaining(world, wanted)
@@ -32,7 +32,7 @@ def test_parts_on_no_tier_are_told_apart_from_those_that_one_tier_lacks() -> Non
     assert by_tier(left) == {"nfs": (2, 20), "s3": (3, 30)}
 
 
-def test_what_no_tier_wants_is_not_left() -> None:
+def test_part_that_no_tier_wants_is_not_left() -> None:
     assert remaining(seen(spool_of(1, 2), nfs=spool_of(2)), set()) == ()
     assert describe(()) == "nothing is left: every part is on every tier that wants it"
 
@@ -53,7 +53,7 @@ def test_a_sentence_names_a_few_parts_and_counts_the_rest() -> None:
     assert describe(left).endswith("rank 0 of 1, and 3 older ones") and describe(left).startswith("8 parts are")
 
 
-def test_trouble_is_told_only_when_no_tier_takes_anything() -> None:
+def test_trouble_is_reported_only_when_no_tier_accepts_anything() -> None:
     down, fine = TierTrouble(reached=False, error="no such directory"), TierTrouble(reached=True)
     assert Unflushed(tiers={"a": down}).trouble == "a: no such directory"
     assert Unflushed(tiers={"a": down, "b": down}).trouble == "a: no such directory; b: no such directory"

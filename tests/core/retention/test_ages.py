@@ -50,7 +50,7 @@ def test_two_wrong_clocks_make_no_checkpoint_a_year_old(years):
     assert all(0 <= age_s <= true_s + 1e-3 for age_s, true_s in ages_of(made))
 
 
-def test_no_age_is_above_the_true_one_in_random_histories_with_two_wrong_clocks():
+def test_age_never_exceeds_the_true_age_in_random_histories_with_two_wrong_clocks():
     for seed in range(3000):
         rng = random.Random(seed)
         count = rng.randint(2, 8)

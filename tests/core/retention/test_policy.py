@@ -76,7 +76,7 @@ def deleted(found, policy):
 
 @SUITE
 @given(infos(), policies)
-def test_what_no_policy_may_delete(found, policy):
+def test_no_policy_deletes_the_newest_verified_unverified_or_pinned_checkpoints(found, policy):
     gone = deleted(found, policy)
     counted = sorted(info.id for info in found if info.complete and info.verified)
     assert not gone & set(counted[-policy.keep_last :])  # the newest verified, and as many as were asked for
@@ -115,7 +115,7 @@ def test_every_rule_is_drawn(rule):
 
 
 @pytest.mark.parametrize(("rule", "for_good"), [(rule, good) for rule, (_, good) in RULES.items()])
-def test_what_a_rule_keeps_for_good(rule, for_good):
+def test_rule_keeps_for_good_only_checkpoints_that_later_saves_leave_kept(rule, for_good):
     """Of a run's first checkpoints, and of its newest one, `is_for_good` names only what many newer ones leave."""
     made = [
         CheckpointInfo(
@@ -159,7 +159,7 @@ def test_keeping_more_of_the_last_never_deletes_more(found, policy, extra):
 
 @SUITE
 @given(infos(), policies, st.randoms(use_true_random=False))
-def test_verdicts_are_newest_first_one_each_with_reasons_whatever_the_order_of_asking(found, policy, rng):
+def test_verdicts_are_newest_first_with_reasons_in_any_order_of_asking(found, policy, rng):
     verdicts = decide(found, policy)
     assert [verdict.id for verdict in verdicts] == sorted((info.id for info in found), reverse=True)
     assert all(verdict.reasons for verdict in verdicts)
@@ -178,7 +178,7 @@ def test_no_wall_clock_decides(found, policy, minutes):
 
 @SUITE
 @given(infos(), policies)
-def test_what_is_deleted_once_is_not_missed(found, policy):
+def test_second_pass_of_retention_deletes_nothing_more(found, policy):
     """Acting on the verdicts and asking again deletes nothing more: retention is idempotent."""
     gone = deleted(found, policy)
     left = [info for info in found if info.id not in gone]
@@ -203,7 +203,7 @@ def test_the_best_are_the_best(found, count, mode):
 
 @SUITE
 @given(infos(), st.sampled_from(["3m", "20m", "1h"]), st.randoms(use_true_random=False))
-def test_one_in_every_interval_is_kept_whatever_was_pruned_before(found, every, rng):
+def test_keep_every_keeps_the_same_checkpoint_of_each_interval_after_any_prunes(found, every, rng):
     """Judged after every single save, with prunes done at any time in between or never, the same ones are left."""
     policy = RetentionPolicy(keep_last=1, keep_every=every)
     whole = sorted((replace(i, complete=True, verified=True, pinned=False) for i in found), key=lambda info: info.id)
@@ -251,7 +251,7 @@ def test_one_more_is_judged_as_if_it_had_been_among_the_others(history, policy):
 
 @SUITE
 @given(infos(), policies, policies)
-def test_merged_policies_keep_whatever_either_keeps(found, one, other):
+def test_merged_policies_keep_each_checkpoint_that_either_keeps(found, one, other):
     both = merged([one, other])
     assert deleted(found, both) <= deleted(found, one) & deleted(found, other)
 

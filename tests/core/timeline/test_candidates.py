@@ -73,20 +73,20 @@ def committed(*parts: PartId, left: dict[PartId, ManifestFacts | None], why: Tie
     return restore_candidates(Inventory(remade(Place(), left, defects, committed=frozenset(parts)), {}), "r")
 
 
-def test_what_was_whole_here_and_is_left_in_part_is_gone():
+def test_checkpoint_that_was_complete_here_and_lost_a_part_is_gone():
     """Histories, seed 9383."""
     both = part(A300, 0, 2), part(A300, 1, 2)
     found = committed(*both, left={both[0]: facts(300)})
     assert (found.gone, found.incomplete, tried(found)) == ((A300,), (), [])
 
 
-def test_what_was_never_whole_here_may_be_begun_anew():
+def test_checkpoint_that_was_never_complete_here_may_be_begun_anew():
     first = part(A300, 0, 2)
     found = committed(first, left={first: facts(300)})
     assert (found.gone, found.incomplete) == ((), (A300,))
 
 
-def test_a_name_of_which_nothing_can_be_read_does_not_hide_what_went():
+def test_name_without_a_readable_manifest_does_not_hide_a_lost_part():
     """Histories, seed 5093: an empty object, of a rank that there never was."""
     found = committed(part(A300, 0, 2), left={part(A300, 3, 99_999): None}, why=ManifestError("no JSON"))
     assert (found.gone, tried(found)) == ((A300,), [])
@@ -129,7 +129,7 @@ def test_an_unreadable_manifest_still_counts_towards_completeness():
     assert tried(restore_candidates(Inventory(spool, {}), "r")) == [A100]
 
 
-def test_incomplete_ones_newer_than_the_first_are_named():
+def test_incomplete_checkpoints_newer_than_the_first_candidate_are_named():
     spool = solo(Place.of({part(A300, 0, 2): facts(), part(A100, 0, 2): facts()}), A200)
     found = restore_candidates(Inventory(spool, {}), "r")
     assert tried(found) == [A200]
@@ -137,12 +137,12 @@ def test_incomplete_ones_newer_than_the_first_are_named():
     assert restore_candidates(Inventory(Place.of({part(A100, 0, 2): facts()}), {}), "r").incomplete == (A100,)
 
 
-def test_mixed_world_sizes_are_never_mixed_into_one():
+def test_parts_of_different_world_sizes_are_never_mixed():
     spool = Place.of({part(A100, 0, 1): facts(), part(A100, 0, 2): facts()})
     assert restore_candidates(Inventory(spool, {}), "r").candidates == (Candidate(A100, 1),)
 
 
-def test_a_quarantined_part_still_tells_where_its_attempt_came_from():
+def test_quarantined_part_still_names_the_origin_of_its_attempt():
     spool = replace(solo(Place(), A100, A200, A300), quarantined={part(B210): facts(origin=A200)})
     found = restore_candidates(Inventory(spool, {}), "r")
     assert tried(found) == [A200, A100]
@@ -150,14 +150,14 @@ def test_a_quarantined_part_still_tells_where_its_attempt_came_from():
     assert found.attempts == (A, B)
 
 
-def test_an_attempt_of_which_nothing_can_be_read_is_passed_over_and_told():
+def test_attempt_without_a_readable_manifest_is_passed_over_and_reported():
     spool = replace(solo(Place(), A100), quarantined={part(B210): None})
     found = restore_candidates(Inventory(spool, {}), "r")
     assert (tried(found), found.branches, found.lost) == ([A100], (), None)
     assert (found.unvouched, found.quarantined, found.attempts) == ((B210,), (), (A,))
 
 
-def test_an_attempt_whose_origin_nobody_can_tell_ends_the_walk():
+def test_attempt_with_an_unknown_origin_ends_the_timeline():
     """B is where C came from, and nobody can tell where B did."""
     spool = solo(solo(Place(), A100), checkpoint(3, 220), origin=B210)
     found = restore_candidates(Inventory(spool, {}), "r")
@@ -193,7 +193,7 @@ def test_a_candidate_is_complete_and_each_complete_checkpoint_is_tried_or_named(
     assert tried(found) == sorted(tried(found), reverse=True)
 
 
-def test_the_error_says_what_was_asked_what_was_skipped_and_what_else_there_is():
+def test_checkpoint_error_names_the_request_the_skipped_and_the_existing_checkpoints():
     resume = restore_candidates(Inventory(rolled_back(), {}), "r")
     error = not_found(resume, "r", None, ["step 210: bytes differ"])
     assert isinstance(error, CheckpointNotFound)
@@ -249,7 +249,7 @@ def test_names_of_another_number_of_ranks_that_cannot_be_read_stop_nobody(own, w
     assert whoever.candidates == (Candidate(A100, own),)
 
 
-def test_a_number_of_ranks_that_a_manifest_tells_is_refused_by_whoever_has_another():
+def test_rank_with_another_world_size_refuses_the_world_size_of_a_manifest():
     reported_elsewhere = Place.of({part(A100): facts()})
     place = planted(Place(), part(A100))
     assert restore_order(views(place, reported_elsewhere, tier=place), "r", world=2).candidates == (Candidate(A100, 1),)
@@ -290,7 +290,7 @@ def test_a_rank_that_cannot_get_at_its_part_is_named():
     assert restore_order(views(both, Place(), tier=both), "r", world=2).candidates == (Candidate(A100, 2),)
 
 
-def test_whoever_needs_every_part_lacks_what_another_node_alone_has():
+def test_rank_that_needs_every_part_lacks_the_parts_that_only_another_node_has():
     spools = [Place.of({part(A100, rank, 2): facts()}) for rank in (0, 1)]
     assert restore_order(views(*spools, tier=Place()), "r", world=2, everything=True).candidates == (
         Candidate(A100, 2, (0, 1)),
@@ -309,7 +309,7 @@ def test_a_rank_that_cannot_talk_takes_no_mixture_of_its_spool_and_a_tier():
     assert tried(restore_order(views(own, tier=both), "r", world=2)) == [A100]
 
 
-def test_one_that_saw_the_newest_attempt_is_enough_for_all():
+def test_newest_attempt_in_a_single_run_view_counts_for_all_ranks():
     """The others would resume from the branch that it left."""
     branch = solo(Place(), A100, A200, A300)
     seen = solo(Place(), B210, origin=A200)
@@ -358,7 +358,7 @@ def _sees_whole(seen, checkpoint) -> bool:
 
 @settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 @given(clusters())
-def test_what_ranks_agree_on_each_can_have_and_nothing_newer_is_passed_over_unsaid(case):
+def test_every_rank_can_have_the_agreed_checkpoint_and_passed_over_newer_checkpoints_are_named(case):
     history, nodes = case
     size = len(nodes)
     gathered = [
@@ -439,7 +439,7 @@ def measured(values: dict, place: Place | None = None, **more) -> Place:
     return found
 
 
-def test_the_best_of_the_timeline_comes_first_and_of_equals_the_newest():
+def test_best_of_the_timeline_is_first_and_of_equals_the_newest():
     place = measured({A100: 2.0, A200: 1.0, A300: 0.5})
     place = measured({B210: 1.0, checkpoint(2, 220): float("nan"), checkpoint(2, 230): None}, place, origin=A200)
     assert tried(restore_candidates(Inventory(place, {}), "r", best=LOSS)) == [B210, A200, A100], (
@@ -454,7 +454,7 @@ def test_the_best_of_the_timeline_comes_first_and_of_equals_the_newest():
     assert tried(restore_candidates(Inventory(infinite, {}), "r", best=LOSS)) == [A200, A100]
 
 
-def test_rank_0_speaks_and_whoever_sees_its_manifest_tells_the_others():
+def test_metrics_are_those_of_rank_0_and_reach_ranks_that_lack_its_manifest():
     own = [
         Place.of({part(c, n, 2): facts(1, metrics={"loss": c.step * (1.0 - n)}) for c in (A100, A200)}) for n in (0, 1)
     ]

@@ -18,7 +18,7 @@ def test_a_run_that_was_rolled_back_resumes_from_its_own_line_not_from_the_later
     assert timeline(every, every, {A: None, B: A200}) == Timeline((B210, A200, A100), (A300,), None)
 
 
-def test_a_rolled_back_run_whose_first_save_is_still_missing_goes_on_where_it_began():
+def test_rolled_back_run_whose_first_save_is_incomplete_continues_where_it_began():
     """B's only checkpoint lacks a rank: back to 200, not to 300."""
     every = {A100, A200, A300, B210}
     assert timeline(every, {A100, A200, A300}, {A: None, B: A200}) == Timeline((A200, A100), (A300,), None)
@@ -41,7 +41,7 @@ def test_an_exhausted_timeline_names_its_branches_and_takes_none_of_them():
     assert timeline({A300, B210}, {A300}, {A: None, B: A200}) == Timeline((), (A300,), None)
 
 
-def test_where_nobody_can_tell_what_an_attempt_resumed_from_the_walk_ends_there():
+def test_timeline_ends_at_an_attempt_with_an_unknown_origin():
     every = {A300, A100, B210, C205}
     assert timeline(every, every, {A: None, C: B210}) == Timeline((C205, B210), (A300, A100), B)
     # B's checkpoints are all gone: what it resumed from went with them
@@ -76,7 +76,7 @@ def test_every_complete_checkpoint_is_on_the_path_or_a_branch_and_each_step_back
             assert older.step <= origin.step
 
 
-def test_a_name_of_which_nothing_can_be_read_does_not_decide_what_is_newest():
+def test_name_without_a_readable_manifest_does_not_decide_the_newest_attempt():
     every = {A100, A300, B210}
     assert timeline(every, every, {A: None}) == Timeline((A300, A100), (B210,), None, (B210,))
     assert timeline(every, {A100, A300}, {A: None}) == Timeline((A300, A100), (), None, (B210,))
@@ -86,7 +86,7 @@ def test_where_nothing_at_all_can_be_read_the_newest_name_is_tried():
     assert timeline({A300, B210}, {A300, B210}, {}) == Timeline((B210,), (A300,), B)
 
 
-def test_what_a_head_alone_remembers_bounds_the_walk():
+def test_head_without_manifests_bounds_the_timeline():
     """C's manifests are all gone, and a head tells that it went back to 100."""
     every = {A100, A300, B210}
     assert timeline(every, every, {A: None, B: A300, C: A100}) == Timeline((A100,), (B210, A300), None)

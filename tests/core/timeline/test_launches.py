@@ -55,20 +55,20 @@ def pruned(world: Inventory, place: str) -> list[CheckpointId]:
 
 
 @pytest.mark.parametrize("place", [SPOOL, "a"])
-def test_a_launch_that_lives_keeps_what_it_would_keep_alone(place):
+def test_live_launch_keeps_the_same_checkpoints_as_it_would_alone(place):
     both = one_node(Trainer(A, 0, 11), Trainer(B, 0, 22))
     assert pruned(both, place) == [*FIRST[:3], *SECOND[:3]]
     assert pruned(one_node(Trainer(B, 0, 22)), place) == [*FIRST, *SECOND[:3]], "its trainer has ended"
     assert pruned(one_node(), place) == [*FIRST, *SECOND[:3]]
 
 
-def test_the_report_says_why_it_stays():
+def test_report_names_a_live_launch_as_the_reason_to_keep():
     both = one_node(Trainer(A, 0, 11), Trainer(B, 0, 22))
     reasons = str(report(both, config(LAST2, spool=LAST2), "r"))
     assert f"launch {A} lives, beside a later one" in reasons
 
 
-def test_what_is_not_on_the_tier_yet_is_sent_there_though_newer_ones_are():
+def test_unsent_checkpoint_of_a_live_launch_is_sent_though_newer_checkpoints_are_there():
     both = one_node(Trainer(A, 0, 11), Trainer(B, 0, 22))
     there = replace(both, tiers={"a": saved(Place(), B, *range(31, 36))})
     found = plan(there, config(LAST2, spool=LAST2), {}, 0.0)
@@ -77,7 +77,7 @@ def test_what_is_not_on_the_tier_yet_is_sent_there_though_newer_ones_are():
     assert not set(pruned(there, SPOOL)) & set(FIRST[3:])
 
 
-def test_two_launches_of_one_rank_are_rivals_and_ranks_of_one_that_restored_are_not():
+def test_two_launches_of_a_rank_are_rivals_and_restored_ranks_of_a_launch_are_not():
     found = beside(one_node(Trainer(A, 0, 11), Trainer(B, 0, 22)), "r")
     assert [(one.attempt, one.place, one.pids) for one in found] == [(A, SPOOL, (11,)), (B, SPOOL, (22,))]
     assert "2 launches of run r" in warning(found) and "process 11" in warning(found)
@@ -89,7 +89,7 @@ def test_two_launches_of_one_rank_are_rivals_and_ranks_of_one_that_restored_are_
 # -- two nodes and one tier -------------------------------------------------------------------------------------------
 
 
-def test_the_node_of_the_later_launch_spares_an_earlier_one_that_saved_after_it_had_begun():
+def test_node_of_the_later_launch_spares_an_earlier_launch_that_saved_after_the_later_began():
     spool = saved(Place(alive={"r": (Trainer(B, 0, 22),)}), B, 31, 32, 33)
     going_on = Inventory(spool, {"a": saved(saved(Place(), A, 10, 20, 32), B, 31, 32, 33)})
     assert [(one.attempt, one.place) for one in beside(going_on, "r")] == [(A, "a"), (B, SPOOL)]
@@ -142,7 +142,7 @@ def test_the_lease_of_a_launch_on_another_node_ends_without_new_checkpoints(minu
     assert beside(world, "r", at(-60)) != (), "a clock that was set back ends nothing"
 
 
-def test_the_earlier_launch_is_told_for_as_long_as_anything_of_the_later_one_is_there():
+def test_earlier_launch_is_warned_while_any_checkpoint_of_the_later_launch_is_there():
     """A resume goes on from the later one, whether it lives or not."""
     spool = saved(Place(alive={"r": (Trainer(A, 0, 11),)}), A, 10, 20)
     world = Inventory(spool, {"a": saved(saved(Place(), A, 10, 20), B, 31, 32)})
@@ -152,7 +152,7 @@ def test_the_earlier_launch_is_told_for_as_long_as_anything_of_the_later_one_is_
 # -- one attempt that two nodes save ----------------------------------------------------------------------------------
 
 
-def test_another_node_that_saves_the_same_rank_of_the_same_attempt_is_seen():
+def test_other_node_that_saves_the_same_rank_of_the_same_attempt_is_detected():
     spool = replace(saved(Place(alive={"r": (Trainer(A, 0, 11),)}), A, 1, 2), committed=frozenset({part(FIRST[1])}))
     alone = Inventory(spool, {"a": saved(Place(), A, 1, 2)})
     assert beside(alone, "r") == ()
@@ -175,7 +175,7 @@ def test_a_rank_of_one_attempt_with_two_world_sizes_on_this_node_is_two_launches
     assert beside(Inventory(replace(spool, alive={"r": twins[1:]}), {}), "r") == ()
 
 
-def test_what_this_node_saved_and_gave_up_is_no_other_nodes():
+def test_deleted_checkpoints_of_this_node_are_not_another_nodes():
     there = {"a": saved(Place(), A, 1, 2, 3)}
     spool = saved(Place(alive={"r": (Trainer(A, 0, 11),)}), A, 1)
     for committed in (frozenset(), frozenset({part(FIRST[2])})):
@@ -186,7 +186,7 @@ def test_what_this_node_saved_and_gave_up_is_no_other_nodes():
     assert beside(Inventory(back, there), "r") == ()
 
 
-def test_leases_are_told_of_launches_and_ranks_in_a_line_each():
+def test_leases_list_launches_and_ranks_in_a_line_each():
     trainers = (Trainer(A, 0, 11, at(1)), Trainer(A, 1, 12, at(2)))
     found = leases(Inventory(saved(Place(alive={"r": trainers, "q": (Trainer(B, 0, 0, at(30)),)}), A, 3), {}))
     assert [(one.run, one.rank, one.pid, one.renewed[11:16]) for one in found] == [

@@ -60,7 +60,7 @@ def test_a_table_that_can_be_used_is_taken(table: str) -> None:
     assert from_toml(PLACES + table, "it").http is not None
 
 
-def test_a_token_s_file_is_private_and_holds_one(tmp_path: Path) -> None:
+def test_file_of_a_token_is_private_and_holds_a_single_token(tmp_path: Path) -> None:
     path = tmp_path / "token"
     http = HttpConfig(listen="127.0.0.1:0", token_file=str(path))
     with pytest.raises(ConfigError, match="openssl rand -hex 32"):
@@ -212,7 +212,7 @@ def test_nothing_of_a_request_is_logged(spool, tmp_path, caplog) -> None:
     ],
     ids=range(8),
 )
-def test_what_is_no_request_is_refused_without_a_word_of_it(spool, tmp_path, data, caplog, monkeypatch) -> None:
+def test_malformed_request_is_refused_without_an_echo_of_it(spool, tmp_path, data, caplog, monkeypatch) -> None:
     monkeypatch.setattr(server, "_LIFETIME_S", 1.0)
 
     async def work() -> None:

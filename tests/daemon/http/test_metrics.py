@@ -75,7 +75,7 @@ def test_names_follow_prometheus_rules(name: str) -> None:
         ("tierd_parts_gauge", "gauge"),
     ],
 )
-def test_a_planted_name_is_found(name: str, kind: str) -> None:
+def test_planted_metric_name_is_detected(name: str, kind: str) -> None:
     assert faults(name, kind, (), "some help")
 
 

@@ -45,7 +45,7 @@ def faults(expression: str) -> list[str]:
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_what_an_expression_names_exists(expression: str) -> None:
+def test_metrics_and_labels_of_each_expression_exist(expression: str) -> None:
     assert faults(expression) == []
 
 
@@ -70,7 +70,7 @@ def test_what_an_expression_names_exists(expression: str) -> None:
         "",
     ],
 )
-def test_a_planted_mistake_is_found(expression: str) -> None:
+def test_planted_mistake_in_an_expression_is_detected(expression: str) -> None:
     assert faults(expression)
 
 
@@ -92,7 +92,7 @@ def test_every_rule_is_whole() -> None:
         assert kept <= (set(by[1].split(", ")) if by else {"instance", "run", "tier"}), rule
 
 
-def test_the_dashboard_is_one_that_grafana_imports() -> None:
+def test_dashboard_has_the_shape_that_grafana_imports() -> None:
     assert {"title", "uid", "schemaVersion", "templating", "panels"} <= set(DASHBOARD)
     variables = {one["name"]: one for one in DASHBOARD["templating"]["list"]}
     for one in variables.values():

@@ -140,7 +140,7 @@ def test_a_disk_that_flips_bits_is_an_alert_until_every_copy_can_be_read(tmp_pat
     asyncio.run(work())
 
 
-def test_the_scrub_goes_on_beside_a_copy_whose_reads_differ_until_it_is_deleted(tmp_path, monkeypatch):
+def test_scrub_continues_beside_a_copy_whose_reads_differ_until_it_is_deleted(tmp_path, monkeypatch):
     timed(monkeypatch, scrub_rest_s=0.01)
 
     async def work():

@@ -55,7 +55,7 @@ async def is_usable(store: Double, data: bytes) -> bool:
     return objects.get(KEY) == data and PART.quarantine_key not in objects
 
 
-def test_another_manifest_than_the_one_that_was_judged_is_not_quarantined(spool):
+def test_quarantine_spares_a_manifest_that_differs_from_the_judged_manifest(spool):
     async def work():
         tier = (await flushed(spool, "tier"))["tier"]
         good = await manifest_bytes(tier, PART)
@@ -262,7 +262,7 @@ def test_a_copy_that_was_repaired_after_a_prune_elsewhere_asked_for_it_is_not_qu
 
 
 @pytest.mark.parametrize("bad", [is_manifest, is_chunk], ids=["manifest", "chunk"])
-def test_a_tiers_copy_that_was_replaced_after_a_fetch_found_no_right_one_is_not_quarantined(spool, bad):
+def test_quarantine_spares_a_tiers_copy_that_was_replaced_after_a_fetch_without_a_right_copy(spool, bad):
     async def work():
         tier = (await flushed(spool, "tier"))["tier"]
         good = await manifest_bytes(tier, PART)

@@ -29,7 +29,7 @@ from tierd.spool.spool import Spool
 from tierd.stores.memory import MemoryStore
 
 
-def test_a_corrupt_local_part_is_healed_from_the_other_tier_and_then_flushed(spool):
+def test_corrupt_local_part_is_repaired_from_the_other_tier_and_then_flushed(spool):
     async def work():
         first, second = MemoryStore(), MemoryStore()
         commit(spool, part(1))
@@ -45,7 +45,7 @@ def test_a_corrupt_local_part_is_healed_from_the_other_tier_and_then_flushed(spo
 
 
 @pytest.mark.parametrize("victim", ["weights.bin", MANIFEST_NAME])
-def test_a_corrupt_local_part_that_nobody_else_has_is_set_aside_and_told(spool, victim):
+def test_corrupt_local_part_without_another_copy_is_quarantined_and_reported(spool, victim):
     async def work():
         store = MemoryStore()
         commit(spool, part(1))
@@ -65,7 +65,7 @@ def test_a_corrupt_local_part_that_nobody_else_has_is_set_aside_and_told(spool, 
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("timeout"), StoreRefused("403")], ids=["unavailable", "refused"])
-def test_nothing_is_set_aside_while_a_tier_cannot_be_asked(spool, error):
+def test_nothing_is_quarantined_while_a_tier_cannot_be_asked(spool, error):
     async def work():
         down, up = Double(), MemoryStore()
         commit(spool, part(1))
@@ -87,7 +87,7 @@ def test_nothing_is_set_aside_while_a_tier_cannot_be_asked(spool, error):
     asyncio.run(work())
 
 
-def test_a_part_that_cannot_be_mended_yet_holds_up_neither_flushes_nor_evictions(spool):
+def test_part_that_cannot_be_repaired_yet_holds_up_neither_flushes_nor_evictions(spool):
     async def work():
         down, up = Double(), MemoryStore()
         down.error = StoreUnavailable("down")
@@ -115,7 +115,7 @@ def test_a_corrupt_manifest_on_a_tier_is_put_anew_from_the_spool(spool):
     asyncio.run(work())
 
 
-def test_a_corrupt_manifest_that_only_a_tier_has_is_set_aside_there(spool, tmp_path):
+def test_corrupt_manifest_that_only_a_tier_has_is_quarantined_there(spool, tmp_path):
     async def work():
         store = MemoryStore()
         commit(spool, part(1))
@@ -148,7 +148,7 @@ def test_a_manifest_that_is_spoiled_on_its_way_again_is_not_rebuilt(spool):
     asyncio.run(work())
 
 
-def test_a_tier_found_bad_during_a_fetch_is_flushed_again(spool):
+def test_tier_that_proves_bad_during_a_fetch_is_flushed_again(spool):
     async def work():
         first, second = MemoryStore(), MemoryStore()
         commit(spool, part(1))

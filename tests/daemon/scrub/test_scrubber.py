@@ -182,7 +182,7 @@ def test_a_tiers_wrong_manifest_is_put_right(spool, tiers, how, source):
     asyncio.run(work())
 
 
-def test_a_manifest_that_is_found_damaged_by_looking_is_put_right_from_the_other_tier(spool, tiers):
+def test_scrub_repairs_a_manifest_that_a_listing_shows_damaged_from_the_other_tier(spool, tiers):
     async def work():
         for step in (1, 2):
             commit(spool, part(step))
@@ -225,7 +225,7 @@ def test_one_place_that_has_it_right_is_enough_for_all(spool, tiers, right):
     asyncio.run(work())
 
 
-def test_what_nobody_has_right_is_set_aside_everywhere_and_the_rest_stays(spool, tiers):
+def test_part_that_is_right_nowhere_is_quarantined_everywhere_and_other_parts_are_kept(spool, tiers):
     async def work():
         for step in (1, 2):
             commit(spool, part(step))
@@ -266,7 +266,7 @@ def test_a_copy_that_was_just_quarantined_holds_up_no_prune(spool):
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("timeout"), StoreRefused("403")], ids=["unavailable", "refused"])
-def test_nothing_is_set_aside_while_a_place_cannot_be_asked_and_it_is_told_once(spool, error):
+def test_nothing_is_quarantined_while_a_place_cannot_be_asked_and_the_finding_is_reported_once(spool, error):
     async def work():
         bad, down = MemoryStore(), Double()
         for step in (1, 2):
@@ -333,7 +333,7 @@ class Glitch(Double):
         return data
 
 
-def test_what_flips_once_on_the_way_is_no_corruption(spool):
+def test_bit_that_flips_once_on_the_way_is_no_corruption(spool):
     async def work():
         store = MemoryStore()
         commit(spool, part(1))
@@ -346,7 +346,7 @@ def test_what_flips_once_on_the_way_is_no_corruption(spool):
     asyncio.run(work())
 
 
-def test_a_sector_that_the_disk_gave_up_is_healed_and_other_errors_of_a_disk_are_not_taken_for_rot(spool, monkeypatch):
+def test_unreadable_sector_is_repaired_and_other_disk_errors_are_not_taken_for_rot(spool, monkeypatch):
     async def work():
         store, failing = MemoryStore(), [errno.EACCES]
         commit(spool, part(1))
@@ -449,7 +449,7 @@ def test_a_rebuilt_manifest_names_a_chunk_where_it_had_to_move(spool, monkeypatc
     asyncio.run(work())
 
 
-def test_a_shared_chunk_is_told_once_and_its_sharers_are_read_again_at_once(spool):
+def test_corrupt_shared_chunk_is_reported_once_and_its_sharers_are_read_again_at_once(spool):
     async def work():
         store, same = MemoryStore(), {"frozen.bin": random.Random(1).randbytes(900)}
         for step in (1, 2, 3):
@@ -493,7 +493,7 @@ def test_a_shared_chunk_is_put_right_for_all_who_name_it(spool):
     asyncio.run(work())
 
 
-def test_a_daemon_scrubs_by_itself_what_is_due_and_the_next_one_remembers(spool, monkeypatch):
+def test_daemon_scrubs_due_copies_by_itself_and_the_next_daemon_remembers(spool, monkeypatch):
     timed(monkeypatch, scrub_rest_s=0.02)
 
     async def work():
@@ -525,7 +525,7 @@ def test_a_daemon_scrubs_by_itself_what_is_due_and_the_next_one_remembers(spool,
     asyncio.run(work())
 
 
-def test_turns_are_worked_out_beside_the_loop_and_once_for_what_was_seen(spool, monkeypatch):
+def test_schedule_is_computed_beside_the_loop_and_once_for_each_inventory(spool, monkeypatch):
     """There may be half a million: that takes seconds, before every copy that is read."""
     built = []
 
@@ -557,7 +557,7 @@ def test_turns_are_worked_out_beside_the_loop_and_once_for_what_was_seen(spool, 
     asyncio.run(work())
 
 
-def test_what_was_just_flushed_is_not_read_again_at_once(spool):
+def test_flushed_copy_is_not_read_again_at_once(spool):
     async def work():
         store = MemoryStore()
         commit(spool, part(1))
@@ -589,7 +589,7 @@ def test_nothing_is_read_while_the_daemon_is_paused_or_drains_or_the_part_is_bus
     asyncio.run(work())
 
 
-def test_zero_switches_it_off_but_for_what_is_in_doubt(spool):
+def test_zero_period_scrubs_only_copies_in_doubt(spool):
     """Corruption, seeds 1321 and 4772: what a prune or a relay had found rotten was found again for ever."""
 
     async def work():
@@ -610,7 +610,7 @@ def test_zero_switches_it_off_but_for_what_is_in_doubt(spool):
     asyncio.run(work())
 
 
-def test_what_fails_rests_so_that_others_get_their_turn(spool):
+def test_failed_scrub_waits_so_that_other_copies_are_read(spool):
     async def work():
         store = Double()
         for step in (1, 2):
@@ -670,7 +670,7 @@ def test_a_seeded_tenth_of_the_benchmark(tmp_path):
 
 
 @pytest.mark.parametrize("data", [b'{"local":{"run/\xff":1.0}}', b'{"\xed\xa0\x80":{}}', b"\xff", b"[" * 9999])
-def test_a_memory_of_whatever_bytes_is_not_used_and_nothing_dies_of_it(spool, data, monkeypatch):
+def test_damaged_scrub_record_is_not_used_and_stops_nothing(spool, data, monkeypatch):
     timed(monkeypatch, scrub_rest_s=0.02)
 
     async def work():
@@ -736,7 +736,7 @@ def test_the_rate_is_kept_where_a_file_is_damaged_too(spool, how, monkeypatch):
     asyncio.run(work())
 
 
-def test_a_pause_holds_up_mending(spool):
+def test_pause_holds_up_repairs(spool):
     async def work():
         store = Double()
         for step in (1, 2):
@@ -769,7 +769,7 @@ def test_a_pause_holds_up_mending(spool):
     asyncio.run(work())
 
 
-def test_a_tiers_manifest_is_not_set_aside_while_the_spools_disk_does_not_answer(spool, monkeypatch):
+def test_tiers_manifest_is_not_quarantined_while_the_spools_disk_does_not_answer(spool, monkeypatch):
     async def work():
         store = MemoryStore()
         for step in (1, 2):
@@ -791,7 +791,7 @@ def test_a_tiers_manifest_is_not_set_aside_while_the_spools_disk_does_not_answer
     asyncio.run(work())
 
 
-def test_what_is_beyond_repair_is_counted_as_corrupt_once(spool):
+def test_part_beyond_repair_is_counted_as_corrupt_once(spool):
     async def work():
         commit(spool, part(1))
         daemon = scrubber(spool, {"tier": MemoryStore()})
@@ -804,7 +804,7 @@ def test_what_is_beyond_repair_is_counted_as_corrupt_once(spool):
     asyncio.run(work())
 
 
-def test_mending_takes_from_the_budget_what_a_manifest_says_that_an_object_is_long(spool, monkeypatch):
+def test_repair_takes_the_object_size_of_the_manifest_from_the_memory_budget(spool, monkeypatch):
     async def work():
         store, taken = MemoryStore(), []
         for step in (1, 2):
@@ -852,7 +852,7 @@ def test_a_manifest_that_names_a_wrong_codec_gets_no_object_that_cannot_be_decod
     asyncio.run(work())
 
 
-def test_what_is_shared_on_and_on_is_read_again_though_each_that_names_it_is_young(spool, monkeypatch):
+def test_shared_chunk_is_read_again_though_each_checkpoint_that_names_it_is_young(spool, monkeypatch):
     """Frozen weights are put once and named by every later checkpoint; none of those lives for a period."""
 
     async def work():
