@@ -29,7 +29,7 @@ ELSEWHERE = {
     ),
     "no-key/policy": (
         "daemon/tiers/test_run_policies.py::test_while_a_policy_cannot_be_read_nothing_of_the_run_is_pruned",
-        "daemon/tiers/test_run_policies.py::test_the_default_is_recorded_and_said_and_gives_way_to_whatever_is_given",
+        "daemon/tiers/test_run_policies.py::test_default_policy_is_recorded_and_logged_and_gives_way_to_any_given_policy",
     ),
     "watch/link": ("watching/test_unit_watch.py::test_hard_link_of_another_owners_private_file_is_not_taken",),
     "no-key/held-up": ("daemon/tiers/test_intents.py::test_a_mark_from_far_ahead_holds_nothing_up",),
@@ -41,7 +41,7 @@ ELSEWHERE = {
         "client/ranks/test_ranks_on_nodes.py::test_a_note_that_somebody_deletes_or_replaces_ends_in_an_error_or_not_at_all",
     ),
     "no-key/flood": (
-        "daemon/tiers/test_oversized.py::test_a_manifest_of_any_size_is_one_that_cannot_be_used",
+        "daemon/tiers/test_oversized.py::test_manifest_of_any_size_is_unusable_and_takes_little_memory",
         "daemon/tiers/test_oversized.py::test_an_object_larger_than_any_of_tierds_is_not_read",
     ),
     "no-key/terminal": (
@@ -50,7 +50,7 @@ ELSEWHERE = {
     ),
     "key/code": (
         "dcp/test_metadata.py::test_metadata_that_would_run_something_is_refused_by_name",
-        "dcp/test_metadata.py::test_what_would_hang_or_kill_the_trainer_is_refused_at_once",
+        "dcp/test_metadata.py::test_metadata_that_would_hang_or_kill_the_trainer_is_refused_at_once",
         "core/test_manifest.py::test_hostile_content_is_refused_before_anything_is_made_of_it",
     ),
     "tenant/newest": ("core/timeline/test_candidates.py::test_other_runs_are_none_of_its_business",),
@@ -62,7 +62,7 @@ ELSEWHERE = {
     ),
     "rank/spool": (
         "client/saving/test_small_disk.py::test_where_no_tier_has_anything_the_save_fails_as_before",
-        "daemon/test_spool_space.py::test_what_no_tier_has_stays_and_the_wait_is_bounded",
+        "daemon/test_spool_space.py::test_copy_on_no_tier_is_not_evicted_and_the_wait_for_room_is_bounded",
     ),
     "rank/daemon": (
         "client/saving/test_handoff.py::test_a_bad_message_ends_its_connection_and_nothing_else",
@@ -95,7 +95,7 @@ ELSEWHERE = {
     "user/key": ("stores/test_encrypted.py::test_a_file_that_is_no_key_or_open_to_others_is_refused",),
     "user/disk": (
         "client/saving/test_handoff.py::test_daemon_reports_a_full_spool_to_the_trainer",
-        "daemon/test_spool_space.py::test_what_no_tier_has_stays_and_the_wait_is_bounded",
+        "daemon/test_spool_space.py::test_copy_on_no_tier_is_not_evicted_and_the_wait_for_room_is_bounded",
     ),
 }
 

@@ -91,7 +91,7 @@ def test_all_daemons_at_work_come_to_rest_too(home):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_node_sends_parts_of_the_checkpoint_that_another_one_is_sending(home, fails):
+def test_node_sends_parts_of_the_checkpoint_that_another_node_is_sending(home, fails):
     """The newest there is by then is of no use while nobody sends its other parts."""
 
     async def next_of(node: Node) -> int:
@@ -145,7 +145,7 @@ def test_where_there_is_no_choice_nothing_is_announced(home):
 
 
 @pytest.mark.parametrize("behind", [1, 5])
-def test_a_node_that_comes_back_with_an_old_launch_touches_nothing_of_the_new_one(home, behind):
+def test_node_that_returns_with_an_old_launch_touches_no_checkpoint_of_the_new_launch(home, behind):
     """B was cut off with rank 0's parts that nobody else has; the launch went on elsewhere. `behind` as many
     checkpoints are whole by the time that it is back."""
 
@@ -184,7 +184,7 @@ def test_a_node_that_comes_back_with_an_old_launch_touches_nothing_of_the_new_on
     asyncio.run(work())
 
 
-def test_the_same_part_in_two_spools_is_sent_once_and_goes_from_both(home):
+def test_same_part_in_two_spools_is_sent_once_and_leaves_both(home):
     async def work():
         nodes = Nodes(home, "A", "B", "C", keep=1)
         nodes.save(1, 1, "AB")
@@ -201,7 +201,7 @@ def test_the_same_part_in_two_spools_is_sent_once_and_goes_from_both(home):
 
 
 @pytest.mark.parametrize("worlds", [("AB", "AB"), ("AB", "CDE"), ("ABC", "CA"), ("A", "BA")], ids="-".join)
-def test_a_flush_names_chunks_of_the_newest_whole_checkpoint_whoever_wrote_it(home, worlds):
+def test_flush_names_chunks_of_the_newest_complete_checkpoint_of_any_writer(home, worlds):
     before, after = worlds
 
     async def work():

@@ -159,7 +159,7 @@ _WEIGHTS = (40, 12, 15, 8, 5, 1, 6, 3)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_whatever_happens_in_whatever_order_nobody_is_harmed(home, seed):
+def test_daemons_in_turns_harm_no_checkpoint_in_any_history(home, seed):
     """Daemons take turns; each acts on what it just saw."""
 
     async def work():
@@ -179,7 +179,7 @@ def test_whatever_happens_in_whatever_order_nobody_is_harmed(home, seed):
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_whatever_happens_at_once_nobody_is_harmed(home, seed, monkeypatch):
+def test_daemons_at_once_harm_no_checkpoint_in_any_history(home, seed, monkeypatch):
     """Daemons work at the same time over slow lines, and act on what they saw a while ago."""
 
     async def work():

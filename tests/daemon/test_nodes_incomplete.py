@@ -17,7 +17,7 @@ from tierd.core.report import report
 from tierd.core.retention.policy import Best
 
 
-def test_what_a_lost_node_left_half_is_never_offered_waits_and_goes(home):
+def test_incomplete_checkpoint_of_a_lost_node_is_never_offered_and_pruned_later(home):
     """Clocks are set wildly apart, and decide nothing."""
 
     async def work():
@@ -48,7 +48,7 @@ def test_what_a_lost_node_left_half_is_never_offered_waits_and_goes(home):
     asyncio.run(work())
 
 
-def test_what_is_half_in_between_blocks_nothing_and_goes_within_its_own_launch(home):
+def test_incomplete_checkpoint_between_saves_blocks_nothing_and_is_pruned_within_its_launch(home):
     """Every third save of rank 1 fails."""
 
     async def work():
@@ -125,7 +125,7 @@ def test_halves_that_were_never_sent_do_not_stop_a_spool_with_little_room(home, 
 
 
 @pytest.mark.parametrize("rules", [{"keep_every_steps": 10}, {"keep_best": Best(metric="loss")}], ids=["every", "best"])
-def test_a_half_that_a_rule_would_keep_whole_goes_too_when_its_launch_is_long_over(home, rules):
+def test_incomplete_checkpoint_of_an_old_launch_is_pruned_though_a_rule_would_keep_it_complete(home, rules):
     async def work():
         nodes = Nodes(home, "A", "B", keep=2, rules=rules)
         nodes.save(9, 1, "AB", metrics={"loss": 2.0})
@@ -152,7 +152,7 @@ async def rot(nodes: Nodes, which: PartId, holder: str) -> None:
         await nodes[holder].daemon.repairs.fetch(which)
 
 
-def test_a_part_that_is_set_aside_makes_its_checkpoint_half_for_every_node(home):
+def test_quarantined_part_makes_its_checkpoint_incomplete_for_every_node(home):
     async def work():
         nodes = Nodes(home, "A", "B", keep=2)
         for step in (1, 2, 3):
@@ -182,7 +182,7 @@ def test_a_part_that_is_set_aside_makes_its_checkpoint_half_for_every_node(home)
     asyncio.run(work())
 
 
-def test_the_last_whole_one_stays_however_much_rots(home):
+def test_last_complete_checkpoint_is_kept_however_much_rots(home):
     async def work():
         nodes = Nodes(home, "A", "B", keep=1)
         nodes.save(1, 1, "AB")
@@ -201,7 +201,7 @@ def test_the_last_whole_one_stays_however_much_rots(home):
     asyncio.run(work())
 
 
-def test_what_was_set_aside_by_one_node_is_sent_anew_by_the_node_that_has_it_right(home):
+def test_part_that_a_node_quarantined_is_sent_again_by_the_node_that_has_it_right(home):
     """Rank 1 moved from B to C and its old part lies in both spools; B's copy and the tier's rot."""
 
     async def work():
@@ -220,7 +220,7 @@ def test_what_was_set_aside_by_one_node_is_sent_anew_by_the_node_that_has_it_rig
     asyncio.run(work())
 
 
-def test_halves_of_an_abandoned_launch_go_and_pinned_ones_stay(home):
+def test_incomplete_checkpoints_of_an_abandoned_launch_are_pruned_and_pinned_checkpoints_kept(home):
     async def work():
         nodes = Nodes(home, "A", "B", keep=2)
         nodes.save(10, 1, "AB")

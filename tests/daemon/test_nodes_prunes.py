@@ -20,7 +20,7 @@ from tierd.core.planning.actions import Prune
 
 
 @pytest.mark.parametrize("how", ["held", "pinned here"])
-def test_what_one_node_holds_is_not_sent_and_pruned_in_turn(home, how):
+def test_part_that_a_node_holds_is_not_sent_and_pruned_in_turn(home, how):
     async def work():
         nodes, origin = await first_launch(home, 20, keep=1), part(20).checkpoint
         await nodes["D"].daemon.repairs.fetch(part(20, 1, 1, 2))
@@ -75,7 +75,7 @@ def test_a_prune_in_the_middle_of_a_fetch_costs_that_fetch_at_most(home):
     asyncio.run(work())
 
 
-def test_what_is_pruned_in_the_middle_of_a_fetch_is_not_called_corrupt(home):
+def test_part_that_is_pruned_in_the_middle_of_a_fetch_is_not_called_corrupt(home):
     async def work():
         for moment in (1, 4):
             node, raised, _ = await pruned_in_the_middle(home / str(moment), moment)
@@ -130,7 +130,7 @@ def test_chunks_that_the_live_launch_is_about_to_name_stay_or_it_looks_again(hom
     asyncio.run(work())
 
 
-def test_a_flush_in_the_middle_of_a_prune_names_nothing_that_goes(home):
+def test_flush_in_the_middle_of_a_prune_names_no_chunk_that_is_deleted(home):
     """At every call of A's prune of step 21, C, which looked before, sends step 22."""
 
     async def work():

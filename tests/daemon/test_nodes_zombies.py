@@ -10,7 +10,7 @@ from support.nodes import Nodes
 from support.world import part
 
 
-def test_a_zombie_that_goes_on_harms_nobody(home):
+def test_zombie_launch_that_continues_harms_no_checkpoint(home):
     """Launch 1 lives on A and B while launch 2, resumed from its step 20, lives on C and D."""
 
     async def work():
@@ -27,7 +27,7 @@ def test_a_zombie_that_goes_on_harms_nobody(home):
     asyncio.run(work())
 
 
-def test_what_the_live_launch_resumed_from_stays_until_it_has_a_whole_one_of_its_own(home):
+def test_origin_of_the_live_launch_is_kept_until_the_launch_has_a_complete_checkpoint(home):
     """The zombie goes on, the live launch has only rank 0's part of its first checkpoint so far."""
 
     async def work():
@@ -114,7 +114,7 @@ def test_while_the_live_launch_has_committed_nothing_the_zombies_word_is_all_the
     asyncio.run(work())
 
 
-def test_what_the_live_launch_resumed_from_comes_back_from_its_own_spools(home):
+def test_origin_of_the_live_launch_is_flushed_again_from_its_own_spools(home):
     async def work():
         nodes = await resumed_from_what_went(home)
         nodes.save(21, 2, "CD", origin=(1, 20), ranks=[0])

@@ -44,7 +44,7 @@ def child(code: str, argument: Path, log: Path, **files: object) -> int:
         return subprocess.run(command, **{"stdout": output, "stderr": output, **files}, timeout=250).returncode
 
 
-def test_no_line_is_lost_at_the_bound_but_old_ones(control: Path) -> None:
+def test_log_at_its_bound_loses_only_old_lines(control: Path) -> None:
     log, older = control / DAEMON_LOG, control / f"{DAEMON_LOG}.1"
     assert child(MANY, control, log) == 0
     assert sorted(path.name for path in control.glob(f"{DAEMON_LOG}*")) == [log.name, older.name]

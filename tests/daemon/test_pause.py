@@ -49,7 +49,7 @@ def paused(spool: Spool) -> str | None:
 # -- the state --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_paused_does_not_wait(spool):
+def test_pause_that_is_off_does_not_wait(spool):
     state = State(spool)
     with pytest.raises(StopIteration):
         state.wait().send(None)  # it ends without giving the loop a turn
@@ -66,7 +66,7 @@ def test_a_pause_outlives_its_daemon_until_it_is_resumed(spool):
     assert not list(spool.control.glob("paused*"))
 
 
-def test_an_end_outlives_its_daemon_and_comes(spool):
+def test_end_of_a_pause_outlives_its_daemon(spool):
     state = State(spool)
     asyncio.run(state.begin(3600))
     again = State(spool)
@@ -94,7 +94,7 @@ def test_an_end_outlives_its_daemon_and_comes(spool):
         ("2001-01-01T00:00:00Z\n", 0),
     ],
 )
-def test_whatever_the_file_holds_it_is_a_pause_that_can_be_ended(spool, text, left):
+def test_pause_file_with_any_content_is_a_pause_that_can_be_ended(spool, text, left):
     (spool.control / "paused").write_text(text, encoding="latin-1")
     state = State(spool)
     assert state.left == left
@@ -108,7 +108,7 @@ def test_a_file_that_cannot_be_read_is_named(spool):
         State(spool)
 
 
-def test_who_waits_goes_on_when_it_is_resumed_or_shortened(spool):
+def test_waiter_of_a_pause_continues_when_it_is_resumed_or_shortened(spool):
     async def work():
         state = State(spool)
         for change in (state.end, lambda: state.begin(0.01)):
@@ -174,7 +174,7 @@ def test_a_pause_that_began_before_the_daemon_holds(spool):
     assert steps_on(asyncio.run(contents(store.inner))) == [1]
 
 
-def test_a_flush_in_flight_stops_after_the_chunks_in_hand_and_goes_on_where_it_was(spool):
+def test_paused_flush_stops_after_its_chunks_in_hand_and_continues_where_it_was(spool):
     store = Double()
     pieces = {"weights.bin": os.urandom(30_000)}
 
@@ -225,7 +225,7 @@ def test_paused_a_tier_is_not_pruned_and_the_spool_is(spool):
         assert steps_on(daemon.call(contents(store.inner))) == [2, 3]
 
 
-def test_paused_a_restore_is_answered_and_healed(spool):
+def test_restore_while_paused_is_answered_and_repaired(spool):
     store = Double()
     commit(spool, part(1))
     with Daemon(spool.root, {"tier": store}) as daemon:
@@ -256,7 +256,7 @@ def store(monkeypatch):
     return found
 
 
-def test_sigterm_while_paused_ends_at_once_and_the_pause_stays(spool, store):
+def test_sigterm_while_paused_ends_at_once_and_the_pause_is_kept(spool, store):
     asyncio.run(State(spool).begin(None))
     commit(spool, part(1))
 
@@ -317,7 +317,7 @@ def test_a_clock_that_was_set_back_makes_no_pause_longer(spool, monkeypatch):
 
 @pytest.mark.parametrize("name", ["paused", "scrubbed.json"])
 @pytest.mark.timeout(60)
-def test_a_fifo_in_the_place_of_what_is_remembered_is_not_waited_for(spool, name):
+def test_fifo_in_the_place_of_a_remembered_file_is_not_waited_for(spool, name):
     os.mkfifo(spool.control / name)
     State(spool)
     Scrubbed(spool.control / "scrubbed.json").load()

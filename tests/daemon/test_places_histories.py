@@ -134,7 +134,7 @@ async def history(spool: Spool, seed: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_no_name_of_a_place_prunes_for_another_one(spool, monkeypatch, seed):
+def test_no_name_of_a_place_prunes_for_another_place(spool, monkeypatch, seed):
     hurry(monkeypatch)
     asyncio.run(history(spool, seed))
 

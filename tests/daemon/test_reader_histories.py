@@ -287,7 +287,7 @@ def test_nothing_right_is_lost_to_a_bad_reader(tmp_path, monkeypatch, seed):
     history(tmp_path / "spool", monkeypatch, seed)
 
 
-def test_histories_meet_what_they_are_for(tmp_path, monkeypatch):
+def test_histories_of_readers_meet_flips_rot_and_releases(tmp_path, monkeypatch):
     hurry(monkeypatch)
     counts = sum((history(tmp_path / str(seed), monkeypatch, seed) for seed in range(5)), Counter[str]())
     assert counts["flips"] > 20 and counts["rotten"] and counts["planted"] and counts["released"]

@@ -47,7 +47,7 @@ def test_the_newest_is_flushed_first(spool):
     assert [(int(step), attempt[-1]) for step, attempt in shown] == [(1, "2"), (3, "1"), (2, "1"), (1, "1")]
 
 
-def test_what_was_never_sent_is_not_lost_while_a_newer_one_is_whole_by_its_names_alone(spool, tmp_path):
+def test_unsent_part_is_not_lost_while_a_newer_checkpoint_is_complete_by_names_alone(spool, tmp_path):
     """Another rank's manifest of it is damaged, which nobody here has read: it is read before the only copy goes."""
     other, store = Spool(tmp_path / "other"), MemoryStore()
     for rank in (0, 1):
@@ -108,7 +108,7 @@ class HangsInPut(Double):
         await asyncio.sleep(3600)
 
 
-def test_a_part_that_one_tier_is_stuck_with_goes_to_the_other(spool):
+def test_part_that_hangs_on_a_tier_is_sent_to_the_other(spool):
     async def work():
         stuck, up = HangsInPut(), Double()
         commit(spool, part(1))
@@ -119,7 +119,7 @@ def test_a_part_that_one_tier_is_stuck_with_goes_to_the_other(spool):
     asyncio.run(work())
 
 
-def test_a_refusing_tier_is_told_apart_and_tried_again(spool):
+def test_refusing_tier_is_distinguished_and_tried_again(spool):
     async def work():
         store = Double()
         store.error = StoreRefused("no such bucket")
@@ -191,7 +191,7 @@ def test_one_unreadable_manifest_in_the_spool_stops_nothing_else(spool, monkeypa
     asyncio.run(work())
 
 
-def test_a_drain_sees_what_was_committed_a_moment_before(spool):
+def test_drain_flushes_a_part_that_was_committed_a_moment_before(spool):
     async def work():
         store = MemoryStore()
         async with running(reconciler(spool, {"tier": store}, rescan="1h")) as daemon:
@@ -216,7 +216,7 @@ def test_a_drain_ends_in_time_when_a_tier_is_down(spool):
     asyncio.run(work())
 
 
-def test_what_no_tier_can_describe_keeps_nothing_else_waiting_and_is_no_corruption(spool, monkeypatch):
+def test_part_that_no_tier_can_describe_holds_up_no_other_and_is_no_corruption(spool, monkeypatch):
     def picky(manifest):
         if manifest.step == 2:
             raise ManifestError("too large")
@@ -238,7 +238,7 @@ def test_what_no_tier_can_describe_keeps_nothing_else_waiting_and_is_no_corrupti
 # -- retention --------------------------------------------------------------------------------------------------------
 
 
-def test_each_place_keeps_what_its_own_policy_says(spool):
+def test_each_place_keeps_the_checkpoints_of_its_own_policy(spool):
     for step in range(8):
         commit(spool, part(step))
     store = MemoryStore()
@@ -252,7 +252,7 @@ def test_each_place_keeps_what_its_own_policy_says(spool):
     assert not list((spool.control / "trash").iterdir())
 
 
-def test_nothing_local_goes_while_no_tier_has_verified_it(spool):
+def test_no_local_copy_is_deleted_while_no_tier_has_verified_it(spool):
     async def work():
         store = Double()
         store.error = StoreUnavailable("down")
@@ -271,7 +271,7 @@ def test_nothing_local_goes_while_no_tier_has_verified_it(spool):
 
 
 @pytest.mark.parametrize("harm", ["remove", "truncate"])
-def test_a_local_copy_stays_when_its_copy_on_the_tier_has_lost_a_chunk(spool, harm):
+def test_local_copy_is_kept_when_its_copy_on_the_tier_has_lost_a_chunk(spool, harm):
     """The tier is looked at once more before anything goes; what is gone from it is flushed again."""
 
     async def work():
@@ -299,7 +299,7 @@ def test_a_local_copy_stays_when_its_copy_on_the_tier_has_lost_a_chunk(spool, ha
     asyncio.run(work())
 
 
-def test_of_a_checkpoint_only_the_part_that_has_lost_a_chunk_is_set_aside(spool):
+def test_only_the_part_that_has_lost_a_chunk_is_quarantined_of_its_checkpoint(spool):
     """The other ranks' copies are right, and maybe the last ones by tomorrow (simulation, seed 1012)."""
 
     async def work():
@@ -321,7 +321,7 @@ def test_of_a_checkpoint_only_the_part_that_has_lost_a_chunk_is_set_aside(spool)
     asyncio.run(work())
 
 
-def test_a_manifest_that_reads_wrong_once_is_not_set_aside(spool):
+def test_manifest_that_reads_wrong_once_is_not_quarantined(spool):
     """A bit that flips on its way is no rot (simulation, seed 5060)."""
 
     class Flipping(Double):
@@ -351,7 +351,7 @@ def test_a_manifest_that_reads_wrong_once_is_not_set_aside(spool):
     asyncio.run(work())
 
 
-def test_what_is_being_restored_is_not_evicted(spool):
+def test_part_that_is_being_restored_is_not_evicted(spool):
     async def work():
         store = MemoryStore()
         for step in range(4):
@@ -401,7 +401,7 @@ def test_an_incomplete_checkpoint_waits_for_its_other_rank(spool):
     asyncio.run(work())
 
 
-def test_leftovers_of_dead_writers_go_and_those_of_live_ones_stay(spool):
+def test_leftovers_of_dead_writers_are_deleted_and_those_of_live_writers_kept(spool):
     async def work():
         live = spool.stage(part(1))
         dead = spool.control / "stage" / "dead"
@@ -417,7 +417,7 @@ def test_leftovers_of_dead_writers_go_and_those_of_live_ones_stay(spool):
     asyncio.run(work())
 
 
-def test_a_manifest_that_cannot_be_mended_yet_keeps_no_flush_waiting(spool):
+def test_manifest_that_cannot_be_repaired_yet_keeps_no_flush_waiting(spool):
     """Nothing is pruned while it is not known what it names; that is no failure of the tier."""
 
     async def work():
@@ -439,7 +439,7 @@ def test_a_manifest_that_cannot_be_mended_yet_keeps_no_flush_waiting(spool):
     asyncio.run(work())
 
 
-def test_what_was_set_aside_is_flushed_anew_without_what_others_share_of_it(spool):
+def test_quarantined_part_is_flushed_again_without_its_bad_shared_chunk(spool):
     """The chunk that was proven bad may be one that another checkpoint names, too."""
     same = bytes(range(250)) * 4
 
@@ -461,7 +461,7 @@ def test_what_was_set_aside_is_flushed_anew_without_what_others_share_of_it(spoo
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_blocks_are_not_kept_for_a_writer_that_left_while_they_were_set_aside(spool, monkeypatch, leaves):
+def test_blocks_are_not_kept_for_a_writer_that_left_while_they_were_freed(spool, monkeypatch, leaves):
     """Its end had looked for them too early, and nobody looked again. Seed 501 of `python -m faults kills`."""
 
     async def work():
@@ -522,7 +522,7 @@ def test_a_daemon_ends_in_order_where_its_sockets_cannot_be_removed(tmp_path, mo
     assert str(spool.control) not in [os.readlink(fd) for fd in held if fd.is_symlink()]
 
 
-def test_what_a_rank_commits_while_other_parts_of_it_are_freed_stays_in_sight(spool, monkeypatch):
+def test_part_that_a_rank_commits_while_other_parts_are_freed_is_still_listed(spool, monkeypatch):
     """A waiter for that part would otherwise hear that it will not come, until the spool is looked at again."""
     freed, late = part(1, rank=0, world=2), part(1, rank=1, world=2)
     commit(spool, freed)

@@ -101,7 +101,7 @@ def test_a_tier_that_was_added_is_flushed_to_and_nobody_is_dropped(node, spool, 
     asyncio.run(work())
 
 
-def test_what_a_trainer_handed_over_stays_handed_over(node, spool, said):
+def test_handed_over_snapshots_survive_a_reload(node, spool, said):
     """Its connection lives on: the next save is the daemon's, too, from the same memory."""
 
     async def work():
@@ -162,7 +162,7 @@ def test_a_configuration_that_cannot_be_used_changes_nothing_and_is_logged(node,
     asyncio.run(work())
 
 
-def test_a_tier_that_was_taken_out_is_left_alone_and_who_waits_for_it_is_told(node, spool, said, monkeypatch):
+def test_removed_tier_is_left_alone_and_its_waiter_gets_an_error(node, spool, said, monkeypatch):
     stores = {"a": Double(), "b": Double()}
     stores["b"].error = StoreUnavailable("503")
 
@@ -211,7 +211,7 @@ def test_a_changed_key_is_read_again(node, spool, said):
     asyncio.run(work())
 
 
-def test_a_watch_goes_on_to_show_other_nodes_that_it_lives(node, spool, said, tmp_path, monkeypatch):
+def test_watch_still_shows_other_nodes_that_it_lives_after_a_reload(node, spool, said, tmp_path, monkeypatch):
     """With the stores of the new configuration, because those of the former one are closed."""
     timed(monkeypatch, watch_s=0.02, silent_s=0.2, idle_renew_s=0.1)
     (tmp_path / "out").mkdir()

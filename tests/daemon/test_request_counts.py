@@ -94,7 +94,7 @@ def test_a_restore_of_one_rank(spool, tmp_path):
 
 
 @pytest.mark.parametrize(("checkpoints", "ranks"), [(4, 3), (3, 6)])
-def test_a_prune_reads_each_survivor_once_and_the_next_one_none_of_them(spool, checkpoints, ranks):
+def test_prune_reads_each_survivor_once_and_the_next_prune_reads_none_of_them(spool, checkpoints, ranks):
     async def work():
         store = Counting(first=2, page=5)
         await filled(spool, store, checkpoints, ranks)
@@ -226,7 +226,7 @@ def test_chunks_that_another_ranks_manifest_names_are_not_pruned_again_and_again
     asyncio.run(work())
 
 
-def test_a_checkpoint_whose_lowest_manifest_is_corrupt_still_tells_where_its_attempt_came_from(spool):
+def test_checkpoint_whose_lowest_manifest_is_corrupt_still_names_the_origin_of_its_attempt(spool):
     async def work():
         store = Counting()
         for rank in (0, 1):

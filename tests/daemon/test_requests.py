@@ -25,7 +25,7 @@ from tierd.stores.base import ObjectInfo
 from tierd.stores.memory import MemoryStore
 
 
-def test_what_a_connection_fetched_is_held_until_it_ends(spool):
+def test_fetched_part_of_a_connection_is_held_until_it_ends(spool):
     store = Double()
     for step in range(4):
         commit(spool, part(step))
@@ -41,7 +41,7 @@ def test_what_a_connection_fetched_is_held_until_it_ends(spool):
         wait_until(lambda: daemon.spool.parts() == [part(3)])
 
 
-def test_a_fetch_whose_asker_goes_away_lets_go(spool):
+def test_fetch_whose_caller_disconnects_ends_its_hold(spool):
     store = Double()
     commit(spool, part(0))
     with Daemon(spool.root, {"tier": store}) as daemon:
@@ -68,7 +68,7 @@ def test_a_part_that_nobody_has_is_not_there_and_not_corrupt(spool):
         assert not daemon.reconciler.journal.counters["corruptions"]
 
 
-def test_candidates_are_a_fresh_look_even_at_a_run_that_the_spool_has_never_seen(spool, tmp_path):
+def test_candidates_are_listed_afresh_for_a_run_that_the_spool_does_not_have(spool, tmp_path):
     store = Double()
     other = Spool(tmp_path / "other")
     commit(other, part(5))
@@ -81,7 +81,7 @@ def test_candidates_are_a_fresh_look_even_at_a_run_that_the_spool_has_never_seen
         assert link.ask(Report(run=RUN))["report"]["unreached"] == ["tier"]
 
 
-def test_a_pin_reaches_the_spool_and_every_tier_and_goes_again(spool):
+def test_pin_reaches_the_spool_and_every_tier_and_is_removed_again(spool):
     stores = {"one": Double(), "two": Double()}
     commit(spool, part(1))
     with Daemon(spool.root, stores) as daemon, Link(spool) as link:
@@ -104,7 +104,7 @@ def test_two_daemons_on_one_spool_the_second_is_refused_and_names_the_first(spoo
         pass
 
 
-def test_a_look_that_began_earlier_never_hides_a_later_one(spool):
+def test_listing_that_began_earlier_never_hides_a_later_listing(spool):
     """A slow look of one asker ends after a quick one of another began and ended: the later one's word stands."""
     store = Double()
     commit(spool, part(1))

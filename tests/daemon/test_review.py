@@ -58,7 +58,7 @@ async def _keys(store):
         yield info.key
 
 
-def test_what_no_reader_would_take_is_not_committed(spool):
+def test_part_that_no_reader_would_accept_is_not_committed(spool):
     before = listing(spool)
     long = "/".join(["d" * 200] * 6)
     with pytest.raises(ManifestError, match="1024"):
@@ -104,7 +104,7 @@ def test_a_part_that_the_disk_does_not_give_holds_up_no_other(spool, monkeypatch
     asyncio.run(work())
 
 
-def test_a_part_that_goes_while_it_is_flushed_is_not_called_corrupt(spool, monkeypatch):
+def test_part_that_is_deleted_while_it_is_flushed_is_not_called_corrupt(spool, monkeypatch):
     read = source_module.read_recent_chunk
 
     def racing(path, file, index, memory):
@@ -125,7 +125,7 @@ def test_a_part_that_goes_while_it_is_flushed_is_not_called_corrupt(spool, monke
     asyncio.run(work())
 
 
-def test_a_part_that_is_committed_while_the_tiers_are_asked_stays(spool):
+def test_part_that_is_committed_while_the_tiers_are_asked_is_kept(spool):
     """Nobody was asked about it: it may be nowhere else."""
     late = part(1, rank=1, world=2)
 
@@ -221,7 +221,7 @@ def test_a_look_that_is_passed_over_says_nothing_of_how_long_looks_take(spool):
     asyncio.run(work())
 
 
-def test_a_newer_tierds_manifest_in_what_is_pruned_is_learnt_and_nothing_goes(spool):
+def test_manifest_of_a_newer_tierd_in_a_prune_is_remembered_and_stops_the_prune(spool):
     """Else the same prune is planned, reads it, and fails, for ever."""
     odd = part(1, rank=1, world=2)
 
@@ -253,7 +253,7 @@ def test_a_newer_tierds_manifest_in_what_is_pruned_is_learnt_and_nothing_goes(sp
     asyncio.run(work())
 
 
-def test_a_look_that_ends_late_forgets_nothing_that_a_newer_one_read(spool):
+def test_listing_that_ends_late_forgets_no_manifest_that_a_newer_listing_read(spool):
     async def work():
         store, gate = Double(), asyncio.Event()
         known = Manifests(store)
@@ -280,7 +280,7 @@ def test_a_look_that_ends_late_forgets_nothing_that_a_newer_one_read(spool):
     asyncio.run(work())
 
 
-def test_looks_forget_what_is_gone(spool):
+def test_listings_forget_deleted_manifests(spool):
     async def work():
         store = Double()
         for step in range(6):
@@ -323,7 +323,7 @@ def test_where_a_newer_tierd_writes_nothing_is_judged_to_go(spool):
     assert all(verdict.keep for verdict in judge_tier(Inventory(Place(), {}), odd, policy, "run"))
 
 
-def test_what_lacks_a_part_while_a_tier_is_silent_is_not_passed_over(spool, monkeypatch):
+def test_checkpoint_that_lacks_a_part_while_a_tier_is_silent_is_not_passed_over(spool, monkeypatch):
     """Step 3 may be whole on the tier that did not answer: stepping back to 2 would rest on its silence."""
     for rank in (0, 1):
         commit(spool, part(2, rank=rank, world=2))
@@ -340,7 +340,7 @@ def test_what_lacks_a_part_while_a_tier_is_silent_is_not_passed_over(spool, monk
     assert restored(Inventory(seen, {"s3": Place()})).part == part(2, world=2)
 
 
-def test_what_was_set_aside_here_while_a_tier_is_silent_is_not_passed_over(spool, monkeypatch):
+def test_checkpoint_that_is_quarantined_here_while_a_tier_is_silent_is_not_passed_over(spool, monkeypatch):
     """The tier may have it right."""
     for step in (1, 2):
         commit(spool, part(step))
@@ -369,7 +369,7 @@ def test_parts_of_two_histories_under_one_attempt_are_no_checkpoint(spool):
         Restorer(spool, "run", Ranks(1, 2), tiers=False).restore(None, None)
 
 
-def test_what_retires_a_copy_that_no_tier_has_is_read_on_its_own_way_too(spool, monkeypatch):
+def test_checkpoints_that_retire_a_last_copy_are_read_on_their_own_timeline_too(spool, monkeypatch):
     """Steps 2 and 3 retire step 1; the newest ones are another launch's that went another way."""
     asked = []
 

@@ -24,7 +24,7 @@ async def flushed(spool, stores) -> None:
         os.utime(path, ns=(then, then))
 
 
-def test_no_copy_is_deleted_because_of_one_that_somebody_took_away_since(spool):
+def test_no_copy_is_deleted_because_of_a_checkpoint_that_was_removed_since(spool):
     async def work():
         stores = {"tier": MemoryStore()}
         await flushed(spool, stores)

@@ -45,7 +45,7 @@ def opened(monkeypatch) -> list:
     return found
 
 
-def test_only_what_changed_is_read_again_and_the_rest_is_the_same_object(tmp_path: Path, opened):
+def test_observer_reads_only_changed_checkpoints_again_and_keeps_the_other_objects(tmp_path: Path, opened):
     spool = Spool(tmp_path)
     for step in range(5):
         commit(spool, part(step, world=2))
@@ -103,7 +103,7 @@ def test_heads_of_finished_runs_are_read_once(tmp_path: Path, monkeypatch):
     assert eye.observe().heads.keys() == {"b"}
 
 
-def test_a_second_change_within_the_same_tick_is_seen(tmp_path: Path):
+def test_second_change_within_the_same_tick_is_observed(tmp_path: Path):
     spool = Spool(tmp_path)
     commit(spool, part(1, world=2))
     eye = SpoolObserver(spool)
@@ -150,7 +150,7 @@ def changed_by_tierd(spool: Spool, rng: random.Random, what: int, count: int) ->
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_happens_it_sees_what_a_fresh_look_sees(tmp_path: Path, seed):
+def test_observer_equals_a_fresh_observer_after_any_changes(tmp_path: Path, seed):
     rng, spool = random.Random(seed), Spool(tmp_path)
     eye, count = SpoolObserver(spool), 0
     for _ in range(12):
@@ -168,7 +168,7 @@ def test_whatever_happens_it_sees_what_a_fresh_look_sees(tmp_path: Path, seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_tierd_does_a_sparing_look_sees_what_a_fresh_look_sees(tmp_path: Path, seed):
+def test_sparing_observation_equals_a_full_observation_after_any_changes_by_tierd(tmp_path: Path, seed):
     rng, spool = random.Random(seed), Spool(tmp_path)
     eye, count = SpoolObserver(spool), 0
     for _ in range(12):
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_lost_a_part_is_asked_about_by_sparing_looks_from_then
     assert eye.observe(sparing=True).lists(part(1, rank=1, world=2))
 
 
-def test_a_sparing_look_asks_about_what_may_get_more_parts_and_the_next_look_about_the_rest(
+def test_sparing_observation_reads_checkpoints_that_may_get_parts_and_the_next_reads_the_others(
     tmp_path: Path, monkeypatch
 ):
     spool, asked = Spool(tmp_path), []

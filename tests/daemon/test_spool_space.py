@@ -62,7 +62,7 @@ def test_the_newest_of_a_run_that_trains_is_the_last_resort(spool, disk):
         assert steps_on(asyncio.run(contents(daemon.reconciler.stores["tier"].inner))) == [1, 2, 3]
 
 
-def test_a_tier_that_was_down_gets_what_it_wants_of_a_run_whose_last_copy_went(spool, disk):
+def test_tier_that_was_down_gets_its_wanted_checkpoints_of_a_run_whose_last_local_copy_was_evicted(spool, disk):
     """Only the node that saved a run sends it from tier to tier; what a full disk takes must not end that."""
     near, far = Double(), Double()
     far.error = StoreUnavailable("down")
@@ -81,7 +81,7 @@ def test_a_tier_that_was_down_gets_what_it_wants_of_a_run_whose_last_copy_went(s
     assert runs(spool) == []
 
 
-def test_what_no_tier_has_stays_and_the_wait_is_bounded(spool, disk, monkeypatch):
+def test_copy_on_no_tier_is_not_evicted_and_the_wait_for_room_is_bounded(spool, disk, monkeypatch):
     timed(monkeypatch, room_s=0.3)
     store = Double()
     store.error = StoreUnavailable("down")
@@ -93,7 +93,7 @@ def test_what_no_tier_has_stays_and_the_wait_is_bounded(spool, disk, monkeypatch
     assert runs(spool) == [("run", 1), ("run", 2)]
 
 
-def test_a_copy_whose_tier_lost_it_stays(spool, disk, monkeypatch):
+def test_copy_that_its_tier_lost_is_not_evicted(spool, disk, monkeypatch):
     """The look goes by names; the tier is asked once more."""
     timed(monkeypatch, room_s=0.3)
     store = Double()
@@ -106,7 +106,7 @@ def test_a_copy_whose_tier_lost_it_stays(spool, disk, monkeypatch):
 
 
 @pytest.mark.parametrize(("fault", "seconds"), [(StoreUnavailable("down"), 0.0), (None, 60.0)], ids=["fails", "stalls"])
-def test_a_copy_goes_although_the_first_of_the_tiers_that_hold_it_does_not_answer(spool, disk, fault, seconds):
+def test_copy_is_evicted_although_the_first_of_its_tiers_does_not_answer(spool, disk, fault, seconds):
     """`faults simulation --only 1000145`: the save met a full disk twice, though another tier held verified copies."""
     near, far = Double(), Double()
     fill(spool, part(1), part(2), part(3))
@@ -120,7 +120,7 @@ def test_a_copy_goes_although_the_first_of_the_tiers_that_hold_it_does_not_answe
         near.delay = 0.0
 
 
-def test_with_a_quota_it_counts_what_it_deletes(spool, monkeypatch):
+def test_room_under_a_quota_counts_the_deleted_bytes(spool, monkeypatch):
     """The file system has much free; this user has not."""
     fill(spool, part(1), part(2), part(3))
     with Daemon(spool.root, {"tier": Double()}) as daemon, Link(spool) as link:

@@ -10,7 +10,7 @@ import pytest
 from tierd.daemon.tier_worker import TierWorker
 
 
-def test_what_was_put_off_has_its_turn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deferred_work_is_due_again_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, clock = TierWorker("tier"), [1000.0]
     monkeypatch.setattr(worker, "now", lambda: clock[0])
     assert worker.off_for == math.inf and not worker.is_off("one")
@@ -28,7 +28,7 @@ def test_what_was_put_off_has_its_turn_again(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("refused", [True, False])
 @pytest.mark.parametrize(("outage_s", "at_most_s"), [(5, 20), (40, 20), (60, 20), (600, 160), (7200, 310)])
-def test_work_goes_on_soon_after_an_outage(
+def test_worker_continues_soon_after_an_outage(
     refused: bool, outage_s: float, at_most_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Row 9 of the network's issue: 52 to 88 s after an outage of 40 s. Each try takes 3 s."""
@@ -44,7 +44,9 @@ def test_work_goes_on_soon_after_an_outage(
         assert worker.failed(OSError(), rng, long=False) <= 2.0
 
 
-def test_what_failed_once_is_tried_again_soon_and_what_fails_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_failed_once_is_tried_again_soon_and_later_after_each_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     worker, clock = TierWorker("tier"), [1000.0]
     monkeypatch.setattr(worker, "now", lambda: clock[0])
     worker.put_off_stuck("one")
@@ -63,7 +65,7 @@ def test_what_failed_once_is_tried_again_soon_and_what_fails_again_later(monkeyp
     assert not worker.is_off("one")
 
 
-def test_what_is_deferred_for_another_place_is_no_failure_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_deferred_for_another_place_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, clock, rng = TierWorker("tier"), [1000.0], random.Random(1)
     monkeypatch.setattr(worker, "now", lambda: clock[0])
     worker.put_off("corrupt elsewhere", 3600.0)

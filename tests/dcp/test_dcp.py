@@ -110,7 +110,7 @@ def tiered(spool, daemon):
 
 
 @pytest.mark.parametrize("options", [{}, {"thread_count": 3}, {"single_file_per_rank": False}])
-def test_what_was_saved_is_loaded(local, spool, options):
+def test_saved_state_is_loaded(local, spool, options):
     save(local, 3, **options)
     save(local, 4, **options)
     found_state = empty()
@@ -133,7 +133,7 @@ def test_load_converts_a_dtype_that_restore_refuses(local):
     assert torch.equal(state["weights"], weights.bfloat16())
 
 
-def test_the_best_is_loaded_and_what_is_saved_through_dcp_counts(spool):
+def test_best_checkpoint_is_loaded_and_saves_through_dcp_count(spool):
     when = tierd.When(steps=2, best="loss")
     with tierd.Checkpointer(spool.root, "run", to=[], when=when) as checkpointer:
         assert checkpointer.due(2) and checkpointer.due(3)
@@ -162,7 +162,7 @@ def test_a_fresh_start_is_none_and_a_reader_says_so(local):
         dcp.load(empty(), storage_reader=reader)
 
 
-def test_the_launch_goes_on_from_what_was_loaded(local, spool):
+def test_launch_continues_from_the_loaded_checkpoint(local, spool):
     save(local, 3)
     before = local.attempt
     reader = tierd.dcp.StorageReader(local)
@@ -188,7 +188,7 @@ def test_a_reader_that_the_launch_left_behind_is_refused(local):
         assert local.attempt == attempt
 
 
-def test_a_state_that_dcp_cannot_plan_is_a_mismatch_and_an_interrupt_is_one(local, monkeypatch):
+def test_state_that_dcp_cannot_plan_is_a_mismatch_and_an_interrupt_is_raised(local, monkeypatch):
     save(local, 3)
     before = local.attempt
     with pytest.raises(StateMismatch, match="other"):
@@ -205,7 +205,7 @@ def test_a_state_that_dcp_cannot_plan_is_a_mismatch_and_an_interrupt_is_one(loca
 
 
 @pytest.mark.parametrize("through", ["load", "a reader"])
-def test_an_interrupted_load_is_not_saved_until_one_succeeds(local, monkeypatch, through):
+def test_interrupted_load_blocks_saves_until_a_load_succeeds(local, monkeypatch, through):
     def load() -> None:
         if through == "load":
             tierd.dcp.load(empty(), local)
@@ -334,7 +334,7 @@ def test_a_kept_writer_takes_the_step_from_the_checkpoints_id(local, spool, tmp_
         dcp.save({"a": torch.ones(3)}, storage_writer=tierd.dcp.StorageWriter(local))
 
 
-def test_a_pickled_writer_carries_names_and_saves_where_it_comes_out(local, spool):
+def test_pickled_writer_carries_names_and_saves_where_it_is_unpickled(local, spool):
     writer = tierd.dcp.StorageWriter(local, 7, {"loss": 1.0}, cache_staged_state_dict=False)
     data = pickle.dumps(writer)
     assert len(data) < 4096
@@ -352,7 +352,7 @@ def test_a_pickled_writer_carries_names_and_saves_where_it_comes_out(local, spoo
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_file_that_is_not_what_was_written_fails_the_save(local, spool, monkeypatch, threads):
+def test_file_that_differs_from_the_written_bytes_fails_the_save(local, spool, monkeypatch, threads):
     """A bit that flips between torch's memory and the file is found by the read that digests the chunks."""
     write = dcp_streams.write_all
 
@@ -387,7 +387,7 @@ def test_a_stream_that_fails_in_any_thread_fails_the_save(local, spool, monkeypa
     assert spool.leftovers() == [f"stage/{path.name}" for path in (spool.control / "stage").iterdir()]
 
 
-def test_the_daemon_is_told_what_dcp_could_not_write(daemon, spool, monkeypatch):
+def test_daemon_is_notified_of_a_save_that_dcp_could_not_write(daemon, spool, monkeypatch):
     journal = daemon.reconciler.journal
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         with monkeypatch.context() as patch:
@@ -483,7 +483,7 @@ def test_metadata_of_before_dcp_had_its_own_classes_is_read(local, monkeypatch):
     assert tierd.dcp.load(found, local).step == 3 and same(found, 3)
 
 
-def test_bytes_in_a_stream_are_plain_and_a_class_of_ones_own_is_not(local):
+def test_bytes_in_a_stream_are_plain_and_an_own_class_is_not(local):
     dcp.save({"losses": io.BytesIO(b"abc")}, storage_writer=tierd.dcp.StorageWriter(local, 3))
     found = {"losses": io.BytesIO()}
     assert tierd.dcp.load(found, local).step == 3 and found["losses"].getvalue() == b"abc"
@@ -495,7 +495,7 @@ def test_bytes_in_a_stream_are_plain_and_a_class_of_ones_own_is_not(local):
 # -- from the tier ----------------------------------------------------------------------------------------------------
 
 
-def test_a_fresh_node_loads_from_the_tier_and_nothing_stays_for_long(tiered, fresh, daemon):
+def test_fresh_node_loads_from_the_tier_and_keeps_no_chunk_for_long(tiered, fresh, daemon):
     save(tiered, 3)
     daemon.settle()
     found_state = empty()
@@ -535,7 +535,7 @@ def test_only_the_chunks_that_are_wanted_come(tiered, fresh, daemon):
     swept(fresh.node, place)
 
 
-def test_a_whole_fetch_takes_up_what_a_reader_brought_and_the_reader_reads_on(tiered, fresh, daemon):
+def test_whole_fetch_uses_the_chunks_of_a_reader_and_the_reader_continues(tiered, fresh, daemon):
     save(tiered, 3)
     daemon.settle()
     reader = tierd.dcp.StorageReader(fresh)
@@ -546,7 +546,7 @@ def test_a_whole_fetch_takes_up_what_a_reader_brought_and_the_reader_reads_on(ti
     assert same(found, 3)
 
 
-def test_a_flipped_bit_is_healed_in_place(tiered, spool, daemon):
+def test_flipped_bit_is_repaired_in_place(tiered, spool, daemon):
     save(tiered, 3)
     daemon.settle()
     path = spool.path(part_of(spool, 3)) / "__0_0.distcp"
@@ -573,7 +573,7 @@ def test_the_spool_is_enough_while_no_tier_answers(tiered, spool, daemon, victim
 
 
 @pytest.mark.parametrize("victim", ["__0_0.distcp", ".metadata"])
-def test_what_is_corrupt_everywhere_steps_back(tiered, fresh, spool, daemon, victim):
+def test_checkpoint_that_is_corrupt_everywhere_steps_back(tiered, fresh, spool, daemon, victim):
     save(tiered, 3)
     daemon.settle()
     save(tiered, 4)
@@ -595,7 +595,7 @@ def test_what_is_corrupt_everywhere_steps_back(tiered, fresh, spool, daemon, vic
     assert not spool.has(part)
 
 
-def test_nothing_left_says_what_was_skipped(local, spool):
+def test_error_without_a_usable_checkpoint_names_the_skipped_checkpoints(local, spool):
     save(local, 3)
     save(local, 4)
     for step in (3, 4):
@@ -607,13 +607,13 @@ def test_nothing_left_says_what_was_skipped(local, spool):
 # -- beside what else there is ----------------------------------------------------------------------------------------
 
 
-def test_restore_names_the_way_to_load_what_dcp_wrote(local):
+def test_restore_of_a_dcp_checkpoint_names_the_function_that_loads_it(local):
     save(local, 3)
     with pytest.raises(StateMismatch, match=r"tierd\.dcp\.load"):
         local.restore({"scalar": torch.tensor(0.0)})
 
 
-def test_what_save_wrote_is_loaded_as_if_dcp_had_written_it(local):
+def test_checkpoint_of_save_is_loaded_as_if_dcp_had_written_it(local):
     """Every kind of value: what DCP flattens, and what it takes whole."""
     odd = {
         "complex": torch.randn(3, 4, dtype=torch.complex64),
@@ -651,7 +651,7 @@ def test_tensors_that_dcp_takes_in_one_value_are_read(local):
 
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["arrays", "tensors"])
-def test_what_ranks_saved_in_a_deque_is_compared(spool, make):
+def test_deques_that_ranks_saved_are_compared(spool, make):
     for rank in (0, 1):
         with tierd.Checkpointer(spool.root, "run", rank=rank, world_size=2, attempt=attempt(1), to=[]) as saving:
             saving.save(1, {"same": deque([make([5])]), "own": deque([make([rank])])}).wait()
@@ -672,7 +672,7 @@ def test_parts_of_two_histories_are_not_loaded(spool):
     assert found.step == 1 and "do not belong together" in found.skipped[0].reason
 
 
-def test_what_stage_wrote_is_not_read_as_dcp(local):
+def test_checkpoint_of_stage_is_not_read_as_dcp(local):
     with local.stage(3) as directory:
         (directory / "weights.bin").write_bytes(b"x")
     with pytest.raises(StateMismatch, match=r"through stage\(\): .*`directory`"):
@@ -680,7 +680,7 @@ def test_what_stage_wrote_is_not_read_as_dcp(local):
 
 
 @pytest.mark.parametrize("how", ["save", "dcp"])
-def test_an_optimizer_that_took_no_step_is_given_what_was_saved(local, how):
+def test_optimizer_that_took_no_step_gets_the_saved_state(local, how):
     """DCP fills tensors that are there; there are none. SGD without momentum has None in their place."""
     model = torch.nn.Linear(40, 30)
     for step, kind in enumerate((torch.optim.AdamW, torch.optim.SGD)):
@@ -712,7 +712,7 @@ def test_a_dcp_checkpoint_that_was_staged_is_loaded_too(local):
     assert tierd.dcp.load(found, local).step == 3 and same(found, 3)
 
 
-def test_torch_alone_reads_what_a_tier_gives_back(spool, tmp_path, quick):
+def test_torch_alone_reads_a_checkpoint_restored_from_a_tier(spool, tmp_path, quick):
     tier = tmp_path / "tier"
     tier.mkdir()
     with Daemon(spool.root, {"tier": FileStore(tier)}) as daemon, tierd.Checkpointer(spool.root, "run") as ckpt:

@@ -75,7 +75,7 @@ def written(directory: pathlib.Path) -> bytes:
 # -- what torch writes ------------------------------------------------------------------------------------------------
 
 
-def test_what_torch_writes_is_read_as_pickle_reads_it(tmp_path):
+def test_metadata_that_torch_writes_is_read_as_pickle_reads_it(tmp_path):
     data = written(tmp_path)
     found = read_metadata(data, "here")
     assert found == pickle.loads(data) and len(found.storage_data) > 20
@@ -93,7 +93,7 @@ def test_metadata_of_every_protocol_that_torch_may_write_is_read(protocol):
     assert read_metadata(pickle.dumps(found, protocol), "here") == found
 
 
-def test_metadata_of_each_torch_is_read_and_what_no_torch_writes_is_not(monkeypatch):
+def test_metadata_of_each_torch_is_read_and_unknown_members_are_refused(monkeypatch):
     """torch 2.6 has neither `version`, nor `modules`, nor `transform_descriptors`; some left those out, some wrote
     None. What only a newer torch knows is refused where it matters."""
     meta = StorageMeta("/there/step-1", "save", None)
@@ -193,7 +193,7 @@ def test_metadata_that_would_run_something_is_refused_by_name(protocol):
     ],
     ids=["a class", "another", "a function", "a foreign class"],
 )
-def test_metadata_that_would_change_what_it_names_is_refused(what, member, slots):
+def test_metadata_that_would_change_its_named_objects_is_refused(what, member, slots):
     before = of_process()
     with pytest.raises(StateRefused, match=r"^there: it would change \w+\.\w+"):
         read_metadata(changing(what, member, slots), "there")
@@ -256,7 +256,7 @@ def refused() -> dict[str, tuple[str, float, int]]:
     return found
 
 
-def test_what_would_hang_or_kill_the_trainer_is_refused_at_once():
+def test_metadata_that_would_hang_or_kill_the_trainer_is_refused_at_once():
     """In a process of its own: Python's own unpickler hangs at some of these, and dies of others."""
     script = "import json; from dcp.test_metadata import refused; print(json.dumps(refused()))"
     path = os.pathsep.join(
@@ -293,7 +293,7 @@ def test_what_would_hang_or_kill_the_trainer_is_refused_at_once():
     ],
     ids=lambda one: repr(one)[:60] + repr(one)[-90:],
 )
-def test_what_says_what_dcp_never_says_is_no_metadata(found):
+def test_metadata_with_values_that_dcp_never_writes_is_refused(found):
     with pytest.raises(ManifestError, match=r"there: no metadata of DCP: .* belongs"):
         read_metadata(pickle.dumps(found), "there")
 
@@ -324,7 +324,7 @@ class Own:
 @pytest.mark.parametrize(
     "planned", [{"own": Own()}, {(("a",),): 1}, {"own": {1, 2}}, os.system], ids=["own", "key", "set", "call"]
 )
-def test_what_could_not_be_read_again_is_said_when_it_is_saved(planned):
+def test_metadata_that_could_not_be_read_again_is_refused_when_it_is_saved(planned):
     with pytest.raises(StateRefused, match=r"^there: .*never be loaded: planner_data holds"):
         check_readable(whole(planner_data=planned), "there")
     check_readable(whole(planner_data={"w": ("w", 1), (1, "a"): [b"x", None]}), "there")

@@ -61,7 +61,7 @@ class Cluster:
 
 
 @pytest.mark.parametrize("how", ["sync", "save"])
-def test_what_four_ranks_saved_two_and_eight_load(cluster, how):
+def test_checkpoint_of_four_ranks_is_loaded_by_two_and_eight(cluster, how):
     expected = cluster.run(4, dcp_ranks.save_spread, cluster.nodes(4), [3, 5], how)
     assert all(state == expected[0] for state in expected)
     cluster.settle()
@@ -166,7 +166,7 @@ def test_async_save(cluster, how, world):
         assert found.step == 2 and state == expected[0]
 
 
-def test_ranks_that_save_different_steps_are_told_and_so_is_who_retries(cluster):
+def test_ranks_that_save_different_steps_get_an_error_and_so_does_a_retry(cluster):
     for rank, ((apart, again), by_close) in enumerate(cluster.run(2, dcp_ranks.save_apart, cluster.nodes(2))):
         [apart], [again] = apart, again
         assert ("1 save (step 5) is in no place" in by_close) == (rank == 0)

@@ -149,7 +149,7 @@ def test_nothing_is_pruned_no_mark_is_left_and_nobody_asks_again_and_again(spool
     asyncio.run(work())
 
 
-def test_what_can_be_neither_deleted_nor_replaced_stops_no_flush(spool: Spool) -> None:
+def test_object_that_can_be_neither_deleted_nor_replaced_stops_no_flush(spool: Spool) -> None:
     """WORM: also the policy and the head that a daemon would replace are there for good."""
 
     class Worm(Lasting):
@@ -169,7 +169,7 @@ def test_what_can_be_neither_deleted_nor_replaced_stops_no_flush(spool: Spool) -
     asyncio.run(work())
 
 
-def test_when_deleting_is_allowed_again_retention_goes_on(spool: Spool, monkeypatch) -> None:
+def test_retention_continues_when_deleting_is_allowed_again(spool: Spool, monkeypatch) -> None:
     async def work() -> None:
         timed(monkeypatch, refused_s=0.2)
         store = Lasting()
@@ -209,7 +209,7 @@ def test_intents_that_could_not_be_deleted_go_when_that_is_allowed_again(spool: 
     asyncio.run(work())
 
 
-def test_what_a_refusal_left_is_known_though_the_next_deletion_succeeded(spool: Spool, monkeypatch) -> None:
+def test_leftover_of_a_refused_deletion_is_known_though_the_next_deletion_succeeded(spool: Spool, monkeypatch) -> None:
     """S3 kit, seed 420 again: another deletion of its kind was allowed before anybody had noticed the refusal."""
 
     async def work() -> None:
@@ -255,7 +255,7 @@ def test_a_head_is_not_written_again_for_others_that_cannot_go(tmp_path, spool: 
     asyncio.run(work())
 
 
-def test_a_restore_goes_on_where_a_corrupt_copy_cannot_be_set_aside(spool: Spool) -> None:
+def test_restore_continues_where_a_corrupt_copy_cannot_be_quarantined(spool: Spool) -> None:
     async def work() -> None:
         bad, good = Lasting(), MemoryStore()
         commit(spool, part(1))
@@ -275,7 +275,7 @@ def test_a_restore_goes_on_where_a_corrupt_copy_cannot_be_set_aside(spool: Spool
     asyncio.run(work())
 
 
-def test_a_person_who_prunes_is_told_and_leaves_no_mark(spool: Spool, capsys) -> None:
+def test_prune_command_reports_a_refused_deletion_and_leaves_no_mark(spool: Spool, capsys) -> None:
     async def flushed(bucket: Bucket) -> None:
         store = open_store(parse_url(bucket.url()))
         for step in (1, 2):
@@ -294,7 +294,7 @@ def test_a_person_who_prunes_is_told_and_leaves_no_mark(spool: Spool, capsys) ->
         assert steps_on(key.removeprefix("p/") for key in bucket.objects) == [2]
 
 
-def test_the_policy_of_the_how_to_allows_what_is_asked_for() -> None:
+def test_policy_of_the_how_to_allows_the_actions_of_tierd() -> None:
     page = (Path(__file__).parents[3] / "docs" / "howto" / "s3.md").read_text()
     policy = json.loads(page.split("```json")[1].split("```")[0])
     granted = [one["Action"] for one in policy["Statement"]]

@@ -10,7 +10,7 @@ import pytest
 from tierd.daemon.tiers.awake import awake_timeout
 
 
-def test_it_ends_what_does_not_answer():
+def test_timeout_ends_a_task_that_does_not_answer():
     async def work() -> float:
         begun = time.monotonic()
         with pytest.raises(TimeoutError):

@@ -121,7 +121,7 @@ def steps_below(directory: Path) -> list[int]:
     return steps_on(str(path.relative_to(directory)) for path in directory.glob("*/manifests/*/*.json"))
 
 
-def test_a_tier_that_becomes_another_ones_place_while_the_daemon_runs_is_not_pruned(tmp_path, spool):
+def test_tier_that_becomes_the_place_of_another_while_the_daemon_runs_is_not_pruned(tmp_path, spool):
     """A link that is set to another directory, as `mount --bind` does: [7, 8] was left of what `rich` wanted."""
     daemon, link = linked(tmp_path, spool)
 
@@ -144,7 +144,7 @@ def test_a_tier_that_becomes_another_ones_place_while_the_daemon_runs_is_not_pru
     assert steps_below(tmp_path / "disk") == [1, 2, 3, 4]
 
 
-def test_a_prune_goes_on_once_the_tiers_are_two_places_again(tmp_path, spool):
+def test_prune_continues_once_the_tiers_are_two_places_again(tmp_path, spool):
     daemon, link = linked(tmp_path, spool)
 
     async def work() -> None:
@@ -162,7 +162,7 @@ def test_a_prune_goes_on_once_the_tiers_are_two_places_again(tmp_path, spool):
     asyncio.run(work())
 
 
-def test_a_tier_is_not_pruned_while_one_that_may_be_its_place_does_not_show_its_record(spool, caplog):
+def test_tier_is_not_pruned_while_a_tier_that_may_be_its_place_does_not_show_its_record(spool, caplog):
     caplog.set_level("INFO", "tierd.daemon")
     place, rich = MemoryStore(), Double()
 
@@ -234,7 +234,7 @@ def test_copies_of_a_tier_are_two_places_and_get_two_records(spool):
 
 
 @pytest.mark.parametrize("read_only", ["", "a", "b"])
-def test_a_copied_tier_is_said_to_be_one_and_both_keep_what_they_want(spool, caplog, read_only):
+def test_copied_tier_is_reported_as_a_copy_and_both_keep_their_wanted_checkpoints(spool, caplog, read_only):
     """`cp -a` of a tier, both named by one daemon; also if one is a backup that takes nothing."""
     store, copy = MemoryStore(), MemoryStore()
     for step in (1, 2, 3):
@@ -262,7 +262,7 @@ def test_a_copied_tier_is_said_to_be_one_and_both_keep_what_they_want(spool, cap
     asyncio.run(work())
 
 
-def test_a_tier_below_another_one_under_another_name_is_refused(spool):
+def test_tier_below_another_tier_under_another_name_is_refused(spool):
     outer = MemoryStore()
     inner = Below(outer, "r")
     urls = {"outer": "s3://bucket/n?endpoint=http://a", "inner": "s3://bucket/n/r?endpoint=http://b"}
@@ -390,7 +390,7 @@ def test_a_trainer_that_names_one_server_twice_gets_the_reason(tmp_path, credent
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_doctor_names_the_tier_that_is_another_ones_place(tmp_path, recorded):
+def test_doctor_names_the_tier_that_is_the_place_of_another(tmp_path, recorded):
     for name in "ab":
         (tmp_path / name).mkdir()
     store = FileStore(tmp_path / "a")

@@ -209,7 +209,7 @@ def test_no_manifest_ever_lacks_a_chunk(seed, tmp_path):
 
 @pytest.mark.parametrize("folder", ["manifests", "flushing"])
 @pytest.mark.parametrize("gone", [False, True], ids=["there", "deleted meanwhile"])
-def test_a_prune_deletes_nothing_beside_a_manifest_that_is_listed_and_not_found(spool, folder, gone):
+def test_prune_deletes_nothing_beside_a_manifest_that_is_listed_and_missing(spool, folder, gone):
     """It may name the chunks that the prune is about to delete."""
 
     async def work() -> None:
@@ -273,7 +273,7 @@ def test_a_flush_takes_its_intent_back_where_a_listing_does_not_show_it_yet():
     assert asyncio.run(left()) == []
 
 
-def test_what_a_node_said_that_it_sends_stands_while_it_does_and_counts_for_others_until_it_is_over():
+def test_announcement_of_a_node_lasts_during_its_flush_and_counts_for_other_nodes():
     store, own = MemoryStore(), part(1).checkpoint
 
     async def work():
@@ -328,7 +328,7 @@ def test_a_flush_waits_for_a_deletion_of_its_own_node_only_until_that_is_over(ag
 
 
 @pytest.mark.parametrize(("age_s", "shared"), [(5, True), (14, True), (16, False), (500, False)])
-def test_what_a_prune_cut_off_by_an_outage_has_marked_is_sent_rather_than_waited_for(age_s, shared):
+def test_chunk_marked_by_a_prune_that_an_outage_interrupted_is_sent_instead_of_waited_for(age_s, shared):
     """Its marks stand for a quarter of an hour: flushes that name what lies there waited and failed for ten minutes."""
     store, own = MemoryStore(), part(1).checkpoint
 
@@ -355,7 +355,9 @@ def test_a_mark_from_before_the_clock_was_set_back_a_day_holds_up_its_own_node_a
     assert asyncio.run(work()) == [False, True, False]
 
 
-def test_what_a_prune_left_under_a_name_that_still_lends_goes_when_its_mark_is_over(spool, quick, monkeypatch):
+def test_leftover_of_a_prune_under_a_name_that_still_shares_chunks_is_deleted_when_its_mark_is_over(
+    spool, quick, monkeypatch
+):
     """The manifest is gone, a chunk that nobody names is not, and a later checkpoint borrows another one of there."""
     store = Double()
 

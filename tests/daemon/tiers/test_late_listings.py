@@ -28,7 +28,7 @@ class Late(Double):
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["there", "gone"])
-def test_a_tier_holds_what_it_does_not_list_yet(spool, gone):
+def test_tier_holds_a_part_that_it_does_not_list_yet(spool, gone):
     async def work():
         store = Late()
         commit(spool, part(1))
@@ -112,7 +112,7 @@ def test_a_deleted_manifest_that_a_listing_still_shows_is_looked_for_once(spool)
 
 
 @pytest.mark.parametrize("prunes", [False, True], ids=["reader", "daemon"])
-def test_what_vanishes_from_each_listing_fails_a_readers_observation_alone(spool, prunes):
+def test_part_that_vanishes_from_each_listing_fails_a_readers_observation_alone(spool, prunes):
     async def work():
         store = Late()
         for step in range(1, 12):

@@ -246,6 +246,6 @@ async def history(home: Path, seed: int) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_of_two_nodes_with_one_id_neither_deletes_what_the_other_keeps(tmp_path, monkeypatch, seed):
+def test_two_nodes_with_the_same_id_do_not_delete_each_others_checkpoints(tmp_path, monkeypatch, seed):
     timed(monkeypatch, shared_id_s=1.0)
     asyncio.run(history(tmp_path, seed))

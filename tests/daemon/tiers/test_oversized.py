@@ -25,7 +25,7 @@ from tierd.stores.s3.s3_store import S3Store
 
 
 @pytest.mark.parametrize("size", [MAX_MANIFEST_SIZE + 1, LARGEST + 1, 1 << 40])
-def test_a_manifest_of_any_size_is_one_that_cannot_be_used(spool, tmp_path, size):
+def test_manifest_of_any_size_is_unusable_and_takes_little_memory(spool, tmp_path, size):
     root = tmp_path / "tier"
     root.mkdir()
     for step in (1, 2):
@@ -51,7 +51,7 @@ def test_a_manifest_of_any_size_is_one_that_cannot_be_used(spool, tmp_path, size
     asyncio.run(work())
 
 
-def test_what_is_wrong_with_a_manifest_is_kept_without_what_was_read(spool):
+def test_error_of_a_manifest_is_kept_without_the_bytes_that_were_read(spool):
     commit(spool, part(1))
 
     async def work():

@@ -73,24 +73,24 @@ def lines(store: Store, *wanted: PartId, local: tuple[CheckpointId, ...] = ()) -
     return asyncio.run(work())
 
 
-def test_a_line_says_what_is_verified_how_old_it_is_and_its_size() -> None:
+def test_overview_line_has_the_verified_step_its_age_and_its_size() -> None:
     (line,) = lines(MemoryStore(), *parts(60, 3), *parts(120, 3))
     assert (line.run, line.tier, line.step, line.attempt, line.world_size) == ("a", "t", 120, attempt(1), 3)
     assert (line.age_s, line.lag_steps, line.missing_ranks) == (3 * 3600, 0, ())
     assert (line.size, line.stored_size, line.read, line.checkpoints) == (3 * SIZE, 3 * STORED, 3, 2)
 
 
-def test_what_is_newer_and_not_complete_is_the_lag() -> None:
+def test_newer_incomplete_checkpoint_is_the_lag() -> None:
     (line,) = lines(MemoryStore(), *parts(60, 4), *parts(90, 4, without=(3,)), *parts(120, 4, without=(0, 2)))
     assert (line.step, line.newest_step, line.lag_steps, line.missing_ranks) == (60, 120, 60, (0, 2))
 
 
-def test_a_later_launch_is_newer_whatever_its_step() -> None:
+def test_later_launch_is_newer_at_any_step() -> None:
     (line,) = lines(MemoryStore(), *parts(200, 1), *parts(150, 1, launch=2))
     assert (line.step, line.attempt) == (150, attempt(2))
 
 
-def test_a_run_of_which_nothing_is_complete_and_one_that_has_no_checkpoint() -> None:
+def test_overview_shows_a_run_without_a_complete_checkpoint_and_leaves_out_a_run_without_checkpoints() -> None:
     async def more(store: Store) -> None:
         await store.put("b/pins/x", b"")
         await store.put("README.md", b"")

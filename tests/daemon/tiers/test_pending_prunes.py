@@ -24,7 +24,7 @@ def pending(daemon) -> int:
     return status(daemon, 0, 0).tiers[0].pending_prunes
 
 
-def test_status_tells_how_many_copies_wait_to_be_pruned(spool):
+def test_status_counts_the_copies_that_wait_to_be_pruned(spool):
     async def work():
         store = Double()
         for step in range(8):
@@ -102,7 +102,7 @@ def test_a_pass_marks_all_that_it_dooms_before_it_looks(spool):
     asyncio.run(work())
 
 
-def test_a_checkpoint_that_a_node_is_flushing_stays_while_others_of_its_pass_go(spool):
+def test_checkpoint_that_a_node_is_flushing_is_kept_while_others_of_its_pass_are_deleted(spool):
     """There is more of it than its plan knew."""
 
     async def work():

@@ -62,7 +62,7 @@ def test_a_copy_in_the_spool_is_enough(spool):
 
 
 @pytest.mark.parametrize("age_s", [0, 86_000])
-def test_a_prune_that_does_not_end_is_told_also_if_it_may_have_been_cut_off(spool, age_s):
+def test_prune_that_does_not_end_is_reported_also_if_it_may_have_been_interrupted(spool, age_s):
     one = part(1).checkpoint
 
     async def work():
@@ -111,7 +111,7 @@ def test_a_pin_does_not_report_success_while_a_node_whose_clock_is_behind_delete
 
 
 @pytest.mark.parametrize("what", ["fails", "is_awaited"])
-def test_a_tier_gets_its_pin_whatever_happens_on_another(spool, what):
+def test_tier_gets_its_pin_though_the_pin_fails_on_another(spool, what):
     one = part(1).checkpoint
 
     async def work():

@@ -46,7 +46,7 @@ def quarantine_there(store: Double, *parts) -> None:
 
 
 @pytest.mark.parametrize("what", ["a pin", "pin_by_another_node", "a launch that resumed from it"])
-def test_what_makes_a_checkpoint_wanted_counts_until_its_deletion_begins(spool, what):
+def test_checkpoint_that_becomes_wanted_before_its_deletion_begins_is_kept(spool, what):
     def act() -> None:
         if what == "a pin":
             spool.pin(part(1).checkpoint, pinned=True)
@@ -98,7 +98,7 @@ def test_a_launch_that_another_node_began_ends_the_pass(spool, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["whole", "one_rank"])
-def test_nothing_goes_for_the_sake_of_checkpoints_that_went_meanwhile(spool, ranks):
+def test_nothing_is_deleted_because_of_checkpoints_that_were_deleted_meanwhile(spool, ranks):
     async def work():
         store = Double()
         for step in range(6):
@@ -145,7 +145,7 @@ def test_one_loss_is_enough_to_end_a_pass(spool):
 
 
 @pytest.mark.parametrize("what", ["gone", "corrupt", "no_answer"])
-def test_a_tier_is_asked_before_another_deletes_what_it_wants(spool, what):
+def test_tier_is_asked_before_another_tier_deletes_its_wanted_checkpoints(spool, what):
     """`far` is in one long flush, so what the daemon knows of it is old."""
 
     async def work():
@@ -192,7 +192,7 @@ def test_a_tier_is_asked_before_another_deletes_what_it_wants(spool, what):
 
 
 @pytest.mark.parametrize("is_pinned", [True, False])
-def test_an_incomplete_copy_in_the_spool_counts_as_wanted_until_it_goes(spool, monkeypatch, is_pinned):
+def test_incomplete_copy_in_the_spool_counts_as_wanted_until_its_deletion(spool, monkeypatch, is_pinned):
     """The tier's newer manifests are read before it goes."""
 
     async def work():
@@ -300,7 +300,7 @@ def test_a_tier_that_hangs_holds_up_no_flush_to_another(spool, monkeypatch, ends
     asyncio.run(work())
 
 
-def test_a_tier_that_never_answers_for_one_checkpoint_holds_up_only_that_one(spool, monkeypatch):
+def test_tier_that_never_answers_for_a_checkpoint_holds_up_only_that_checkpoint(spool, monkeypatch):
     timed(monkeypatch, holds_s=0.05, stuck_s=0.2)
 
     async def work():

@@ -77,7 +77,7 @@ def test_read_only_leaves_nothing_behind(denied: tuple[str, ...]) -> None:
         ("GetObject", "KMS.DisabledException", "kms:Decrypt"),
     ],
 )
-def test_what_cannot_be_read_is_no_tier(action: str, code: str, says: str) -> None:
+def test_unreadable_place_is_no_tier(action: str, code: str, says: str) -> None:
     bucket = Bucket()
     bucket.deny(action, code=code)
     found, left = reached(bucket)
@@ -89,7 +89,7 @@ def test_what_cannot_be_read_is_no_tier(action: str, code: str, says: str) -> No
 @pytest.mark.parametrize(
     ("code", "says"), [("InvalidStorageClass", "storage_class"), ("KMS.NotFoundException", "sse_kms_key_id")]
 )
-def test_what_a_put_asks_for_is_tried_too(code: str, says: str) -> None:
+def test_reach_tries_the_permissions_of_a_put_too(code: str, says: str) -> None:
     bucket = Bucket()
     bucket.deny("PutObject", status=400, code=code)
     assert says in reached(bucket)[0].why
@@ -106,7 +106,7 @@ class Locked(MemoryStore):
 
 
 @pytest.mark.parametrize("silent", [True, False])
-def test_a_lock_on_what_is_there_is_found(silent: bool) -> None:
+def test_reach_detects_an_object_lock(silent: bool) -> None:
     store = Locked()
     store.silent = silent
     assert asyncio.run(reach(store)).mode == "append-only"
@@ -146,7 +146,7 @@ def test_a_directory_that_is_mounted_read_only_answers_and_takes_nothing(tmp_pat
     assert found.mode == "read-only" and "mounted read-only" in found.why
 
 
-def test_a_tier_that_refuses_to_list_is_told_from_one_that_does_not_answer() -> None:
+def test_tier_that_refuses_to_list_is_distinguished_from_a_silent_tier() -> None:
     class Silent(MemoryStore):
         error: type[TierdError] = StoreUnavailable
 
@@ -178,7 +178,7 @@ def test_a_directory_whose_entries_cannot_be_removed_is_append_only(tmp_path: Pa
     assert asyncio.run(reach(FileStore(tmp_path / "tier"))).mode == "append-only"
 
 
-def test_what_comes_back_has_to_be_what_was_put_and_leaves_nothing() -> None:
+def test_reach_requires_a_put_to_read_back_and_leaves_no_object() -> None:
     class Forgetful(MemoryStore):
         async def put(self, key, data) -> str:
             return await super().put(key, b"other")

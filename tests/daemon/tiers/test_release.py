@@ -136,7 +136,7 @@ def test_a_release_that_ends_anywhere_loses_nothing(spool):
     asyncio.run(work())
 
 
-def test_a_release_goes_on_where_it_stopped(spool, store):
+def test_release_continues_where_it_stopped(spool, store):
     async def work():
         before = await fill(spool, store)
         assert await quarantine(store, part(1))

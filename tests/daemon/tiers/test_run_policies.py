@@ -90,7 +90,7 @@ def test_a_daemon_beside_a_reader_deletes_nothing(trained, tmp_path, keep, store
     assert asyncio.run(contents(trained, policies=True)) == before
 
 
-def test_what_turns_of_others_left_behind_is_not_a_readers_to_delete(trained, tmp_path):
+def test_reader_does_not_delete_leftover_intents_of_others(trained, tmp_path):
     old = f"{RUN}/pruning/{part(1).checkpoint.name}.000000000001-abcdef01"
     other = Spool(tmp_path / "evaluation")
 
@@ -161,7 +161,7 @@ def test_a_node_that_names_fewer_tiers_deletes_nothing_that_the_others_may_want(
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_daemon_without_a_configuration_obeys_what_lies_there(trained, spool, tmp_path, elsewhere):
+def test_daemon_without_a_configuration_obeys_the_policy_on_the_tier(trained, spool, tmp_path, elsewhere):
     """On the same spool after the configured daemon ended, or on another that saves the run now."""
     where = Spool(tmp_path / "other") if elsewhere else spool
     save(where, 9, 10, 11, 12, launch=2 if elsewhere else 1)
@@ -171,7 +171,7 @@ def test_a_daemon_without_a_configuration_obeys_what_lies_there(trained, spool, 
     assert len(steps_in(where)) == 3  # in the spool the default holds: a tier has the rest
 
 
-def test_the_default_is_recorded_and_said_and_gives_way_to_whatever_is_given(spool, tmp_path, caplog):
+def test_default_policy_is_recorded_and_logged_and_gives_way_to_any_given_policy(spool, tmp_path, caplog):
     store = MemoryStore()
     save(spool, *range(1, 6))
     with caplog.at_level(logging.WARNING):
@@ -202,7 +202,7 @@ def test_a_trainers_policy_needs_no_file_and_outlives_trainer_and_daemon(spool):
     assert not any(one.disagrees for one in status(daemon, 0, 0).policies)
 
 
-def test_where_file_and_trainer_disagree_the_one_that_keeps_more_wins_and_status_shows_both(spool):
+def test_policy_that_keeps_more_wins_where_file_and_trainer_disagree_and_status_shows_both(spool):
     store = MemoryStore()
     save(spool, *range(1, 9))
     set_policy(spool.control, RUN, RetentionPolicy(keep_last=1, keep_every_steps=4))
@@ -217,7 +217,7 @@ def test_where_file_and_trainer_disagree_the_one_that_keeps_more_wins_and_status
     }
 
 
-def test_two_nodes_configurations_merge_until_one_is_deleted(trained, tmp_path):
+def test_configurations_of_two_nodes_merge_until_either_is_deleted(trained, tmp_path):
     other = Spool(tmp_path / "other")
     save(other, 9, 10, 11, 12, launch=2)
     daemon = asyncio.run(converge(other, {"tier": trained}, keep=2))
@@ -241,7 +241,7 @@ def test_a_changed_configuration_replaces_this_nodes_own_policy(trained, spool):
     assert [one.retention.keep_last for one in policies(trained).values()] == [4]
 
 
-def test_a_look_sees_at_once_what_another_node_wrote(trained, spool):
+def test_observation_reads_at_once_the_policy_that_another_node_wrote(trained, spool):
     async def work():
         daemon = reconciler(spool, {"tier": trained}, keep=1)
         await daemon.observe("tier")

@@ -13,7 +13,7 @@ from tierd.daemon.tiers.shared_chunks import NOTHING, NamedChunks, SharedChunkTa
 OLD = part(0)
 
 
-def test_only_what_others_wrote_is_borrowed():
+def test_shared_chunks_are_only_those_that_other_checkpoints_wrote():
     one = part(1)
     shared = named_by(manifest(one, (5, OLD), (6, one), (7, OLD)))
     assert shared.owners == {OLD.checkpoint}
@@ -41,7 +41,7 @@ def test_who_borrows_nothing_takes_no_room():
 
 
 @pytest.mark.parametrize("others", [0, 1, 3])
-def test_what_is_named_under_an_owner(others):
+def test_named_chunks_lists_the_chunks_under_an_owner(others):
     named = NamedChunks([OLD.checkpoint])
     for step in range(1, others + 1):
         named.add(named_by(manifest(part(step), *[(5, OLD)] * step, (6, part(100)))))

@@ -36,7 +36,7 @@ def test_a_flush_whose_confirmation_is_misread_once_is_not_repeated(spool, of):
     asyncio.run(work())
 
 
-def test_what_lies_on_a_tier_and_is_misread_once_is_not_sent_again(spool):
+def test_chunk_on_a_tier_that_is_misread_once_is_not_sent_again(spool):
     async def work():
         commit(spool, PART)
         tier = Double()

@@ -70,7 +70,7 @@ def is_filled(daemon) -> bool:
     return daemon._backfill._due > time.monotonic() + 3600 and not daemon._backfill.runs
 
 
-def test_a_new_tier_gets_what_its_policy_wants_of_runs_that_nobody_saves_here(tmp_path):
+def test_new_tier_gets_the_wanted_checkpoints_of_runs_that_nobody_saves_here(tmp_path):
     async def work() -> None:
         old, new = await old_tier(tmp_path, world=2), Double()
         await old.inner.delete([key for key in await contents(old) if f"{12:012}.{attempt(1)}" in key])
@@ -96,7 +96,7 @@ def test_a_new_tier_gets_what_its_policy_wants_of_runs_that_nobody_saves_here(tm
     asyncio.run(work())
 
 
-def test_a_tier_is_filled_once_another_one_has_answered(tmp_path):
+def test_tier_is_backfilled_once_another_tier_has_answered(tmp_path):
     async def work() -> None:
         old, new = await old_tier(tmp_path, range(1, 4)), Double()
         old.delay = 0.1  # so that the new tier was observed, and lacks nothing, before this one shows what it has
@@ -147,7 +147,7 @@ def test_a_run_that_another_node_keeps_there_is_left_to_that_node(tmp_path):
     asyncio.run(work())
 
 
-def test_what_a_node_that_is_gone_left_undone_is_a_problem_with_the_way_out(tmp_path):
+def test_work_that_a_gone_node_left_undone_is_a_problem_with_a_remedy(tmp_path):
     async def work() -> None:
         old, new = await old_tier(tmp_path, range(1, 11)), Double()
         gone = Spool(tmp_path / "third")
@@ -184,7 +184,7 @@ def serve_until_idle(monkeypatch, spool: Spool, stores: dict[str, Double]) -> tu
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.7])
-def test_until_idle_says_what_dead_node_left_undone_however_slow_the_tiers(tmp_path, monkeypatch, delay):
+def test_until_idle_names_the_undone_work_of_a_dead_node_at_any_speed_of_tiers(tmp_path, monkeypatch, delay):
     """docs/howto/operate.md, "Add a tier": `tierd run --until-idle` waits for the parts of other runs, and names those
     that another node was to send."""
     old, new, gone = asyncio.run(old_tier(tmp_path, range(1, 11))), Double(), Spool(tmp_path / "third")
@@ -196,7 +196,7 @@ def test_until_idle_says_what_dead_node_left_undone_however_slow_the_tiers(tmp_p
     assert asyncio.run(on(new, "second")) == [9, 10]
 
 
-def test_what_another_node_may_still_send_is_no_problem(tmp_path, monkeypatch):
+def test_part_that_another_node_may_still_send_is_no_problem(tmp_path, monkeypatch):
     timed(monkeypatch, left_undone_s=1e9)
 
     async def work() -> None:
@@ -242,7 +242,7 @@ def test_a_tier_that_does_not_answer_is_filled_from_when_it_does(tmp_path, monke
     asyncio.run(work())
 
 
-def test_what_this_node_saves_is_sent_before_other_runs():
+def test_saves_of_this_node_are_sent_before_other_runs():
     facts = ManifestFacts(datetime(2026, 1, 1, tzinfo=UTC), {}, None, 1, 1, frozenset())
 
     def place(run: str, steps, launch: int) -> Place:
@@ -262,7 +262,7 @@ def test_what_this_node_saves_is_sent_before_other_runs():
 
 
 @pytest.mark.parametrize("backfill", [True, False])
-def test_what_this_node_saves_comes_to_a_new_tier_anyway(tmp_path, backfill):
+def test_saves_of_this_node_reach_a_new_tier_after_the_spool_freed_them(tmp_path, backfill):
     """The spool has freed the older ones, which the old tier relays."""
 
     async def work() -> None:

@@ -25,7 +25,7 @@ NUMBERS = b"".join(number.to_bytes(4, "little") for number in range(6 * LARGE //
 FILES = {"noise": random.Random(1).randbytes(6 * LARGE + 777), "numbers": NUMBERS, "small": b"small"}
 
 
-def test_what_was_used_is_used_again_for_what_is_about_as_large():
+def test_released_buffer_is_used_again_for_a_similar_size():
     made = Buffers()
     with made.hold(5 * LARGE) as memory:
         assert len(memory) == 5 * LARGE
@@ -51,7 +51,7 @@ def test_no_more_is_kept_than_is_said():
     assert 0 < sum(map(len, made._idle)) <= KEPT
 
 
-def test_what_a_budget_leaves_free_may_lie_idle_too():
+def test_buffers_may_keep_the_unused_rest_of_a_budget_idle():
     made = Buffers(3 * KEPT)
     with made.hold(KEPT), made.hold(KEPT):
         with made.hold(KEPT), made.hold(KEPT // 2):

@@ -95,7 +95,7 @@ async def check(store: Store, run: str = RUN, steps=(1, 2), world: int = 1) -> N
 
 
 @pytest.mark.parametrize("to_run", [RUN, NEW])
-def test_a_copy_is_whole_and_the_next_one_sends_only_what_is_new(spool, to_run):
+def test_copy_is_complete_and_the_next_copy_sends_only_new_chunks(spool, to_run):
     async def work() -> None:
         store, target = await source(spool, world=2), Double()
         first = await copy(store, target, to_run)
@@ -166,7 +166,7 @@ TRIALS = int(os.environ.get("TIERD_COPY_TRIALS", "4"))
 
 
 @pytest.mark.parametrize("seed", range(TRIALS))
-def test_whatever_happens_a_copy_ends_with_all_that_is_right_and_nothing_half(seed, tmp_path):
+def test_copy_ends_with_every_right_checkpoint_and_nothing_incomplete_in_any_history(seed, tmp_path):
     """Saves, prunes, flipped bits and killed copies in any order; then one copy that is left alone."""
     chance = random.Random(seed)
     world, spool, to_run = chance.choice((1, 2, 3)), Spool(tmp_path / "spool"), chance.choice((RUN, NEW))
@@ -211,7 +211,7 @@ async def _given(store: Store, run: str = RUN, keep: int = 10, by: str = "0a0b0c
     await store.put(retention_key(run, by, given), encode(one))
 
 
-def test_what_is_corrupt_at_the_source_is_named_and_never_appears(spool):
+def test_checkpoint_that_is_corrupt_at_the_source_is_named_and_never_copied(spool):
     async def work() -> None:
         store, target = await source(spool, (1, 2, 3)), Double()
         for key in await contents(store):
@@ -245,7 +245,7 @@ def test_a_corrupt_manifest_at_the_source_is_named_too(spool):
     asyncio.run(work())
 
 
-def test_what_is_pruned_meanwhile_is_no_corruption(spool):
+def test_checkpoint_that_is_pruned_during_a_copy_is_no_corruption(spool):
     async def work() -> None:
         store, pruned = Double(await source(spool)), MemoryStore()
         for key, data in (await contents(store)).items():

@@ -93,7 +93,7 @@ def one_hand(monkeypatch):
 @pytest.mark.parametrize("hands", [1, 8])
 @pytest.mark.parametrize("how", ["error", "cancel"])
 @pytest.mark.parametrize("after", range(ALL))
-def test_interrupted_at_any_chunk_only_what_is_missing_is_fetched(spool, store, monkeypatch, after, how, hands):
+def test_fetch_interrupted_at_any_chunk_fetches_only_the_missing_chunks(spool, store, monkeypatch, after, how, hands):
     monkeypatch.setattr(download_module, "_HANDS", hands)
     interrupted(spool, store, after, how)
     assert not spool.parts()
@@ -113,7 +113,7 @@ HARMS = ["flip", "truncate", "empty", "lengthen", "remove", "directory", "symlin
 
 @pytest.mark.parametrize("victim", ["weights.bin", "deep/er/state.json"])
 @pytest.mark.parametrize("harm", [*HARMS, "holes"])
-def test_what_came_to_harm_meanwhile_is_fetched_again(spool, store, harm, victim, one_hand):
+def test_partial_file_that_was_damaged_meanwhile_is_fetched_again(spool, store, harm, victim, one_hand):
     interrupted(spool, store, ALL - 1)
     path = spool.fetching(PART) / victim
     size = path.stat().st_size
@@ -162,14 +162,14 @@ def test_a_full_disk_is_said_before_anything_is_fetched(spool, store, monkeypatc
     assert not gets(store)
 
 
-def test_a_small_disk_takes_what_fits_beside_a_small_reserve(spool, store, monkeypatch):
+def test_small_disk_accepts_a_part_that_fits_beside_a_small_reserve(spool, store, monkeypatch):
     """64 MiB to spare are more than a disk of some MB has."""
     monkeypatch.setattr(Spool, "free", lambda self: (4 << 20, 8 << 20))
     asyncio.run(fetch(spool, PART, {"tier": store}))
     assert read(spool, PART) == FILES
 
 
-def test_what_nobody_goes_on_with_gives_way_to_what_is_wanted(spool, store, monkeypatch):
+def test_abandoned_partial_fetch_gives_way_to_a_wanted_part(spool, store, monkeypatch):
     other = spool.fetching(part(3))
     other.mkdir()
     (other / "weights.bin").write_bytes(b"half of something else")
@@ -247,7 +247,7 @@ def linked(spool: Spool, tmp_path: Path) -> tuple[Path, Path]:
     return path, theirs
 
 
-def test_a_healthy_file_of_two_names_stays_shared(spool, store, tmp_path):
+def test_healthy_file_of_two_names_is_still_shared(spool, store, tmp_path):
     """A copy of each file of a watched run doubled its disk space."""
     path, theirs = linked(spool, tmp_path)
     assert not asyncio.run(fetch(spool, PART, {"tier": store})).chunks
@@ -292,7 +292,7 @@ def test_each_file_is_synced_once(spool, store, monkeypatch):
     assert len(files) == len(set(files)) == len(FILES)
 
 
-def test_what_an_interrupted_healing_wrote_is_synced_by_the_next(spool, store, monkeypatch, one_hand):
+def test_chunks_that_an_interrupted_repair_wrote_are_synced_by_the_next_repair(spool, store, monkeypatch, one_hand):
     commit(spool, PART, FILES)
     path = spool.path(PART) / "weights.bin"
     path.write_bytes(flipped(path.read_bytes(), 0))
@@ -423,7 +423,7 @@ async def _keys(store) -> list[str]:
 
 
 @pytest.mark.parametrize("keep_manifest", [True, False])
-def test_a_chunk_is_found_under_another_checkpoint_of_its_rank(spool, store, keep_manifest):
+def test_fetch_reads_a_chunk_under_another_checkpoint_of_its_rank(spool, store, keep_manifest):
     """As where equal chunks are shared; under another rank's name nobody looks, and what lies there is not believed."""
     commit(spool, PART, FILES)
     (spool.path(PART) / "weights.bin").unlink()
@@ -442,7 +442,7 @@ def test_a_chunk_is_found_under_another_checkpoint_of_its_rank(spool, store, kee
     assert read(spool, PART) == FILES and fetched.tiers == ("tier",)
 
 
-def test_an_interrupted_fetch_waits_for_a_while_and_then_goes(spool, store, monkeypatch):
+def test_interrupted_fetch_is_kept_for_a_while_and_then_deleted(spool, store, monkeypatch):
     interrupted(spool, store, 3)
 
     async def work(patience: float) -> None:
@@ -462,7 +462,7 @@ def test_an_interrupted_fetch_waits_for_a_while_and_then_goes(spool, store, monk
 
 
 @pytest.mark.parametrize("why", ["low", "there"])
-def test_an_interrupted_fetch_that_is_in_the_way_goes_at_once(spool, store, why):
+def test_interrupted_fetch_that_is_in_the_way_is_deleted_at_once(spool, store, why):
     interrupted(spool, store, 3)
     if why == "there":
         commit(spool, PART, FILES)
@@ -492,7 +492,7 @@ def test_a_fetch_under_way_is_never_discarded(spool, store):
     assert read(spool, PART) == FILES
 
 
-def test_what_is_cancelled_is_at_rest_when_it_says_so():
+def test_cancelled_thread_is_at_rest_when_the_cancellation_is_raised():
     begun, ended = threading.Event(), []
 
     def work() -> None:

@@ -48,7 +48,7 @@ HARMS = ["flip", "truncate", "empty", "lengthen", "remove", "directory", "symlin
 
 @pytest.mark.parametrize("victim", ["weights.bin", "deep/er/state.json", "empty", MANIFEST_NAME])
 @pytest.mark.parametrize("harm", HARMS)
-def test_any_harm_to_a_local_file_is_healed(spool, harm, victim):
+def test_damaged_local_file_of_any_kind_is_repaired(spool, harm, victim):
     commit(spool, PART)
     store = MemoryStore()
     flushed(spool, store)
@@ -108,7 +108,7 @@ def test_a_mixture_of_half_bad_tiers_makes_a_whole(spool):
     assert set(fetched.defects) == {"first"}  # the second was asked only for what the first had wrong
 
 
-def test_a_whole_part_comes_into_an_empty_spool(spool, tmp_path):
+def test_whole_part_is_fetched_into_an_empty_spool(spool, tmp_path):
     commit(spool, PART)
     store = MemoryStore()
     flushed(spool, store)
@@ -189,7 +189,7 @@ def test_a_chunk_that_is_bad_everywhere_is_named_with_every_reason(spool):
 
 
 @pytest.mark.parametrize("order", [("good", "down"), ("down", "good")])
-def test_a_tier_that_is_down_does_not_stop_healing_from_another(spool, order):
+def test_tier_that_is_down_does_not_stop_a_repair_from_another(spool, order):
     commit(spool, PART)
     good, down = Double(), Double()
     flushed(spool, good, down)
@@ -212,7 +212,7 @@ def test_nothing_is_called_corrupt_while_a_tier_cannot_be_asked(spool):
         asyncio.run(fetch(spool, PART, {"bad": bad, "down": down}))
 
 
-def test_a_tier_whose_manifest_tells_of_other_content_is_not_believed(spool):
+def test_tier_whose_manifest_describes_other_content_is_not_believed(spool):
     """Sealed and well-formed, and about other bytes: with the spool's manifest whole, the spool's word counts."""
     commit(spool, PART)
     store = MemoryStore()
@@ -238,7 +238,7 @@ def test_a_tier_whose_manifest_tells_of_other_content_is_not_believed(spool):
         asyncio.run(fetch(spool, PART, {"tier": store}))
 
 
-def test_one_tiers_lie_with_an_intact_seal_does_not_lose_what_another_has_right(spool, tmp_path):
+def test_forged_manifest_on_a_tier_does_not_lose_the_right_copy_of_another(spool, tmp_path):
     commit(spool, PART)
     stores = {"first": MemoryStore(), "second": MemoryStore()}
     flushed(spool, *stores.values())
@@ -263,7 +263,7 @@ def test_one_tiers_lie_with_an_intact_seal_does_not_lose_what_another_has_right(
         assert asyncio.run(stores["second"].get(PART.manifest_key))
 
 
-def test_a_chunk_in_another_form_than_its_manifest_says_is_found(spool, tmp_path):
+def test_chunk_in_another_form_than_its_manifest_says_is_detected(spool, tmp_path):
     commit(spool, PART)
     near, far = MemoryStore(), MemoryStore()
     flushed(spool, near, far)
@@ -286,7 +286,7 @@ def test_a_chunk_in_another_form_than_its_manifest_says_is_found(spool, tmp_path
 
 
 @pytest.mark.parametrize("harm", ["flip", "remove"])
-def test_a_chunk_is_found_by_its_digest_on_a_tier_that_lost_its_manifest(spool, harm):
+def test_fetch_reads_a_chunk_by_its_digest_on_a_tier_that_lost_its_manifest(spool, harm):
     commit(spool, PART)
     store = MemoryStore()
     flushed(spool, store)

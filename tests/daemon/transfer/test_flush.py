@@ -60,7 +60,7 @@ def test_the_manifest_is_put_last_and_after_every_chunk_was_read_back(spool):
     [flipped, lambda data: data[:-1], lambda data: data + b"x", lambda data: b"", lambda data: bytes(len(data))],
     ids=["bit", "short", "long", "empty", "zeros"],
 )
-def test_what_does_not_read_back_as_it_was_put_is_never_shown(spool, spoil):
+def test_chunk_that_does_not_read_back_as_it_was_put_is_never_shown(spool, spoil):
     commit(spool, PART)
     store = Double()
     store.spoil = lambda key, data: spoil(data) if is_chunk(key) else data
@@ -93,7 +93,7 @@ class Directory(FileStore):
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "lengthen", "remove", "fifo"])
-def test_what_a_directory_holds_is_digested_there_and_never_shown_if_it_is_not_what_was_put(spool, tmp_path, harm):
+def test_object_in_a_directory_is_digested_there_and_never_shown_if_it_differs(spool, tmp_path, harm):
     commit(spool, PART)
     (tmp_path / "tier").mkdir()
 
@@ -115,7 +115,7 @@ def test_what_a_directory_holds_is_digested_there_and_never_shown_if_it_is_not_w
     asyncio.run(work())
 
 
-def test_a_manifest_spoiled_on_its_way_is_no_copy_and_the_one_set_aside_stays_until_it_is_right(spool):
+def test_manifest_spoiled_on_its_way_is_no_copy_and_the_quarantined_manifest_is_kept_until_it_is_right(spool):
     """It may be all that tells of its launch, once the node is gone. Seed 100255 of `python -m faults simulation`."""
     commit(spool, PART)
     store = Double()
@@ -134,7 +134,7 @@ def test_a_manifest_spoiled_on_its_way_is_no_copy_and_the_one_set_aside_stays_un
     assert PART.quarantine_key not in asyncio.run(contents(store.inner))
 
 
-def test_a_manifest_goes_only_once_what_was_set_aside_of_it_is_right(spool):
+def test_manifest_is_deleted_only_once_its_quarantined_copy_is_right(spool):
     commit(spool, PART)
     store = Double()
     flushed(spool, store)
@@ -154,7 +154,7 @@ async def restored(spool: Spool, *stores) -> dict[str, bytes]:
     return read(spool, PART)
 
 
-def test_an_interrupted_flush_does_not_send_again_what_lies_there(spool):
+def test_interrupted_flush_does_not_send_chunks_again_that_lie_there(spool):
     commit(spool, PART)
     store = Double()
 
@@ -173,7 +173,7 @@ def test_an_interrupted_flush_does_not_send_again_what_lies_there(spool):
     assert len(set(store.puts(is_chunk)) | there) == 4
 
 
-def test_what_an_interrupted_flush_left_corrupt_is_sent_again(spool):
+def test_corrupt_chunk_of_an_interrupted_flush_is_sent_again(spool):
     commit(spool, PART)
     store = Double()
     flushed(spool, store)
@@ -185,7 +185,7 @@ def test_what_an_interrupted_flush_left_corrupt_is_sent_again(spool):
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("EIO"), StoreRefused("403")])
-def test_what_an_interrupted_flush_left_unreadable_is_sent_again(spool, error):
+def test_unreadable_chunk_of_an_interrupted_flush_is_sent_again(spool, error):
     """One object that cannot be read kept its part, and all that waits behind it, from a tier for ever."""
     commit(spool, PART)
     store = Double()
@@ -274,7 +274,7 @@ def manifest_on(store: Double, which=PART) -> Manifest:
 
 
 @pytest.mark.parametrize(("reread", "reads"), [(False, 0), (True, 4)])
-def test_what_a_server_verified_is_read_back_only_where_that_is_wanted(spool, reread, reads):
+def test_chunk_that_a_server_verified_is_read_back_only_where_configured(spool, reread, reads):
     commit(spool, PART)
     store = Double()
     store.verifies = "crc64nvme"
@@ -309,13 +309,13 @@ def test_a_chunk_that_the_checkpoint_before_has_is_named_and_not_sent(spool):
     assert second.owners == {part(0).checkpoint, part(1).checkpoint}
 
 
-def test_a_chunk_goes_on_being_named_where_it_first_lay(spool):
+def test_unchanged_chunk_keeps_the_name_of_its_first_owner(spool):
     store = Double()
     _, _, third = steps(spool, store, {"w": b"x" * CHUNK}, {"w": b"x" * CHUNK}, {"w": b"x" * CHUNK})
     assert third.owners == {part(0).checkpoint} and store.puts(is_chunk) == []
 
 
-def test_what_the_lender_has_lost_is_sent(spool):
+def test_shared_chunk_that_its_owner_has_lost_is_sent(spool):
     store = Double()
     (first,) = steps(spool, store, {"w": b"x" * CHUNK + b"y" * CHUNK})
     asyncio.run(store.inner.delete([f"{first.run}/{next(first.chunks()).stored.key}"]))
@@ -400,7 +400,7 @@ class Counting(Budget):
 
 
 @pytest.mark.parametrize("total", [CHUNK, 5 * CHUNK, 1000 * CHUNK])
-def test_no_more_than_the_budget_is_in_memory_and_all_of_it_comes_back(spool, total):
+def test_flush_uses_no_more_memory_than_its_budget_and_returns_all_of_it(spool, total):
     commit(spool, PART, content(7, chunks=20))
     budget = Counting(total)
     asyncio.run(flush(spool, PART, Route(Double(), budget=budget)))

@@ -31,7 +31,7 @@ class Time:
         return self.now
 
 
-def test_chunks_begin_one_after_the_other_however_many_wait(monkeypatch):
+def test_chunks_of_a_spread_flush_begin_in_order_however_many_wait(monkeypatch):
     clock, begun = Time(monkeypatch), list[float]()
 
     async def work() -> None:

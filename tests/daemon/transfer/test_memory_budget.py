@@ -11,7 +11,7 @@ from tierd.daemon.transfer.memory_budget import Budget
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_never_more_than_there_is_whoever_is_cancelled(seed):
+def test_budget_never_grants_more_than_its_total_under_any_cancellation(seed):
     rng = random.Random(seed)
     budget, out = Budget(100), 0
 
@@ -39,7 +39,7 @@ def test_never_more_than_there_is_whoever_is_cancelled(seed):
     asyncio.run(work())
 
 
-def test_a_large_request_is_not_starved_by_small_ones():
+def test_large_request_is_not_starved_by_small_requests():
     budget, order = Budget(10), []
 
     async def use(name: str, size: int) -> None:
@@ -54,7 +54,7 @@ def test_a_large_request_is_not_starved_by_small_ones():
     assert order[:2] == ["a", "large"]
 
 
-def test_what_was_granted_to_somebody_who_was_cancelled_meanwhile_goes_on():
+def test_grant_of_a_waiter_that_was_cancelled_meanwhile_passes_to_the_next():
     async def work() -> None:
         budget = Budget(1)
         async with budget.take(1):
@@ -67,7 +67,7 @@ def test_what_was_granted_to_somebody_who_was_cancelled_meanwhile_goes_on():
     asyncio.run(work())
 
 
-def test_what_is_taken_at_once_waits_for_nobody_and_goes_before_nobody():
+def test_take_at_once_never_waits_and_overtakes_no_waiter():
     async def work() -> None:
         budget = Budget(10)
         assert budget.take_at_once(11) is None

@@ -40,7 +40,7 @@ def tier(spool):
     return store.inner
 
 
-def test_a_look_that_reads_a_manifest_wrong_sets_nothing_aside(tier, tmp_path):
+def test_observation_that_reads_a_manifest_wrong_quarantines_nothing(tier, tmp_path):
     async def work():
         store = FlipsOnTheWay(tier)
         fresh = Spool(tmp_path / "fresh")
@@ -57,14 +57,14 @@ def test_a_look_that_reads_a_manifest_wrong_sets_nothing_aside(tier, tmp_path):
     asyncio.run(work())
 
 
-def test_the_spool_is_not_told_that_a_tier_has_lost_what_it_holds(tier, spool):
+def test_tier_with_flips_on_the_way_still_holds_its_parts(tier, spool):
     async def work():
         assert await holds(FlipsOnTheWay(tier), part(2), spool.manifest(part(2))) is True
 
     asyncio.run(work())
 
 
-def test_what_read_wrong_for_a_while_is_not_flushed_for_ever(tier, spool):
+def test_manifest_that_read_wrong_for_a_while_is_not_flushed_for_ever(tier, spool):
     """The same bytes, put anew, have the same token on S3, which is by content."""
 
     class ByContent(FlipsOnTheWay):

@@ -80,7 +80,7 @@ async def fetched(spool: Spool, step: int, **stores) -> dict[str, bytes]:
     return read(spool, part(step))
 
 
-def test_a_row_that_changes_is_all_that_is_sent_and_comes_back(spool):
+def test_changed_row_is_the_only_data_sent_and_the_patch_restores_it(spool):
     committed(spool, 1, 2, 3)
     store = Double()
 
@@ -306,7 +306,7 @@ def test_two_flushes_of_one_part_with_different_bases_do_not_overwrite_each_othe
     asyncio.run(work())
 
 
-def test_a_flipped_bit_of_a_patch_is_found_whichever_it_is(spool):
+def test_any_flipped_bit_of_a_patch_is_detected(spool):
     committed(spool, 1, 2)
     store = Double()
 

@@ -67,7 +67,7 @@ class Slow(Double):
 
 
 @pytest.mark.parametrize("every", [3, 5])
-def test_a_tier_slower_than_the_saves_comes_to_have_all_that_it_wants(spool, every):
+def test_tier_slower_than_the_saves_gets_every_wanted_checkpoint(spool, every):
     """Row 1: `s3` takes one checkpoint while so many are saved."""
 
     async def work():
@@ -97,7 +97,7 @@ def test_a_tier_slower_than_the_saves_comes_to_have_all_that_it_wants(spool, eve
     assert same.items() <= on["s3"].items()
 
 
-def test_a_tier_behind_a_real_limit_comes_to_have_all_that_it_wants(spool, tmp_path):
+def test_tier_behind_a_real_limit_gets_every_wanted_checkpoint(spool, tmp_path):
     """Row 1 again, with `limit_up`: 40 kB a save, 15 saves a second, and a tier that takes three of them a second."""
 
     async def work():
@@ -144,7 +144,7 @@ def test_row_2_the_chain_starts_at_the_oldest_that_is_known(spool):
     assert steps_in(spool) == [1, 3, 5]
 
 
-def test_what_the_spool_freed_is_relayed_byte_for_byte_and_told_as_a_flush(spool):
+def test_checkpoint_that_the_spool_freed_is_relayed_byte_for_byte_and_reported_as_a_flush(spool):
     async def work():
         fast, slow = Double(), Double()
         slow.error = StoreUnavailable("no route")
@@ -168,7 +168,7 @@ def test_what_the_spool_freed_is_relayed_byte_for_byte_and_told_as_a_flush(spool
     assert all(fast[key] == slow[key] for key in fast if is_chunk(key))
 
 
-def test_a_relay_takes_what_is_wrong_on_one_tier_from_the_next_and_never_puts_it(spool):
+def test_relay_reads_a_chunk_that_is_wrong_on_a_tier_from_the_next_and_never_puts_it(spool):
     async def work():
         stores = {name: Double() for name in "abc"}
         stores["c"].error = StoreUnavailable("no route")
@@ -193,7 +193,7 @@ def test_a_relay_takes_what_is_wrong_on_one_tier_from_the_next_and_never_puts_it
     asyncio.run(work())
 
 
-def test_what_no_tier_has_right_is_not_relayed_and_scrubbed_at_once(spool):
+def test_checkpoint_that_no_tier_has_right_is_not_relayed_and_scrubbed_at_once(spool):
     async def work():
         stores = {name: Double() for name in "ab"}
         stores["b"].error = StoreUnavailable("no route")
@@ -260,7 +260,7 @@ class Late(Double):
             await then()
 
 
-def test_a_save_that_comes_while_a_last_copy_is_deleted_does_not_hide_that_a_tier_wanted_it(spool):
+def test_save_during_the_deletion_of_a_last_copy_does_not_hide_that_a_tier_wanted_it(spool):
     async def work():
         fast, slow = Late(), Double()
         slow.error = StoreUnavailable("no route")
@@ -316,7 +316,7 @@ def test_a_last_copy_is_reported_though_its_chunks_cannot_be_deleted(spool):
     assert len([1 for place, step, _ in events(node, "pruned") if (place, step) == ("a", 10)]) == 1
 
 
-def test_only_time_in_which_a_tier_was_asked_in_vain_ends_what_is_held_for_it(spool, monkeypatch):
+def test_hold_for_a_tier_ends_only_after_time_in_which_the_tier_was_asked_in_vain(spool, monkeypatch):
     """A daemon at rest looks seldom, and a machine is frozen: a look that fails then says nothing of before."""
     now = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
@@ -386,7 +386,7 @@ def test_a_full_tier_gives_up_the_oldest_it_holds_for_others_until_puts_work_aga
     assert steps_on(fast) == [51]
 
 
-def test_a_full_tier_goes_on_where_one_prune_waits_for_a_copy_that_nobody_may_quarantine(spool):
+def test_full_tier_continues_where_a_prune_waits_for_a_copy_that_nobody_may_quarantine(spool):
     """Step 1 waits on `a` for an hour each time, because `b` lets nothing be deleted, and has it without a chunk."""
     rich = RetentionPolicy(keep_last=1000)
 

@@ -112,7 +112,7 @@ async def chunks(store) -> dict[str, bytes]:
     return {key: data for key, data in (await contents(store)).items() if is_chunk(key)}
 
 
-def test_memory_is_used_again_once_no_flush_sends_what_it_holds(spool, monkeypatch):
+def test_memory_is_used_again_once_no_flush_sends_its_bytes(spool, monkeypatch):
     """Two tiers that take their time with each chunk: nobody else writes to its memory meanwhile."""
     saved(spool)
     made, real = [], buffers.memory_for
@@ -149,7 +149,7 @@ def test_two_tiers_cost_one_read_one_verification_and_one_encoding(spool, work):
     asyncio.run(run())
 
 
-def test_a_tier_that_comes_later_takes_what_the_first_is_at_and_reads_what_it_missed(spool, work):
+def test_tier_that_joins_later_shares_the_current_chunks_and_reads_the_missed_chunks(spool, work):
     saved(spool)
 
     async def run() -> None:
@@ -198,7 +198,7 @@ def test_a_tier_that_is_behind_joins_at_once_where_hardly_anything_can_be_kept(s
 
 
 @pytest.mark.parametrize("window", [CHUNK, 4 * CHUNK, 1 << 20])
-def test_a_tier_that_stands_still_holds_up_neither_another_one_nor_memory(spool, work, window):
+def test_tier_that_stands_still_holds_up_neither_another_tier_nor_memory(spool, work, window):
     saved(spool)
 
     async def run() -> None:
@@ -219,7 +219,7 @@ def test_a_tier_that_stands_still_holds_up_neither_another_one_nor_memory(spool,
     asyncio.run(run())
 
 
-def test_a_slow_tier_takes_from_the_window_what_fits_there(spool, work):
+def test_slow_tier_takes_from_the_window_the_chunks_that_fit_there(spool, work):
     """It reads nothing anew where all that it lags behind is kept."""
     saved(spool)
 
@@ -238,7 +238,7 @@ def test_a_slow_tier_takes_from_the_window_what_fits_there(spool, work):
     asyncio.run(run())
 
 
-def test_what_goes_wrong_on_one_tier_is_nothing_to_another(spool):
+def test_failure_of_a_tier_does_not_reach_another(spool):
     saved(spool)
 
     async def run() -> None:
@@ -258,7 +258,7 @@ def test_what_goes_wrong_on_one_tier_is_nothing_to_another(spool):
     asyncio.run(run())
 
 
-def test_what_is_corrupt_in_the_spool_is_shown_on_no_tier(spool):
+def test_chunk_that_is_corrupt_in_the_spool_is_shown_on_no_tier(spool):
     saved(spool)
     damage(spool.path(PART) / "w", "flip")
 
@@ -315,7 +315,7 @@ class Fickle(MemoryStore):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_whatever_tiers_there_are_each_has_the_same_in_the_end(spool, seed):
+def test_tiers_of_any_kind_have_the_same_chunks_in_the_end(spool, seed):
     """Of any speed, with failures and cuts, with room for much or hardly anything."""
     rng = random.Random(seed)
     sizes = [rng.choice([1, CHUNK // 2, CHUNK]) for _ in range(rng.randrange(1, 20))]

@@ -81,14 +81,14 @@ def test_it_is_pruned_all_the_while(spool):
     assert store.most <= 4  # two are kept, one is new, and another may have come before the deletion had its turn
 
 
-def test_it_does_not_fill_the_spool_and_is_sent_what_is_the_newest_by_then(spool):
+def test_slow_tier_does_not_fill_the_spool_and_gets_the_newest_checkpoint_by_then(spool):
     store = lived(spool, keep=2, keep_local=1)
     assert store.most_here <= 4  # the two newest, which the tier wants, the newest verified, and what is on its way
     assert store.sent[:_SENT] == sorted(store.sent[:_SENT]) and store.sent[_SENT - 1] > _SENT
     assert steps_in(spool)[-1] == 5 * (_SENT - 1) + 1
 
 
-def test_what_is_wanted_for_good_holds_up_no_newest(spool):
+def test_checkpoints_wanted_for_good_hold_up_no_newest(spool):
     """The rule wants more for good than the tier can take; the newest was not sent again while any of that waited."""
     store = lived(spool, room=1000, keep=1, keep_local=1, every=2)
     first = store.leading[:_SENT]
@@ -96,7 +96,7 @@ def test_what_is_wanted_for_good_holds_up_no_newest(spool):
     assert first.count(False) >= _SENT / 4, "and both kinds go on"
 
 
-def test_nothing_goes_because_of_a_newer_one_that_is_rotten(spool):
+def test_no_copy_is_deleted_because_of_a_newer_copy_that_is_rotten(spool):
     """Simulation, seed 224: the newest was rotten before any tier had it, and the one before it went."""
 
     class Stuck(MemoryStore):
@@ -125,7 +125,7 @@ def test_nothing_goes_because_of_a_newer_one_that_is_rotten(spool):
 
 
 @pytest.mark.parametrize("what", ["pin", "restore"])
-def test_what_makes_the_only_copy_wanted_counts_until_it_goes(spool, monkeypatch, what):
+def test_only_copy_that_becomes_wanted_before_its_deletion_is_kept(spool, monkeypatch, what):
     """The newer copies are read before it goes, which takes minutes."""
     hurry(monkeypatch)
 

@@ -33,7 +33,7 @@ def test_a_rate_is_bytes_over_the_time_in_which_something_moved():
     assert meter.rate == 400 / 5
 
 
-def test_what_is_old_fades():
+def test_old_measurements_fade():
     clock = Clock()
     meter = Meter(clock, enough=1)
     for size in [1000] * 1000 + [10] * 1000:
@@ -65,7 +65,7 @@ def codecs(throughput: Throughput, count: int = 200) -> list[str]:
     return found
 
 
-def test_it_packs_while_the_link_is_the_slower_one():
+def test_chunks_are_packed_while_the_link_is_slower_than_the_encoder():
     assert RAW not in codecs(paced(link=0.2e9, encoder=1e9))
 
 
@@ -75,7 +75,7 @@ def test_it_does_not_where_the_link_outruns_it_but_tries_now_and_then():
     assert "the link takes 5.0 GB/s" in paced(link=5e9, encoder=1e9).compression("s3").why
 
 
-def test_a_slow_tier_beside_a_fast_one_has_its_way():
+def test_slow_tier_beside_a_fast_tier_gets_packed_chunks():
     throughput = paced(link=5e9, encoder=1e9)
     slow = throughput.link("slow")
     slow._bytes, slow._seconds = 1e7, 1.0

@@ -54,7 +54,7 @@ def test_no_chunk_at_all_brings_the_manifest(spool, store, fresh):
     assert fresh.parts() == [] and chunks_got(store) == 0
 
 
-def test_what_is_wanted_comes_and_nothing_else(store, fresh):
+def test_wanted_chunks_are_fetched_and_nothing_else(store, fresh):
     assert bring(fresh, store, {WEIGHTS: [(1, 2), (4, 5)]}).chunks == 2
     found = (fresh.fetching(PART) / WEIGHTS).read_bytes()
     for number in range(6):
@@ -63,7 +63,7 @@ def test_what_is_wanted_comes_and_nothing_else(store, fresh):
     assert len(found) == len(FILES[WEIGHTS]) and chunks_got(store) == 2 and fresh.parts() == []
 
 
-def test_what_one_has_brought_the_next_finds_and_so_does_a_whole_fetch(store, fresh):
+def test_chunks_that_a_reader_fetched_are_used_by_the_next_reader_and_a_whole_fetch(store, fresh):
     bring(fresh, store, {WEIGHTS: [(0, 3)]})
     assert bring(fresh, store, {WEIGHTS: [(2, 4)]}).chunks == 1
     assert bring(fresh, store, None).chunks == 7 - 4  # and the other file
@@ -71,7 +71,7 @@ def test_what_one_has_brought_the_next_finds_and_so_does_a_whole_fetch(store, fr
     assert not list((fresh.control / "fetch").iterdir())
 
 
-def test_a_chunk_that_turned_bad_where_it_waits_comes_again(store, fresh):
+def test_partial_chunk_that_turned_bad_is_fetched_again(store, fresh):
     bring(fresh, store, {WEIGHTS: [(0, 3)]})
     path = fresh.fetching(PART) / WEIGHTS
     path.write_bytes(flipped(path.read_bytes(), CHUNK + 7))
@@ -79,7 +79,7 @@ def test_a_chunk_that_turned_bad_where_it_waits_comes_again(store, fresh):
     assert path.read_bytes()[: 3 * CHUNK] == FILES[WEIGHTS][: 3 * CHUNK]
 
 
-def test_of_a_committed_part_only_what_is_wanted_is_healed(spool, store):
+def test_repair_of_a_committed_part_replaces_only_the_wanted_chunks(spool, store):
     path = spool.path(PART) / WEIGHTS
     path.write_bytes(flipped(flipped(path.read_bytes(), 5), 3 * CHUNK + 5))
     assert bring(spool, store, {WEIGHTS: [(3, 4)]}).chunks == 1
@@ -88,7 +88,7 @@ def test_of_a_committed_part_only_what_is_wanted_is_healed(spool, store):
     assert read(spool, PART) == FILES
 
 
-def test_a_committed_part_whose_manifest_is_bad_is_healed_whole(spool, store):
+def test_committed_part_whose_manifest_is_bad_is_repaired_whole(spool, store):
     path = spool.path(PART) / WEIGHTS
     path.write_bytes(flipped(path.read_bytes(), 5))
     (spool.path(PART) / "manifest.json").write_bytes(b"{}")
@@ -118,7 +118,7 @@ async def _keys(store: Store) -> list[str]:
     return [info.key async for info in store.scan("")]
 
 
-def test_readers_of_one_part_share_what_comes_and_it_goes_with_the_last_of_them(store, fresh):
+def test_readers_of_a_part_share_its_fetched_chunks_and_the_last_reader_removes_them(store, fresh):
     with Daemon(fresh.root, {"tier": store}) as daemon:
         place = fresh.fetching(PART)
         first, second = Link(fresh), Link(fresh)
