@@ -46,7 +46,7 @@ ELSEWHERE = {
     ),
     "no-key/terminal": (
         "end_to_end/test_planted_names.py::test_no_command_shows_planted_names_as_they_are",
-        "end_to_end/test_planted_names.py::test_events_and_what_systemd_shows_are_escaped",
+        "end_to_end/test_planted_names.py::test_events_and_systemd_status_are_escaped",
     ),
     "key/code": (
         "dcp/test_metadata.py::test_metadata_that_would_run_something_is_refused_by_name",
@@ -71,8 +71,8 @@ ELSEWHERE = {
         "spool/test_permissions.py::test_memory_that_could_be_cut_short_is_not_taken",
     ),
     "user/spool": (
-        "end_to_end/test_surroundings.py::test_whatever_the_umask_nobody_else_gets_at_spool_and_tier",
-        "spool/test_permissions.py::test_a_new_spool_is_its_owners_alone_whatever_the_umask",
+        "end_to_end/test_surroundings.py::test_spool_and_tier_are_closed_to_others_under_any_umask",
+        "spool/test_permissions.py::test_new_spool_is_its_owners_alone_under_any_umask",
         "spool/test_permissions.py::test_both_sockets_are_their_owners_alone_from_the_first_moment",
     ),
     "user/daemon": (
@@ -81,7 +81,7 @@ ELSEWHERE = {
     ),
     "user/above": (
         "spool/test_permissions.py::test_a_spool_of_another_user_is_refused",
-        "spool/test_permissions.py::test_a_directory_above_in_which_everybody_may_rename_is_told",
+        "spool/test_permissions.py::test_directory_above_in_which_everybody_may_rename_is_warned_of",
     ),
     "user/link": (
         "stores/test_file.py::test_a_link_planted_between_any_two_steps_leads_nowhere",

@@ -39,7 +39,7 @@ def test_a_range_that_there_is_not_is_the_manifests_fault(source, asked):
         source.span(PART, *asked)
 
 
-def test_what_another_process_set_aside_is_gone_and_no_failure(spool):
+def test_part_that_another_process_quarantined_is_missing_and_no_failure(spool):
     commit(spool, PART, {"file": DATA})
     files = Files(spool, PART.checkpoint, 1, None, "")
     span = files.span(PART, "file")
@@ -55,13 +55,13 @@ def test_neighbours_are_read_at_once_and_a_gap_is_not(source, monkeypatch):
     assert groups == [[0, 600, 1200], [3900], [8000, 8600]]
 
 
-def test_without_a_daemon_what_is_missing_is_no_corruption(spool):
+def test_missing_part_without_a_daemon_is_no_corruption(spool):
     with pytest.raises((StoreUnavailable, ObjectNotFound)):
         Files(spool, PART.checkpoint, 1, None, "").manifest(PART)
 
 
 @pytest.mark.parametrize(("files", "runs"), [(1, 100_000), (3000, 2), (1, 1), (0, 0)])
-def test_a_long_list_goes_in_several_requests(files, runs):
+def test_long_list_of_ranges_is_split_into_several_requests(files, runs):
     name = "ä" * 300
     wanted = {f"{name}{number}": [(3 * at, 3 * at + 2) for at in range(runs)] for number in range(files)}
     found: dict[str, list] = {}

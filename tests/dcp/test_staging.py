@@ -64,7 +64,7 @@ def saved(ckpt: tierd.Checkpointer, step: int) -> dict:
 
 
 @pytest.mark.parametrize("attached", [True, False])
-def test_what_is_written_is_the_state_at_the_call(local, attached):
+def test_staged_state_is_the_state_at_the_call(local, attached):
     job, pending, expected = Job(), [], []
     if attached:
         local.attach(job.optimizer)

@@ -83,7 +83,9 @@ def test_a_spool_that_is_a_file_is_unusable(tmp_path: Path) -> None:
     ("name", "check", "finding"),
     [("rename", "rename", "rename fails"), ("fsync", "fsync", "sync fails"), ("mkdir", "spool", "spool unusable")],
 )
-def test_what_a_disk_refuses_is_found_and_nothing_is_left(tmp_path: Path, monkeypatch, name, check, finding) -> None:
+def test_refused_disk_operation_is_a_finding_and_leaves_no_file(
+    tmp_path: Path, monkeypatch, name, check, finding
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "injected")
 
@@ -93,14 +95,14 @@ def test_what_a_disk_refuses_is_found_and_nothing_is_left(tmp_path: Path, monkey
     assert names(tmp_path) == []
 
 
-def test_a_disk_that_refuses_direct_writes_is_found(tmp_path: Path, monkeypatch) -> None:
+def test_disk_that_refuses_direct_writes_is_a_finding(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(disk, "set_direct", lambda fd, on: False)
     assert found(tmp_path)["O_DIRECT"] == "not direct"
     monkeypatch.undo()
     assert disk.set_direct is direct_io.set_direct
 
 
-def test_the_directory_of_a_killed_doctor_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
+def test_directory_of_a_killed_doctor_is_removed_and_a_running_doctors_is_not(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     old, young = (spool.control / f"doctor-{name}" for name in ("old", "young"))
     for one in (old, young):
@@ -148,7 +150,7 @@ def test_the_unit_of_a_process_is_the_end_of_its_control_group() -> None:
     assert service.unit_of(2**22 + 1) == service.UNIT
 
 
-def test_what_ends_the_daemon_is_asked_for_where_it_can_be(tmp_path: Path, monkeypatch) -> None:
+def test_doctor_asks_systemd_and_slurm_for_the_time_to_stop(tmp_path: Path, monkeypatch) -> None:
     answers = {"systemctl": "LoadState=loaded\nTimeoutStopUSec=30s", "scontrol": "KillWait  = 300 sec"}
     for name, text in answers.items():
         (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}'\n")

@@ -93,7 +93,7 @@ def judged(bucket: Bucket, *sources: str) -> dict[str, Finding]:
         ),
     ],
 )
-def test_what_a_bucket_does_with_objects(settings, names: tuple[str, ...]) -> None:
+def test_bucket_settings_are_findings(settings, names: tuple[str, ...]) -> None:
     bucket = Bucket()
     bucket.settings = settings
     found = judged(bucket, "bucket")
@@ -128,7 +128,7 @@ def test_a_bucket_that_works_is_tried_and_left_as_it_was() -> None:
         (("ListBucket",), ["refused"]),
     ],
 )
-def test_what_a_tier_does_not_allow_is_found(denied: tuple[str, ...], names: list[str]) -> None:
+def test_operation_that_a_tier_does_not_allow_is_a_finding(denied: tuple[str, ...], names: list[str]) -> None:
     bucket = Bucket()
     bucket.deny(*denied)
     assert [one.finding for one in judged(bucket, "operations").values()] == names
@@ -215,7 +215,7 @@ def test_a_server_that_says_nothing_of_use_has_no_clock(answer: bytes) -> None:
     ("days", "trusted", "name"),
     [(90, True, "encrypted"), (3, True, "certificate expires"), (-1, True, "no TLS"), (90, False, "no TLS")],
 )
-def test_a_certificate_is_verified_and_its_end_seen(tmp_path: Path, days: int, trusted: bool, name: str) -> None:
+def test_certificate_is_verified_and_its_expiry_reported(tmp_path: Path, days: int, trusted: bool, name: str) -> None:
     mine, other = tmp_path / "mine", tmp_path / "other"
     mine.mkdir(), other.mkdir()
     authority, stranger = Authority(mine), Authority(other)
@@ -340,7 +340,7 @@ def test_a_directory_that_refuses_says_why_and_where(tmp_path: Path, monkeypatch
     ("number", "name", "does"),
     [(errno.ENOSPC, "full", "Free space"), (errno.EDQUOT, "full", "quota"), (errno.EIO, "mount fails", "findmnt")],
 )
-def test_a_directory_that_takes_nothing_more_is_told_from_one_whose_disk_fails(
+def test_full_directory_is_distinguished_from_a_failing_disk(
     tmp_path: Path, monkeypatch, number: int, name: str, does: str
 ) -> None:
     """A full directory was "no answer", and doctor advised about firewalls."""
@@ -357,7 +357,7 @@ def test_a_directory_that_is_not_there_is_one_finding(tmp_path: Path) -> None:
     assert at(tmp_path / "none") == {"directory": "directory absent"}
 
 
-def test_a_directory_that_takes_nothing_is_told_from_a_bucket(tmp_path: Path, monkeypatch) -> None:
+def test_directory_that_refuses_writes_is_distinguished_from_a_bucket(tmp_path: Path, monkeypatch) -> None:
     async def refused(self, key, data) -> str:
         raise StoreRefused(f"{key}: permission denied")
 

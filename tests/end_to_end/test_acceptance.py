@@ -157,7 +157,7 @@ def test_sigterm_drains_and_ends_with_zero(tmp_path):
     assert not spool.socket.exists()
 
 
-def test_a_second_daemon_on_one_spool_is_refused_and_told_whose_it_is(tmp_path):
+def test_second_daemon_on_a_spool_is_refused_and_names_the_first(tmp_path):
     spool = tmp_path / "spool"
     Spool(spool)
     daemon = start_daemon(spool, tmp_path / "tier")
@@ -207,7 +207,7 @@ def test_a_daemon_started_by_a_trainer_outlives_it_until_all_is_flushed(tmp_path
     assert from_the_tier(tier, tmp_path / "replaced") >= last
 
 
-def test_several_ranks_may_start_the_one_daemon_at_the_same_moment(tmp_path):
+def test_several_ranks_may_start_the_single_daemon_at_the_same_moment(tmp_path):
     (tmp_path / "tier").mkdir()
     code = (
         "import sys, torch, tierd\n"

@@ -83,7 +83,7 @@ def test_a_head_says_where_each_launch_came_from_and_its_newest_checkpoint(home)
     assert json.loads(kept.read_text())["launches"] == head["launches"]
 
 
-def test_one_head_is_left_where_a_run_goes_on_elsewhere(home) -> None:
+def test_single_head_is_left_where_a_run_continues_elsewhere(home) -> None:
     before = read(home)
     with Daemon(home / "other", lambda: {"tier": FileStore(home / "tier")}) as daemon:
         with tierd.Checkpointer(home / "other", "r") as ckpt:
@@ -97,7 +97,7 @@ def test_one_head_is_left_where_a_run_goes_on_elsewhere(home) -> None:
 
 
 @pytest.mark.parametrize("harm", ["a bit flips", "empty", "deleted"])
-def test_the_only_manifest_of_a_launch_is_not_all_that_tells_where_it_came_from(home, harm) -> None:
+def test_origin_of_a_launch_survives_the_loss_of_its_only_manifest(home, harm) -> None:
     path = manifest(home, 25)
     data = path.read_bytes()
     if harm == "deleted":
@@ -109,7 +109,7 @@ def test_the_only_manifest_of_a_launch_is_not_all_that_tells_where_it_came_from(
     assert [one.step for one in found.skipped] == [25]
 
 
-def test_without_a_head_what_can_be_read_decides(home) -> None:
+def test_readable_manifests_decide_without_a_head(home) -> None:
     shutil.rmtree(home / "tier/r/timeline")
     manifest(home, 25).write_bytes(b"")
     found = restored(home, "other")
@@ -155,7 +155,7 @@ def test_a_tier_that_lost_everything_but_its_head_is_no_fresh_start_either(home)
         reader.restore({"w": torch.zeros(10)})
 
 
-def test_nor_where_somebody_put_a_name_in_the_place_of_what_it_lost(home) -> None:
+def test_restore_is_refused_where_a_forged_name_replaces_a_lost_checkpoint(home) -> None:
     checkpoint = manifest(home, 25).parent
     shutil.rmtree(home / "tier/r/manifests")
     checkpoint.mkdir(parents=True)
@@ -183,7 +183,7 @@ def test_who_knows_that_there_was_more_says_so(home) -> None:
             ckpt.restore({"w": torch.zeros(10)}, at_least=1)
 
 
-def test_what_the_spool_remembers_counts_whatever_else_is_left_of_the_run_there(home) -> None:
+def test_record_of_the_spool_counts_though_every_other_trace_of_the_run_is_lost(home) -> None:
     shutil.rmtree(home / "tier/r")
     shutil.rmtree(home / "spool/r")
     shutil.rmtree(home / "spool/.tierd/saved/r")
@@ -214,7 +214,7 @@ def test_a_planted_step_that_is_too_old_hides_none_that_is_not(home) -> None:
             reader.restore({"w": torch.zeros(10)}, at_least=21)
 
 
-def test_what_the_spool_remembers_goes_with_the_run(home) -> None:
+def test_record_of_the_spool_is_deleted_with_the_run(home) -> None:
     spool = Spool(home / "spool")
     assert list((spool.control / "timeline").iterdir())
     remove_from_spool(spool, "r")
@@ -260,7 +260,7 @@ class SlowAtFirst(FileStore):
             yield info
 
 
-def test_an_older_copy_of_a_tier_is_told_of_though_another_tier_is_done_first(home) -> None:
+def test_older_copy_of_a_tier_is_reported_though_another_tier_is_finished_first(home) -> None:
     (home / "other").mkdir()
     spool = Spool(home / "spool")
 
@@ -282,7 +282,7 @@ def test_an_older_copy_of_a_tier_is_told_of_though_another_tier_is_done_first(ho
     assert found == ["other"]
 
 
-def test_an_older_copy_of_a_tier_is_told_of_once_whoever_writes_the_next_head(home) -> None:
+def test_older_copy_of_a_tier_is_reported_once_whichever_node_writes_the_next_head(home) -> None:
     copied(home / "tier", home / "copy")
     before = read(home)["counter"]
     saved_here(home, "spool", 40)
@@ -295,7 +295,7 @@ def test_an_older_copy_of_a_tier_is_told_of_once_whoever_writes_the_next_head(ho
 
 
 @pytest.mark.parametrize("harm", ["deleted", "empty"])
-def test_a_head_that_went_is_told_of(home, harm) -> None:
+def test_lost_head_is_reported(home, harm) -> None:
     (path,) = (home / "tier/r/timeline").iterdir()
     if harm == "deleted":
         path.unlink()
@@ -306,7 +306,7 @@ def test_a_head_that_went_is_told_of(home, harm) -> None:
     assert reported(home, "spool") == []
 
 
-def test_a_rollback_that_nobody_writes_over_is_told_of_once_while_it_stays() -> None:
+def test_rollback_that_nobody_writes_over_is_reported_once_while_it_lasts() -> None:
     journal = Journal()
     notices = SaveEvents(journal)
     for why in ("old", "old", "older", None, "older"):
@@ -387,7 +387,7 @@ def test_a_head_is_read_as_it_was_written_and_nothing_else_is() -> None:
         decode(data[:-1], "r", "0123abcd")
 
 
-def test_what_a_head_remembers_never_goes_back_and_no_launch_on_the_way_is_forgotten() -> None:
+def test_head_keeps_the_newest_record_and_forgets_no_launch_on_the_timeline() -> None:
     ids = {name: CheckpointId("r", name, 3) for name in (A, B, C)}
     origins = {A: None, B: ids[A], C: ids[B]}
     remembered = {B: Known(resumed_from=Origin(step=3, attempt=A), newest=9)}

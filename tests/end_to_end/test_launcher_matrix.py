@@ -21,12 +21,12 @@ FIRST = ["0 resumed 0 " + A, "1 resumed 0 " + A]
         ([*FIRST, "0 acked 3 " + A, "1 acked 3 " + A, "0 resumed 0 " + B], "was durable"),
     ],
 )
-def test_the_matrix_finds_what_it_is_for(log, fault):
+def test_judge_of_the_matrix_detects_each_planted_fault(log, fault):
     with pytest.raises(AssertionError, match=fault):
         launchers.judge(log, "planted", 2)
 
 
-def test_a_wait_that_is_too_long_is_found():
+def test_judge_of_waits_detects_a_wait_that_is_too_long():
     assert launchers.judge_waits(["0 restore 3.00", "1 close 59.00"], "planted") == 59
     with pytest.raises(AssertionError, match="rank 1 in close for"):
         launchers.judge_waits(["0 restore 3.00", "1 close 61.00"], "planted")

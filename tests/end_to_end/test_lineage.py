@@ -41,7 +41,7 @@ def daemon(tmp_path: Path):  # type: ignore[no-untyped-def]
         yield found
 
 
-def test_a_fine_tune_tells_what_it_started_from_over_its_launches(daemon, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_fine_tune_names_its_starting_checkpoint_over_its_launches(daemon, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     spool, tier = tmp_path / "spool", str(tmp_path / "tier")
     with tierd.Checkpointer(spool, run="tune") as ckpt:
         mine = state()
@@ -76,7 +76,7 @@ def test_a_fine_tune_tells_what_it_started_from_over_its_launches(daemon, tmp_pa
     assert f"the run started from: {wanted}" in out and "copied from: tune" in out
 
 
-def test_what_is_no_other_run_s_checkpoint_is_refused(daemon, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_start_from_refuses_a_value_that_is_no_other_runs_checkpoint(daemon, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     with tierd.open(str(tmp_path / "tier"), run="base") as reader:
         loaded = reader.restore(state())
     with tierd.Checkpointer(tmp_path / "spool", run="base", attempt=tierd.new_attempt()) as ckpt:

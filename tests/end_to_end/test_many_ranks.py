@@ -34,7 +34,7 @@ def made(tmp_path):
         yield made
 
 
-def test_whatever_is_killed_every_rank_goes_on_where_it_was(made):
+def test_every_rank_continues_where_it_was_after_any_kill(made):
     with Killer(made, SEED) as killer:
         killer.run(KILLS)
         finish(made)
@@ -52,7 +52,7 @@ A, B, C = (f"{number:012x}-{number:08x}" for number in (1, 2, 3))
 ALL = {0, 1, 2, 3}
 
 
-def test_the_judge_asks_for_every_rank_and_goes_down_the_timeline():
+def test_judge_asks_for_every_rank_and_follows_the_timeline():
     seen = {Point(A, 5): ALL, Point(A, 10): ALL, Point(A, 15): ALL, Point(B, 15): {0, 1, 2}}
     whole = complete(seen)
     assert whole == {Point(A, 5), Point(A, 10), Point(A, 15)}

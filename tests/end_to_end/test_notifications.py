@@ -31,7 +31,7 @@ def answers(spool: Spool) -> bool:
         return False
 
 
-def test_a_daemon_tells_shows_its_alerts_and_says_no_secret(
+def test_daemon_notifies_shows_its_alerts_and_prints_no_secret(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spool, tier, heard = Spool(tmp_path / "spool"), tmp_path / "mnt" / "tier", tmp_path / "heard"

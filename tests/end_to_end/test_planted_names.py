@@ -158,7 +158,7 @@ class Refusing(FileStore):
         raise StoreUnavailable(f"503 {EVIL}\nSlow down")
 
 
-def test_status_drain_and_the_log_show_what_a_server_says_escaped(tmp_path, capsys, caplog, monkeypatch):
+def test_status_drain_and_the_log_escape_a_servers_text(tmp_path, capsys, caplog, monkeypatch):
     (tmp_path / "tier").mkdir()
     spool = Spool(tmp_path / "spool")
     with Daemon(spool.root, lambda: {"tier": Refusing(tmp_path / "tier")}) as daemon:
@@ -196,7 +196,7 @@ def test_an_answer_of_s3_is_shown_escaped(capsys, caplog, tmp_path):
     check(said, says="no\\u202e")
 
 
-def test_events_and_what_systemd_shows_are_escaped(monkeypatch, tmp_path):
+def test_events_and_systemd_status_are_escaped(monkeypatch, tmp_path):
     reported = []
     Journal(reported.append).record("corrupt", "tier", f"r{EVIL}", f"why{EVIL}\nMAINPID=1")
     check(reported[0].subject, says="r\\u202e")

@@ -56,7 +56,7 @@ def reported(script: str, **environment: str) -> dict:
     return {**json.loads(done.stdout), "stderr": done.stderr}
 
 
-def test_what_a_save_or_a_restore_waits_for_is_normal_and_a_flush_is_low(tmp_path):
+def test_save_and_restore_have_normal_priority_and_a_flush_has_low(tmp_path):
     (tmp_path / "tier").mkdir()
     script = f"""
         import torch, tierd
@@ -110,7 +110,7 @@ def test_what_a_save_or_a_restore_waits_for_is_normal_and_a_flush_is_low(tmp_pat
     assert len(notes["read_recent_chunk"]) >= 4 and all(note == LOW for note in notes["read_recent_chunk"])
 
 
-def test_threads_inherit_and_the_ones_there_before_stay_as_they_were():
+def test_new_threads_inherit_low_priority_and_earlier_threads_keep_theirs():
     script = """
         go = threading.Event()
         def early():

@@ -181,7 +181,7 @@ def verdicts(place: Path, capsys: pytest.CaptureFixture[str], *options: str) -> 
     return {one["step"]: one["keep"] for one in json.loads(capsys.readouterr().out)["verdicts"]}
 
 
-def test_prune_goes_by_the_runs_own_policy_unless_a_person_decides(
+def test_prune_applies_the_runs_own_policy_unless_a_person_decides(
     trained: Spool, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert all(verdicts(place, capsys).values()) and len(steps(place)) == 8
@@ -216,7 +216,7 @@ def test_prune_without_any_policy_names_the_way_out(
     assert len(steps(place)) == 7
 
 
-def test_ls_shows_what_the_runs_own_policy_makes_of_each_copy(
+def test_ls_shows_the_verdicts_of_the_runs_own_policy(
     trained: Spool, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def shown() -> list[tuple[str, ...]]:

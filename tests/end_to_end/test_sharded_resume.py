@@ -108,7 +108,7 @@ def on_tier(node: Node, step: int, world: int) -> bool:
         ("file", 3, "step 7", 6),
     ],
 )
-def test_a_killed_job_goes_on_exactly(job, node, place, world, halt, comes_back):
+def test_killed_job_continues_exactly(job, node, place, world, halt, comes_back):
     home, also = node
     expected = uninterrupted(job, world)
     first = job.launch(world, home.spool, halt)
@@ -132,7 +132,7 @@ def test_a_killed_job_goes_on_exactly(job, node, place, world, halt, comes_back)
         assert list(one.steps[second]) == list(range(comes_back + 1, STEPS + 1))
 
 
-def test_a_killed_job_goes_on_exactly_on_other_ranks(job, node):
+def test_killed_job_continues_exactly_on_another_number_of_ranks(job, node):
     home, _ = node
     expected = uninterrupted(job, 2, alike=True)
     assert expected[0] == expected[1]

@@ -132,7 +132,7 @@ def test_a_daemon_without_memory_or_threads_says_so_in_one_line(tmp_path: Path, 
     assert last.startswith("tierd: no more memory or threads") and "ulimit -v" in last
 
 
-def test_what_says_that_there_is_no_more() -> None:
+def test_errors_of_exhaustion_are_recognised() -> None:
     assert is_exhausted(MemoryError()) and is_exhausted(RuntimeError("can't start new thread"))
     assert is_exhausted(OSError(errno.ENOMEM, "no memory"))
     assert not is_exhausted(RuntimeError("another")) and not is_exhausted(TierdError("thread"))
@@ -148,7 +148,7 @@ def modes(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 @pytest.mark.timeout(300)
-def test_whatever_the_umask_nobody_else_gets_at_spool_and_tier(tmp_path: Path) -> None:
+def test_spool_and_tier_are_closed_to_others_under_any_umask(tmp_path: Path) -> None:
     spool, tier = tmp_path / "above" / "spool", tmp_path / "tier"
     tier.mkdir()
     tier.chmod(0o777)

@@ -184,7 +184,7 @@ def test_a_lock_ends_with_its_process_and_another_launch_of_the_process_takes_it
     assert not (spool.control / "alive" / "run").exists()
 
 
-def test_a_launch_has_ended_when_the_next_one_of_its_process_begins_though_that_cannot_be_shown_yet(
+def test_launch_has_ended_when_its_process_begins_the_next_though_that_cannot_be_shown_yet(
     tmp_path, caplog, monkeypatch
 ) -> None:
     spool = Spool(tmp_path / "spool")
@@ -229,7 +229,7 @@ def test_a_forked_child_does_not_keep_its_trainers_lock(tmp_path) -> None:
         trainer.stdout.close()
 
 
-def test_two_processes_of_one_rank_and_attempt_are_told_so(tmp_path) -> None:
+def test_second_process_of_the_same_rank_and_attempt_is_refused(tmp_path) -> None:
     spool = Spool(tmp_path / "spool")
     script = (
         "import sys\n"
@@ -250,7 +250,7 @@ def test_two_processes_of_one_rank_and_attempt_are_told_so(tmp_path) -> None:
         other.kill()
 
 
-def test_a_link_in_the_place_of_the_locks_is_refused_and_saving_goes_on(tmp_path, caplog) -> None:
+def test_link_in_the_place_of_the_locks_is_refused_and_saving_continues(tmp_path, caplog) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     with tierd.Checkpointer(tmp_path / "spool", run="r", to=[]) as ckpt:
@@ -262,7 +262,7 @@ def test_a_link_in_the_place_of_the_locks_is_refused_and_saving_goes_on(tmp_path
     assert not list(elsewhere.iterdir())
 
 
-def test_what_was_committed_without_a_trainer_has_none(tmp_path) -> None:
+def test_part_committed_without_a_trainer_has_no_lease(tmp_path) -> None:
     spool = Spool(tmp_path / "spool")
     commit(spool, part(1))
     assert leases.trainers(spool.control, ["run"]) == {}

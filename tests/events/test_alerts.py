@@ -33,7 +33,7 @@ class Reported:
         return f"{over.subject} after {over.tries}" if over else ""
 
 
-def test_the_third_failure_in_a_row_is_an_alert_told_once_and_told_when_it_is_over() -> None:
+def test_third_failure_in_a_row_raises_an_alert_once_and_its_end_is_reported() -> None:
     one = Reported()
     assert [one.fail(), one.fail()] == ["", ""] and one.alerts.lasting() == []
     assert one.work("a") == ""  # two are none, and it begins anew
@@ -43,14 +43,14 @@ def test_the_third_failure_in_a_row_is_an_alert_told_once_and_told_when_it_is_ov
     assert one.work("a") == "a after 5" and one.alerts.lasting() == [] and one.work("a") == ""
 
 
-def test_an_alert_that_lasts_is_told_again_ever_more_seldom() -> None:
+def test_lasting_alert_is_repeated_ever_more_seldom() -> None:
     one = Reported()
     reported = [one.now for _ in range(30_000) if one.fail(after=60.0)]
     waits = [after - before for before, after in pairwise(reported)]
     assert waits[:4] == [600, 720, 1440, 2880] and waits[-1] == max(waits) == 86_400
 
 
-def test_a_tier_that_takes_all_but_one_still_fails() -> None:
+def test_tier_that_takes_all_parts_but_a_single_bad_part_still_fails() -> None:
     one = Reported()
     for _ in range(2):
         assert one.fail("bad") == "" and one.work("good") == ""
@@ -91,7 +91,7 @@ def taken(box: Outbox, now: float) -> list[object]:
     return found
 
 
-def test_what_is_too_much_a_minute_is_held_back_counted_and_told_as_one() -> None:
+def test_events_beyond_the_rate_are_held_back_counted_and_sent_as_a_summary() -> None:
     box = Outbox(USUAL, per_minute=3)
     for number in range(10):
         box.offer(event("corrupt" if number == 7 else "durable", number), 100.0 + number)
@@ -116,14 +116,14 @@ def test_alerts_are_never_held_back_and_make_room() -> None:
     assert taken(tight, 0.0) == [0, 2, 3] and tight.held == 1
 
 
-def test_only_what_was_chosen_is_told_and_the_rest_is_not_counted() -> None:
+def test_only_chosen_events_are_sent_and_others_are_not_counted() -> None:
     box = Outbox(["failing"], per_minute=1)
     assert not box.offer(event(), 0.0) and box.offer(event("failing", 1), 0.0)
     assert taken(box, 0.0) == [1] and not box.missed and MORE not in CHOICES and "flushed" not in USUAL
     assert {"alert", "error", "info"} == {kind.level for kind in KINDS.values()}
 
 
-def test_at_the_end_all_that_waits_is_told_at_once() -> None:
+def test_queued_events_are_sent_at_once_at_the_end() -> None:
     box = Outbox(USUAL, per_minute=1)
     for number in range(3):
         box.offer(event(number=number), 0.0)

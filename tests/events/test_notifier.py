@@ -126,7 +126,7 @@ def test_events_of_saves_and_flushes_carry_metrics(spool):
     asyncio.run(work())
 
 
-def test_a_daemon_that_starts_tells_of_nothing_that_was_so_before(spool):
+def test_daemon_that_starts_notifies_of_no_earlier_state(spool):
     async def work():
         store = MemoryStore()
         commit(spool, part(1))
@@ -215,7 +215,7 @@ def test_a_receiver_that_fails_is_an_alert_until_it_works(spool, answer, caplog)
     assert [record.args[1] for record in critical] == ["failing"]
 
 
-def test_what_is_too_much_a_minute_is_told_as_one(spool):
+def test_events_beyond_the_rate_arrive_as_a_summary(spool):
     async def work():
         with receiving() as receiver:
             async with notifying(spool, {"tier": MemoryStore()}, hook(receiver, per_minute=2)) as (daemon, notifier):
@@ -269,7 +269,7 @@ LEAVE = HANG.replace("time.sleep(1000)", "os.getpid() != os.getpgid(0) and time.
 
 
 @pytest.mark.parametrize("text", [HANG, LEAVE], ids=["hangs", "leaves others behind"])
-def test_nothing_of_a_command_goes_on(spool, tmp_path, text):
+def test_no_process_of_a_command_outlives_its_time(spool, tmp_path, text):
     def pids() -> list[int]:
         path = tmp_path / "pids"
         return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -288,7 +288,7 @@ def test_nothing_of_a_command_goes_on(spool, tmp_path, text):
     asyncio.run(work())
 
 
-def test_the_end_of_the_daemon_gives_what_is_queued_a_short_time(spool, tmp_path, monkeypatch):
+def test_end_of_the_daemon_gives_queued_events_a_short_time(spool, tmp_path, monkeypatch):
     """A receiver that answers gets all of it; what hangs is cut off, a command with all that it started."""
     monkeypatch.setattr(notifier, "_LAST", 1.0)
 
@@ -385,7 +385,7 @@ def test_saves_that_fail_three_times_in_a_row_are_an_alert_and_a_later_launch_en
 # -- what is referred to ----------------------------------------------------------------------------------------------
 
 
-def test_what_a_reference_leads_to_is_read_at_the_start(tmp_path, monkeypatch):
+def test_referenced_secret_is_read_at_the_start(tmp_path, monkeypatch):
     good, bad = tmp_path / "good", tmp_path / "bad"
     for path, mode in ((good, 0o600), (bad, 0o644)):
         path.write_text(f"https://hooks.example/{SECRET}\n")

@@ -88,7 +88,7 @@ def test_demo_fails_when_the_daemon_dies(tmp_path):
     assert "demo failed: the daemon ended with exit code -9" in flat(out)
 
 
-def test_what_the_loader_is_said_to_resume():
+def test_loader_resumes_as_its_docstring_says():
     """`make_loader`'s docstring: exact at every step, across epochs, and without a draw from the global generator."""
     options = argparse.Namespace(batch=4, epoch_steps=3, context=16)
 
@@ -124,7 +124,7 @@ def launch(name="a launch", **changed):
     return made
 
 
-def test_a_difference_is_found_and_named():
+def test_difference_between_launches_is_detected_and_named():
     reference = launch("reference")
     first = launch(steps={1: reference.steps[1]}, final=None)
     assert compare.difference(reference, [first, launch()]) is None

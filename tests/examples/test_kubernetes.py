@@ -53,7 +53,7 @@ def _misplaced(spec: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("damage", [_misspelled, _of_another_type, _misplaced])
 @pytest.mark.parametrize("name", WITH_DAEMON)
-def test_the_schemas_refuse_what_kubernetes_would_drop(name: str, damage: Callable[[dict[str, Any]], None]) -> None:
+def test_schemas_refuse_fields_that_kubernetes_would_drop(name: str, damage: Callable[[dict[str, Any]], None]) -> None:
     document = copy.deepcopy(documents(name)[1])
     damage(document["spec"]["template"]["spec"])
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -71,7 +71,7 @@ def config(name: str) -> Config:
     return from_toml(pod(name).files["tierd.toml"], "tierd.toml")
 
 
-def test_the_probes_ask_what_the_daemon_serves_without_a_token(name: str, config: Config) -> None:
+def test_probes_ask_paths_that_the_daemon_serves_without_a_token(name: str, config: Config) -> None:
     daemon = pod(name).daemon
     assert config.http is not None and not config.http.is_loopback  # the kubelet asks from outside of the pod
     (port,) = daemon["ports"]

@@ -21,7 +21,7 @@ def items(pipeline, count):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_state_holds_all_that_decides_what_comes_next(rank):
+def test_state_of_the_pipeline_holds_all_that_decides_its_next_items(rank):
     whole = items(make_pipeline(rank, 2, 7, LENGTH), 40)
     running = make_pipeline(rank, 2, 7, LENGTH)
     for step in range(40):

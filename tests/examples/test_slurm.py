@@ -142,7 +142,7 @@ def test_a_job_finds_a_daemon_and_leaves_with_all_flushed(node: Node) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_what_a_tier_does_not_take_drains_no_node_and_stops_no_daemon(node: Node) -> None:
+def test_epilog_with_an_unusable_tier_drains_no_node_and_stops_no_daemon(node: Node) -> None:
     (node.home / "tier").rmdir()
     assert node.run("prolog.sh") == 0
     wait_until(lambda: (node.spool / ".tierd" / "control.sock").exists(), 100)
@@ -152,7 +152,7 @@ def test_what_a_tier_does_not_take_drains_no_node_and_stops_no_daemon(node: Node
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (10, 0), (11, 1), (6, 0)])
-def test_only_what_no_job_could_train_with_drains_a_node(node: Node, code: int, expected: int) -> None:
+def test_prolog_drains_a_node_only_when_no_job_could_train_with_it(node: Node, code: int, expected: int) -> None:
     node.stand_in("tierd", f"echo the disk is read-only; exit {code}\n")
     node.stand_in("systemctl", "exit 1\n")
     assert node.run("prolog.sh") == expected

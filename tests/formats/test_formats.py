@@ -122,14 +122,14 @@ def test_an_archive_is_sound(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ARCHIVES)
-def test_every_cut_of_an_archive_is_found(kind: str) -> None:
+def test_every_cut_of_an_archive_is_detected(kind: str) -> None:
     data = ARCHIVES[kind]()
     assert [cut for cut in range(len(data)) if is_sound("model.pt", data[:cut])] == []
     assert isinstance(verdict("model.pt", data[: len(data) // 2]), Damaged)
 
 
 @pytest.mark.parametrize("kind", ARCHIVES)
-def test_a_flipped_bit_that_is_not_found_changes_no_content(kind: str) -> None:
+def test_undetected_bit_flip_of_an_archive_changes_no_content(kind: str) -> None:
     data = ARCHIVES[kind]()
     expected = content(data)
     passed = [
@@ -138,7 +138,7 @@ def test_a_flipped_bit_that_is_not_found_changes_no_content(kind: str) -> None:
     assert passed == []
 
 
-def test_every_flipped_bit_of_content_is_found() -> None:
+def test_every_flipped_bit_of_content_is_detected() -> None:
     data = saved()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         for one in archive.infolist():
@@ -150,7 +150,7 @@ def test_every_flipped_bit_of_content_is_found() -> None:
                 assert error.offset == begin and one.filename in error.reason
 
 
-def test_records_without_a_crc_are_told_and_not_refused() -> None:
+def test_records_without_a_crc_are_reported_and_not_refused() -> None:
     found = verdict("model.pt", without_crc())
     assert isinstance(found, Sound) and "have no CRC" in (found.uncovered or "")
 
@@ -231,7 +231,7 @@ def header_end(data: bytes) -> int:
     return 8 + int.from_bytes(data[:8], "little")
 
 
-def test_safetensors_are_sound_and_every_cut_is_found() -> None:
+def test_safetensors_are_sound_and_every_cut_is_detected() -> None:
     data = tensors()
     assert is_sound("model.safetensors", data)
     assert [cut for cut in range(len(data)) if not isinstance(verdict("model.safetensors", data[:cut]), Damaged)] == []
@@ -270,7 +270,7 @@ def test_a_header_that_has_a_name_twice_is_damaged(header: bytes, name: str) -> 
     assert isinstance(found, Damaged) and f"'{name}' twice" in found.reason
 
 
-def test_a_flipped_bit_of_a_tensor_cannot_be_found() -> None:
+def test_flipped_bit_of_a_tensor_cannot_be_detected() -> None:
     data = tensors()
     found = [verdict("model.safetensors", changed) for _, changed in flips(data, 4, range(header_end(data), len(data)))]
     assert all(isinstance(one, Sound) and one.uncovered for one in found)
@@ -327,7 +327,7 @@ def h5(path: Path, version: str = "earliest", block: int = 0, end: str = "closed
 @pytest.mark.loaders
 @pytest.mark.parametrize("version", ["earliest", "latest"])
 @pytest.mark.parametrize("block", [0, 1024])
-def test_hdf5_is_sound_and_every_cut_is_found(tmp_path: Path, version: str, block: int) -> None:
+def test_hdf5_is_sound_and_every_cut_is_detected(tmp_path: Path, version: str, block: int) -> None:
     data = h5(tmp_path / "a.h5", version, block)
     assert is_sound("a.h5", data)
     cuts = [*range(0, 2000, 7), *range(2000, len(data), 997), len(data) - 1]
@@ -397,7 +397,7 @@ def test_the_checksum_of_hdf5() -> None:
 # -- pickles and JSON -------------------------------------------------------------------------------------------------
 
 
-def test_pickles_are_not_executed_and_every_cut_is_found() -> None:
+def test_pickles_are_not_executed_and_every_cut_is_detected() -> None:
     class Evil:
         def __reduce__(self) -> tuple[object, ...]:
             return exec, ("raise SystemExit",)
@@ -409,7 +409,7 @@ def test_pickles_are_not_executed_and_every_cut_is_found() -> None:
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
-def test_files_of_torch_save_before_1_6_are_sound_and_every_cut_is_found(protocol: int) -> None:
+def test_files_of_torch_save_before_1_6_are_sound_and_every_cut_is_detected(protocol: int) -> None:
     state = {
         "model": {"weight": STATE["weight"], "view": STATE["weight"][3:]},
         "bias": STATE["bias"],
@@ -444,7 +444,7 @@ def torch_tar() -> bytes:
     return file.getvalue()
 
 
-def test_tar_archives_of_torch_save_before_0_2_are_sound_and_every_cut_is_found() -> None:
+def test_tar_archives_of_torch_save_before_0_2_are_sound_and_every_cut_is_detected() -> None:
     data = torch_tar()
     for name in ("old.pt", "old.pth.tar", "old"):
         found = verdict(name, data)
@@ -527,12 +527,12 @@ def test_tensorflows_checkpoint(tmp_path: Path) -> None:
     assert [cut for cut in range(len(shards[0])) if check_bundle(index, [shards[0][:cut], shards[1]])] == []
 
 
-def test_every_flipped_bit_of_a_table_is_found(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_table_is_detected(tmp_path: Path) -> None:
     index, shards = bundle(tmp_path)
     assert [place for place, changed in flips(index, 6) if check_bundle(changed, shards)] == []
 
 
-def test_every_flipped_bit_of_a_shard_is_found(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_shard_is_detected(tmp_path: Path) -> None:
     index, shards = bundle(tmp_path)
     for one in range(2):
         for place, changed in flips(shards[one], 7):

@@ -44,7 +44,7 @@ ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if iss
     ],
     ids=repr,
 )
-def test_a_request_is_one_line_and_comes_through(request_):
+def test_request_is_a_single_line_and_decodes_to_itself(request_):
     line = messages.encode_line(request_)
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
@@ -70,7 +70,7 @@ def test_a_run_of_chunks_that_is_none_is_no_request(runs):
         decoding.decode_request(json.dumps(found).encode())
 
 
-def test_the_hostile_requests_below_differ_from_a_good_one_only_in_what_they_say():
+def test_good_request_differs_from_the_hostile_requests_only_in_content():
     assert decoding.decode_request(fetch()) == messages.Fetch(part=PART)
 
 
@@ -158,7 +158,7 @@ def test_any_bytes_are_a_request_or_refused_as_none(line):
 
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
-def test_an_error_is_raised_on_the_other_side_as_what_it_was(kind):
+def test_error_is_raised_on_the_other_side_with_its_class_and_text(kind):
     line = messages.encode_line(replies.error_reply(kind("bucket 'x': no\nsuch ü")))
     reply = msgspec.json.decode(line)
     assert reply["ok"] is False
@@ -199,5 +199,5 @@ def test_a_greeting_without_a_protocol_number_is_of_before_the_numbers(reply):
     assert replies.greeted({"ok": True, **reply}).protocol is None
 
 
-def test_a_greeting_says_what_it_was_made_with():
+def test_greeting_decodes_to_its_protocol_and_version():
     assert replies.greeted({**replies.greeting("0.2.0"), "later": 1}) == (PROTOCOL, "0.2.0")

@@ -52,7 +52,7 @@ def test_both_sides_decide_alike():
 
 
 @pytest.mark.parametrize("text", ["", "1", "1.", ".1", "1.0\n", "-1.0", "1.0.0", "a.b", "12345.0", "\u0661.\u0660"])
-def test_what_is_no_protocol(text):
+def test_malformed_protocol_is_not_parsed(text):
     assert Protocol.parse(text) is None
 
 

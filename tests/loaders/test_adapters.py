@@ -170,7 +170,7 @@ def test_a_trainer_that_was_not_asked_to_resume_does_not_begin(tmp_path: Path) -
 
 
 @pytest.mark.loaders
-def test_keras_on_jax_is_refused_and_told_what_to_set() -> None:
+def test_keras_on_jax_is_refused_with_a_remedy() -> None:
     """The backend is chosen when Keras is imported, once in a process."""
     pytest.importorskip("jax")
     script = """

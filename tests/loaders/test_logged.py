@@ -93,7 +93,7 @@ def trainer_state(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
-def test_state_of_trainer_is_what_trainer_itself_saves(strategy: str, tmp_path: Path) -> None:
+def test_state_of_trainer_equals_trainers_own_file(strategy: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     options = {"logging_steps": 3, "eval_steps": 6, "eval_strategy": strategy}
     step = 6 if strategy == "steps" else 12

@@ -135,7 +135,7 @@ def reports(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Report]
 @pytest.mark.loaders
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.loop)
-def test_a_killed_loop_goes_on_as_if_it_had_not_been(row: Row, reports: dict[str, Future[Report]]) -> None:
+def test_killed_loop_resumes_exactly(row: Row, reports: dict[str, Future[Report]]) -> None:
     if absent := missing(row):
         pytest.skip(f"{row.name}: no {' and no '.join(absent)} here")
     report = reports[row.loop].result()
@@ -149,7 +149,7 @@ def test_a_killed_loop_goes_on_as_if_it_had_not_been(row: Row, reports: dict[str
 @pytest.mark.loaders
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("loop", ["map_0", "map_4", "iterable_0"])
-def test_a_loop_that_saves_after_each_epoch_goes_on_in_the_next(loop: str) -> None:
+def test_loop_that_saves_after_each_epoch_continues_in_the_next(loop: str) -> None:
     """The loader has read all of an epoch then, and its state must not decide the next one's order (data#1437)."""
     pytest.importorskip("torchdata")
     report = check_resume(f"loaders.loops_torch:{loop}_at_the_end", steps=30, kill_at=("14", "26"), patience=300)

@@ -115,7 +115,7 @@ def test_keras_saves_at_an_epochs_end_a_step_whose_save_was_skipped(
     assert asked == [2, 2] and [step for _, step in checkpoints(tmp_path)] == [2]
 
 
-def test_keras_warns_of_what_a_second_fit_discards(
+def test_keras_warns_of_the_progress_that_a_second_fit_discards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(os.environ, "KERAS_BACKEND", "torch")

@@ -87,7 +87,7 @@ def test_the_fallback_of_the_library_s_documents_works(files: list[DataFileInfo]
             pytest.fail("another seed was taken")
 
 
-def test_what_fits_in_no_other_place_is_not_called_the_dataset_s_error(files: list[DataFileInfo], tmp_path: Path):
+def test_mismatch_outside_of_the_dataset_is_not_called_the_datasets_error(files: list[DataFileInfo], tmp_path: Path):
     with tierd.Checkpointer(tmp_path, "run", to=[]) as ckpt:
         ckpt.save(1, {"model": nn.Linear(2, 2), "data": made(files)})
         with pytest.raises(StateMismatch, match="shuffle_seed") as caught:
@@ -103,13 +103,13 @@ def test_a_state_that_was_saved_without_a_record_is_compared_by_its_own_seed(fil
         assert ckpt.restore({"data": made(files)})
 
 
-def test_an_unshuffled_one_needs_no_seed(files: list[DataFileInfo], tmp_path: Path):
+def test_unshuffled_dataset_needs_no_seed(files: list[DataFileInfo], tmp_path: Path):
     with tierd.Checkpointer(tmp_path, "run", to=[]) as ckpt:
         ckpt.save(1, {"data": made(files, shuffle=False)})
         assert ckpt.restore({"data": made(files, shuffle=False, shuffle_seed=43)})
 
 
-def test_what_was_read_to_its_end_is_not_read_again(tmp_path: Path):
+def test_dataset_that_was_read_to_its_end_is_not_read_again(tmp_path: Path):
     data = dataset(tmp_path / "files")
     assert sum(len(batch["id"]) for batch in data) == SHARD, "without workers it reads the first worker's shard"
     with tierd.Checkpointer(tmp_path / "spool", "run", to=[]) as ckpt:
@@ -154,7 +154,7 @@ def table(files: list[DataFileInfo]) -> str:
     return head + "".join(rows)
 
 
-def test_the_how_to_says_in_samples_what_is_read_again(tmp_path: Path):
+def test_how_to_gives_in_samples_the_data_that_is_read_again(tmp_path: Path):
     for number in range(EPOCH // IN_FILE):
         numbers = range(number * IN_FILE, (number + 1) * IN_FILE)
         pq.write_table(pa.table({"id": numbers}), tmp_path / f"{number}.parquet")

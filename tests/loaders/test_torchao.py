@@ -40,7 +40,7 @@ def trained(state: dict[str, Any], steps: int, seed: int) -> list[float]:
 
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_an_optimizer_of_few_bits_goes_on_exactly(tmp_path, kind, steps_before):
+def test_optimizer_of_few_bits_continues_exactly(tmp_path, kind, steps_before):
     def made(seed: int) -> dict[str, Any]:
         model = network(seed)
         return {"model": model, "optimizer": getattr(optim, kind)(model.parameters(), lr=0.01)}
@@ -117,7 +117,7 @@ def test_the_shards_of_an_optimizer_of_few_bits_go_on_exactly(tmp_path, monkeypa
         distributed.destroy_process_group()
 
 
-def test_dcp_refuses_what_it_cannot_load_into_an_optimizer_before_its_first_step(tmp_path):
+def test_dcp_refuses_a_state_that_it_cannot_load_into_an_optimizer_before_its_first_step(tmp_path):
     model = network(0)
     job = {"model": model, "optimizer": optim.AdamW8bit(model.parameters())}
     trained(job, 1, seed=1)
@@ -127,7 +127,7 @@ def test_dcp_refuses_what_it_cannot_load_into_an_optimizer_before_its_first_step
             tierd.dcp.load({"optimizer": optim.AdamW8bit(model.parameters())}, checkpointer)
 
 
-def test_a_tensor_of_four_bits_comes_back_as_it_was(tmp_path):
+def test_tensor_of_four_bits_is_restored_exactly(tmp_path):
     inner = [torch.randint(0, 255, (64, 128), dtype=torch.uint8), torch.rand(2, 64), torch.rand(2, 64)]
     saved = quantization.Int4Tensor(*inner, block_size=[1, 128], shape=torch.Size([64, 256]))
     with tierd.Checkpointer(tmp_path / "spool", "run", to=[]) as checkpointer:
@@ -141,7 +141,7 @@ def test_a_tensor_of_four_bits_comes_back_as_it_was(tmp_path):
     assert all(torch.equal(getattr(restored, name), getattr(saved, name)) for name in names)
 
 
-def test_what_tierd_does_not_know_is_refused_with_what_can_be_done(tmp_path):
+def test_unknown_quantized_tensor_is_refused_with_a_remedy(tmp_path):
     class Preference(enum.Enum):
         MINE = 1
 

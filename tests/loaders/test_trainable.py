@@ -161,7 +161,7 @@ def test_base_that_moved_or_was_written_with_the_same_bytes_is_still_left_out(tm
     assert set(entry.state_dict()["frozen"]) == {"base.weight", "base.bias", "tied"}
 
 
-def test_run_that_saved_whole_models_goes_on_with_the_trained_part(tmp_path):
+def test_run_that_saved_whole_models_continues_with_the_trained_part(tmp_path):
     """What the whole model had that the base as it is built has not, is saved from then on."""
     model = Net()
     with torch.no_grad():

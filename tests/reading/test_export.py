@@ -95,7 +95,7 @@ def test_safetensors_of_one_entry(tier):
 
 
 @pytest.mark.parametrize("format", ["safetensors", "torch", "dcp"])
-def test_it_tells_how_far_it_is(tier, format):
+def test_export_reports_its_progress(tier, format):
     reported = []
     only = "model" if format == "safetensors" else None
     exported(tier, format, only=only, on_progress=lambda done, total: reported.append((done, total)))
@@ -358,7 +358,7 @@ def test_a_value_of_dcp_that_only_a_pickle_holds_is_named(tmp_path):
         _dcp_value(lambda: b"no archive", "x")
 
 
-def test_a_prefix_that_no_name_has_is_told(tier, tmp_path, capsys):
+def test_export_warns_of_a_prefix_that_no_name_has(tier, tmp_path, capsys):
     words = ["export", str(tier), "--run", RUN, "--format", "torch", "--strip", "module.", "--to"]
     assert run([*words, str(tmp_path / "whole")]) == 0
     assert "--strip module.: no name begins with it" in capsys.readouterr().err

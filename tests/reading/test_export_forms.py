@@ -200,7 +200,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("write", FORMS, ids=lambda write: write.__name__)
-def test_form_that_is_not_converted_is_named_with_what_reads_it(
+def test_form_that_is_not_converted_is_named_with_the_program_that_reads_it(
     write: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tier = on_tier(tmp_path, write)

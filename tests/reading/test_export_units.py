@@ -112,7 +112,7 @@ def test_a_tensor_that_is_lazily_conjugated_or_negated_is_refused(how: str, tmp_
         exported(tier, "torch")
 
 
-def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+def test_export_names_the_reason_of_a_refusal(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
     with pytest.raises(StateMismatch, match="2 files of another program, and none in a form that is exported"):
         exported(on_tier(layouts.composer, tmp_path / "ranks"), "torch")

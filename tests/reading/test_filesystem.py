@@ -138,7 +138,7 @@ def test_older_name_of_the_option_is_still_taken(tier):
     "path",
     ["other", f"{RUN}/9", f"{RUN}/none", f"{RUN}/1/00000-of-00001", f"{RUN}/1/00000-of-00002/no", "../etc/passwd"],
 )
-def test_what_is_not_there_is_no_file(tier, path):
+def test_missing_path_is_a_missing_file(tier, path):
     fs = fsspec.filesystem("tierd", tiers=f"file://{tier}")
     with pytest.raises(FileNotFoundError):
         fs.ls(path)
@@ -215,7 +215,7 @@ assert "tierd.filesystem" in sys.modules
     assert done.stdout == pickled(2)
 
 
-def test_a_missing_package_says_what_to_install():
+def test_import_without_fsspec_names_the_package_to_install():
     script = """
 import sys
 sys.modules["fsspec"] = sys.modules["fsspec.spec"] = None

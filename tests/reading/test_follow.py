@@ -63,7 +63,7 @@ def test_each_is_delivered_once_oldest_first_over_restarts(full, tier, tmp_path)
     assert json.loads(state.read_text())["delivered"] == {part(1).checkpoint.attempt: [1, 2, 3, 4]}
 
 
-def test_what_vanishes_and_comes_back_is_not_delivered_again(full, tier, tmp_path):
+def test_checkpoint_that_vanishes_and_returns_is_not_delivered_again(full, tier, tmp_path):
     state = tmp_path / "state.json"
     arrive(full, tier, 1)
     assert seen(tier, state) == [1]
@@ -74,7 +74,7 @@ def test_what_vanishes_and_comes_back_is_not_delivered_again(full, tier, tmp_pat
     assert seen(tier, state) == []
 
 
-def test_one_counts_when_the_loop_asks_for_the_next(full, tier, tmp_path):
+def test_checkpoint_counts_as_delivered_when_the_loop_asks_for_the_next(full, tier, tmp_path):
     state = tmp_path / "state.json"
     for step in (1, 2, 3):
         arrive(full, tier, step)
@@ -100,7 +100,7 @@ def test_only_the_latest(full, tier, tmp_path):
     assert seen(tier, state, latest=True) == [4]
 
 
-def test_what_lacks_a_rank_or_has_a_bad_manifest_waits(full, tier, tmp_path):
+def test_checkpoint_that_lacks_a_rank_or_has_a_bad_manifest_is_not_delivered_yet(full, tier, tmp_path):
     state = tmp_path / "state.json"
     arrive(full, tier, 1)
     arrive(full, tier, 2)
@@ -334,7 +334,7 @@ def test_a_follower_of_a_run_that_begins_later_says_so_and_waits(full, tier, tmp
         follower.stderr.close()
 
 
-def test_a_run_that_no_tier_has_is_told(full, tier, tmp_path, capsys):
+def test_follow_names_the_existing_runs_for_a_run_that_no_tier_has(full, tier, tmp_path, capsys):
     arrive(full, tier, 1)
     words = ["follow", f"file://{tier}", "--exec", "true", "--to", str(tmp_path / "own"), "--once", "--run"]
     assert run([*words, "nope"]) == 4

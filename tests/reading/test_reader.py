@@ -89,7 +89,7 @@ def tree(root: Path) -> dict[str, tuple]:
 # -- what a trainer saved ---------------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_elsewhere_loads_what_training_saved_and_changes_nothing(tmp_path, spool):
+def test_evaluation_elsewhere_loads_the_saved_state_and_changes_nothing(tmp_path, spool):
     (tmp_path / "tier").mkdir()
     state = fresh() | {"shuffle": torch.Generator().manual_seed(4), "\ud800": torch.ones(3)}
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
@@ -174,7 +174,7 @@ def test_the_best_an_attempt_and_a_step_are_asked_for_as_of_a_trainers_restore(s
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def test_one_process_reads_what_eight_ranks_saved(spool):
+def test_single_process_reads_the_states_of_eight_ranks(spool):
     store = MemoryStore()
     saved(spool, 4, world=8, stores=(store,))
     with reader(tier=store) as opened:
@@ -240,7 +240,7 @@ def test_entries_are_the_same_only_if_every_bit_of_them_is(spool, mine, theirs, 
             opened.restore({"value": None}, only="value")
 
 
-def test_what_all_ranks_have_the_same_needs_no_rank(spool):
+def test_entry_that_is_equal_on_all_ranks_needs_no_rank(spool):
     store = MemoryStore()
 
     async def work() -> None:
@@ -278,7 +278,7 @@ def spoil(store, step: int, of=is_chunk) -> None:
 
 @pytest.mark.parametrize("of", [is_chunk, is_manifest])
 @pytest.mark.parametrize("only", [None, ("model",)])
-def test_what_is_corrupt_everywhere_is_passed_over_and_left_as_it_is(spool, of, only):
+def test_checkpoint_that_is_corrupt_everywhere_is_passed_over_and_left_as_it_is(spool, of, only):
     store = MemoryStore()
     saved(spool, 1, 2, stores=(store,))
     spoil(store, 2, of)
@@ -291,7 +291,7 @@ def test_what_is_corrupt_everywhere_is_passed_over_and_left_as_it_is(spool, of, 
     assert objects(store) == before
 
 
-def test_each_chunk_comes_from_the_first_place_that_has_it_right(spool):
+def test_each_chunk_is_read_from_the_first_place_that_has_it_right(spool):
     one, other = MemoryStore(), MemoryStore()
     saved(spool, 1, stores=(one, other))
     for number, key in enumerate(sorted(key for key in objects(one) if is_chunk(key))):
@@ -302,7 +302,7 @@ def test_each_chunk_comes_from_the_first_place_that_has_it_right(spool):
     assert same(state, state_of(1))
 
 
-def test_a_place_that_does_not_answer_is_told_and_never_a_reason_to_step_back(spool):
+def test_silent_place_is_reported_and_never_a_reason_to_step_back(spool):
     one, other = MemoryStore(), Double()
     saved(spool, 1, 2, stores=(one, other))
     other.error = StoreUnavailable("down")
@@ -325,7 +325,7 @@ def test_a_place_that_does_not_answer_is_told_and_never_a_reason_to_step_back(sp
                 call()
 
 
-def test_where_tiers_contradict_each_other_the_one_whose_bytes_are_right_is_believed(tmp_path, spool):
+def test_tier_whose_bytes_are_right_is_believed_where_tiers_contradict_each_other(tmp_path, spool):
     one, other = MemoryStore(), MemoryStore()
     saved(spool, 1, stores=(other,))
     asyncio.run(put(Spool(tmp_path / "liar"), part(1), {**state_of(1), "rng": torch.zeros(3)}, one))
@@ -355,7 +355,7 @@ class Vanishing(ReadOnly):
 
 
 @pytest.mark.parametrize("way", ["restore", "download"])
-def test_what_is_pruned_while_it_is_read_is_looked_for_again(tmp_path, spool, way):
+def test_reader_searches_again_for_a_checkpoint_that_is_pruned_while_it_is_read(tmp_path, spool, way):
     store = MemoryStore()
     saved(spool, 1, 2, 3, 4, stores=(store,))
 
@@ -370,7 +370,7 @@ def test_what_is_pruned_while_it_is_read_is_looked_for_again(tmp_path, spool, wa
         read(9)
 
 
-def test_what_others_wrote_is_refused_with_the_way_out(tmp_path, spool):
+def test_checkpoint_of_another_program_is_refused_with_a_remedy(tmp_path, spool):
     store = MemoryStore()
 
     async def work(step: int, files: dict[str, bytes]) -> None:
@@ -655,7 +655,7 @@ def test_an_encrypted_tier_is_read_with_its_key(tmp_path, spool):
             opened.restore(into())
 
 
-def test_what_cannot_be_opened_is_refused_at_once(tmp_path):
+def test_open_refuses_invalid_arguments_at_once(tmp_path):
     for urls, match in (([], "at least one"), ("tier", "absolute"), (["s3://bucket/p", "s3://bucket/p"], "same place")):
         with pytest.raises(ConfigError, match=match):
             tierd.open(urls, "run")

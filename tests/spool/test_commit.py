@@ -96,7 +96,7 @@ def names(spool, room):
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, MIB - 1, MIB, MIB + 1, 3 * MIB + 9])
-def test_a_part_is_what_was_in_memory(spool, size):
+def test_committed_part_holds_the_bytes_in_memory(spool, size):
     given = files(size)
     written = write_part(spool, manifest(part()), given, MIB)
     assert written == CommittedPart(size=size + 2, direct=written.direct, recycled=False)
@@ -135,7 +135,7 @@ class Pieces:
 
 
 @pytest.mark.parametrize("step", [4096, MIB, 2 * MIB + 4096])
-def test_what_comes_in_pieces_is_committed_as_if_it_came_whole(spool, step):
+def test_file_given_in_pieces_is_committed_as_if_given_whole(spool, step):
     write_part(spool, manifest(part()), {"tensors": Pieces(3 * MIB + 9, step), "state": b"{}"}, MIB)
     check(spool, part(), files())
 
@@ -175,7 +175,7 @@ def test_another_ranks_blocks_are_not_taken(spool):
     assert spool.recycled(part()) is not None
 
 
-def test_what_a_user_holds_stays_as_it_is(spool, tmp_path):
+def test_recycled_file_that_a_user_holds_is_not_changed(spool, tmp_path):
     recycle(spool)
     link = tmp_path / "users"
     link.hardlink_to(spool.recycled(part()))
@@ -391,7 +391,7 @@ def test_one_file_after_the_other_is_direct_or_not_by_itself(spool, monkeypatch)
     assert not write_part(spool, manifest(part()), files()).direct
 
 
-def test_eio_behind_the_rename_is_told_as_what_it_is(spool, monkeypatch):
+def test_eio_behind_the_rename_is_raised_as_such(spool, monkeypatch):
     """And the part, which may not last, goes out of sight again. (Seeds 1207 and 100018 of the disk faults.)"""
     real = os.fsync
 

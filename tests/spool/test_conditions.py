@@ -52,7 +52,7 @@ def test_arena_beyond_the_limit_of_a_file_size_names_the_limit() -> None:
         ((1000, 500), (0, 0), "free space on", "inodes"),
     ],
 )
-def test_full_inodes_are_told_from_full_blocks(
+def test_full_inodes_are_distinguished_from_full_blocks(
     blocks: tuple[int, int], inodes: tuple[int, int], words: str, absent: str
 ) -> None:
     room = SimpleNamespace(f_blocks=blocks[0], f_bavail=blocks[1], f_files=inodes[0], f_favail=inodes[1])

@@ -75,7 +75,7 @@ def test_a_file_in_the_page_cache_is_read_once(path, monkeypatch):
     assert described(path) and len(calls) == len(set(calls))
 
 
-def test_a_file_that_differs_from_what_was_written_is_refused(path):
+def test_file_that_differs_from_the_written_bytes_is_refused(path):
     with pytest.raises(CorruptChunk, match="written"):
         describe_file(path, path.name, CHUNK, written=(SIZE, digest(b"other")))
 

@@ -58,7 +58,7 @@ def overwrite(path, offset, data):
 
 @settings(max_examples=60)
 @given(st.binary(max_size=400), st.integers(1, 100))
-def test_what_is_written_is_described_and_read_back(tmp_path_factory, data, chunk_size):
+def test_written_file_is_described_and_read_back(tmp_path_factory, data, chunk_size):
     path = tmp_path_factory.mktemp("t") / "file"
     file = write_file(path, "a/b", data, chunk_size)
     assert path.read_bytes() == read_file(path, file) == data
@@ -70,7 +70,7 @@ def test_what_is_written_is_described_and_read_back(tmp_path_factory, data, chun
     assert bad_chunks(path, file) == []
 
 
-def test_the_digest_is_what_xxhsum_prints():
+def test_digest_equals_the_output_of_xxhsum():
     assert digest(b"") == "99aa06d3014798d86001c324468d497f"  # the published test vector of XXH3-128 for no bytes
 
 
@@ -316,7 +316,7 @@ def test_a_flip_at_a_chunks_edge_is_that_chunks_alone(disk, monkeypatch, where):
         overwrite(disk, at, NOISE[at : at + 1])
 
 
-def test_a_file_is_cut_where_its_bytes_say_whoever_writes_it(disk):
+def test_file_is_cut_where_its_bytes_say_by_any_writer(disk):
     """The header in the first piece decides; a header that is not in it decides nothing."""
     names = [f"{number:040}" for number in range(60)]
     spans = list(itertools.pairwise(range(0, 61 * 70_000, 70_000)))
@@ -336,7 +336,7 @@ def test_a_file_is_cut_where_its_bytes_say_whoever_writes_it(disk):
         assert chunks == (cuts or chunks) and (cuts or len(chunks) == 1)
 
 
-def test_what_is_made_ahead_ends_with_the_block_and_its_error_comes_in_its_turn():
+def test_work_ahead_ends_with_the_block_and_its_error_is_raised_in_turn():
     going = threading.Event()
 
     def items():
@@ -385,7 +385,7 @@ def test_a_system_that_gives_no_thread_is_done_without(disk, monkeypatch):
 
 
 @pytest.mark.parametrize("step", [4096, 12288, MIB, MIB + 8192])
-def test_what_comes_in_pieces_has_the_digests_of_its_chunks(disk, step):
+def test_file_given_in_pieces_has_the_digests_of_its_chunks(disk, step):
     """One buffer for all pieces: `write` wants its bytes no more when it returns."""
     size, buffer = 3 * MIB + 10, aligned(step)
     with FileWriter(disk, "file", size, MIB) as writer:
@@ -479,7 +479,7 @@ def _short_call(name):
 )
 @pytest.mark.parametrize("size", [2 * MIB, 3 * MIB + 123])
 @pytest.mark.parametrize("chunk_size", [MIB, 64 * MIB])
-def test_where_o_direct_is_refused_the_rest_goes_through_the_cache(disk, monkeypatch, refuse, size, chunk_size):
+def test_refused_o_direct_writes_the_remaining_bytes_through_the_cache(disk, monkeypatch, refuse, size, chunk_size):
     monkeypatch.setattr(direct_io, "PIECE", 256 << 10)
     with monkeypatch.context() as patch:
         refuse(patch)
@@ -493,7 +493,7 @@ def test_where_o_direct_is_refused_the_rest_goes_through_the_cache(disk, monkeyp
 @pytest.mark.parametrize(
     "refuse", [_refuse_switch, _refuse_call("preadv", 1), _refuse_call("preadv", 3), _short_call("preadv")]
 )
-def test_where_o_direct_is_refused_reading_goes_through_the_cache(disk, monkeypatch, refuse):
+def test_refused_o_direct_reads_through_the_cache(disk, monkeypatch, refuse):
     monkeypatch.setattr(direct_io, "PIECE", 256 << 10)
     file = write_file(disk, "file", aligned(3 * MIB + 123), MIB)
     with monkeypatch.context() as patch:
@@ -537,7 +537,7 @@ def test_a_full_disk_says_so_before_anything_is_written(disk, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_file_system_that_reserves_nothing_is_written_as_it_comes(disk, monkeypatch):
+def test_file_system_that_reserves_nothing_is_written_all_the_same(disk, monkeypatch):
     _without_fallocate(monkeypatch)
     data = aligned(2 * MIB + 1)
     check_written(disk, write_file(disk, "file", data, MIB), data, MIB)
@@ -559,7 +559,7 @@ def test_a_large_file_is_abandoned_at_its_first_error(disk, monkeypatch, call, c
     assert not [thread for thread in threading.enumerate() if thread.name == "tierd-ahead"]
 
 
-def test_an_unreadable_chunk_does_not_hide_the_corrupt_one_before_it(disk, monkeypatch):
+def test_unreadable_chunk_does_not_hide_the_corrupt_chunk_before_it(disk, monkeypatch):
     for module in (file_io, verified_reads):
         monkeypatch.setattr(module, "PIECE", MIB)
     file, real = write_file(disk, "file", aligned(4 * MIB), MIB), os.preadv
@@ -576,7 +576,7 @@ def test_an_unreadable_chunk_does_not_hide_the_corrupt_one_before_it(disk, monke
     assert not [thread for thread in threading.enumerate() if thread.name == "tierd-ahead"]
 
 
-def test_a_child_of_the_process_sees_what_was_read(disk):
+def test_child_of_the_process_can_read_the_memory_that_was_read(disk):
     """The memory is kept from children only while the disk fills it."""
     found = read_file(disk, write_file(disk, "file", aligned(MIB + 1)))
     pid = os.fork()
@@ -597,7 +597,7 @@ def over(path, data):
 
 
 @pytest.mark.parametrize("size", [2 * MIB, 2 * MIB + 1, 3 * MIB - 1, 3 * MIB, 3 * MIB + 1, 4 * MIB + 5])
-def test_a_recycled_file_ends_as_a_fresh_one_would(disk, size):
+def test_recycled_file_ends_as_a_fresh_file_would(disk, size):
     disk.write_bytes(OLD)
     inode = disk.stat().st_ino
     data = aligned(size)
@@ -634,7 +634,7 @@ def _without_leases(path):
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("hold", [_linked, _a_symlink, _foreign, _a_fifo, _without_leases])
-def test_what_may_be_somebodys_is_left_alone_and_a_fresh_file_written(disk, monkeypatch, hold):
+def test_recycled_file_that_may_be_in_use_is_left_alone_and_a_fresh_file_written(disk, monkeypatch, hold):
     disk.write_bytes(OLD)
     users = hold(disk)
     if hold is _without_leases:
@@ -714,7 +714,7 @@ def _waits_in(pid):
 
 @pytest.mark.parametrize("index", range(4))
 @pytest.mark.parametrize("where", [0, -1])
-def test_a_flip_in_any_chunk_is_found_there_and_only_there(path, index, where):
+def test_flip_in_any_chunk_is_detected_there_and_only_there(path, index, where):
     file = put(path)
     offset = index * CHUNK
     at = offset + (0 if where == 0 else file.chunks[index].size - 1)
@@ -736,7 +736,7 @@ def test_a_flip_in_any_chunk_is_found_there_and_only_there(path, index, where):
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 128, 199])
-def test_every_truncation_is_found_from_the_chunk_where_it_begins(path, size):
+def test_every_truncation_is_detected_from_the_chunk_where_it_begins(path, size):
     file = put(path)
     os.truncate(path, size)
     assert [index for index, *_ in bad_chunks(path, file)] == list(range(size // CHUNK, 4))
@@ -798,7 +798,7 @@ def _inside_a_file(path):
 
 @pytest.mark.timeout(20)  # a FIFO must not be waited for
 @pytest.mark.parametrize("damage", [_missing, _symlink, _directory, _fifo, _inside_a_file])
-def test_what_is_no_plain_file_any_more_is_corrupt_in_every_chunk(tmp_path, damage):
+def test_path_that_is_no_plain_file_any_more_is_corrupt_in_every_chunk(tmp_path, damage):
     (tmp_path / "d").mkdir()
     path = tmp_path / "d" / "file"
     file = put(path)
@@ -875,7 +875,7 @@ def test_described_files_agree_with_xxhsum(path):
     assert line.split()[0] == describe_file(path, "file").chunks[0].xxh3_128
 
 
-def test_a_file_whose_kind_cannot_be_told_is_closed(path, monkeypatch):
+def test_file_whose_kind_cannot_be_read_is_closed(path, monkeypatch):
     put(path)
 
     def fail(fd):

@@ -50,7 +50,7 @@ def alive(spool: Spool) -> list[str]:
 # -- one process ------------------------------------------------------------------------------------------------------
 
 
-def test_two_checkpointers_that_save_in_turns_are_both_told(spool, caplog):
+def test_two_checkpointers_that_save_in_turns_are_both_warned(spool, caplog):
     """Nothing said it: the second one's data won."""
     first, second = made(spool), made(spool)
     save(first, 1)
@@ -69,7 +69,7 @@ def test_two_checkpointers_that_save_in_turns_are_both_told(spool, caplog):
     assert alive(spool) == []
 
 
-def test_a_new_checkpointer_in_the_place_of_one_that_nobody_closed_is_no_mistake(spool, caplog):
+def test_checkpointer_that_replaces_an_unclosed_checkpointer_is_not_warned(spool, caplog):
     """A notebook's cell that is run again."""
     several = []
     for number in range(3):
@@ -85,7 +85,7 @@ def test_a_new_checkpointer_in_the_place_of_one_that_nobody_closed_is_no_mistake
     assert alive(spool) == []
 
 
-def test_two_checkpointers_that_were_given_one_attempt_are_told_when_they_save_in_turns(spool, caplog):
+def test_two_checkpointers_of_the_same_attempt_are_warned_when_they_save_in_turns(spool, caplog):
     attempt = tierd.new_attempt()
     first, second = made(spool, attempt=attempt), made(spool, attempt=attempt)
     save(first, 1)
@@ -100,7 +100,7 @@ def test_two_checkpointers_that_were_given_one_attempt_are_told_when_they_save_i
     assert alive(spool) == []
 
 
-def test_two_world_sizes_of_one_attempt_are_told(spool, caplog):
+def test_two_world_sizes_of_an_attempt_are_warned(spool, caplog):
     """Each has a lock of its own, so that neither is refused."""
     attempt = tierd.new_attempt()
     with made(spool, attempt=attempt) as first, made(spool, attempt=attempt, rank=0, world_size=2) as second:
@@ -139,7 +139,7 @@ def test_a_handler_that_closes_during_the_first_save_leaves_no_lease(spool, monk
     assert alive(spool) == []
 
 
-def test_an_interrupted_first_save_does_not_refuse_the_next_one(tmp_path, monkeypatch):
+def test_interrupted_first_save_does_not_refuse_the_next_save(tmp_path, monkeypatch):
     def interrupt(_fd) -> None:
         raise KeyboardInterrupt
 
@@ -163,7 +163,7 @@ sys.stdin.read()
 """
 
 
-def test_the_same_rank_of_the_same_attempt_in_another_process_is_refused_until_that_one_ends(spool):
+def test_same_rank_of_the_same_attempt_in_another_process_is_refused_until_that_process_ends(spool):
     attempt = tierd.new_attempt()
     command = [sys.executable, "-c", _HOLDER, str(spool.root), attempt]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -194,7 +194,7 @@ def test_tasks_of_a_slurm_array_derive_attempts_of_their_own(monkeypatch):
 # -- status -----------------------------------------------------------------------------------------------------------
 
 
-def test_status_tells_who_saves_and_since_when_also_of_one_launch_alone(spool, capsys):
+def test_status_names_who_saves_and_since_when_also_for_a_single_launch(spool, capsys):
     begun = datetime.now(UTC) - timedelta(seconds=2)  # what is told has whole seconds
     with Daemon(spool.root, {"tier": Double()}) as daemon:
         with made(spool, to=None) as ckpt:
@@ -218,7 +218,7 @@ def test_status_tells_who_saves_and_since_when_also_of_one_launch_alone(spool, c
             assert link.ask(Status())["status"]["leases"] == [], "it was closed"
 
 
-def test_a_lock_tells_since_when_it_is_held(spool):
+def test_lock_records_since_when_it_is_held(spool):
     with made(spool) as ckpt:
         before = time.time()
         save(ckpt, 1)
@@ -236,7 +236,7 @@ def rivals(spool: Spool) -> list[tuple[str, str]]:
         return [(one["attempt"], one["place"]) for one in link.ask(Status())["status"]["launches"]]
 
 
-def test_two_nodes_that_save_the_same_rank_of_one_attempt_are_told(tmp_path):
+def test_two_nodes_that_save_the_same_rank_of_an_attempt_are_warned(tmp_path):
     """The one whose part the tier did not take, or that is behind. The other one sees nothing that it cannot have
     written."""
     inner, attempt = MemoryStore(), tierd.new_attempt()
@@ -298,7 +298,7 @@ def test_array_tasks_on_two_nodes_with_one_run_name_are_both_warned_once_a_tier_
 
 
 @pytest.mark.timeout(200)
-def test_a_launch_over_two_nodes_that_comes_back_with_its_ranks_exchanged_is_no_rival(tmp_path, caplog, monkeypatch):
+def test_launch_that_restarts_with_its_two_nodes_exchanged_is_no_rival(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("tierd.client.ranks.other_launches._ASK_S", 0.5)
     store = MemoryStore()
     with (

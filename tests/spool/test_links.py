@@ -66,7 +66,7 @@ def test_a_runs_directory_that_was_moved_and_linked_is_followed(home: Path) -> N
     assert (home / RUN).is_symlink()
 
 
-def test_a_daemon_flushes_what_lies_behind_such_a_link_and_prunes_it(home: Path, monkeypatch) -> None:
+def test_daemon_flushes_and_prunes_a_run_behind_a_link(home: Path, monkeypatch) -> None:
     hurry(monkeypatch)
     target = linked(home, home / RUN)
     (home.parent / "tier").mkdir()
@@ -89,12 +89,12 @@ def refused(home: Path, *words: str) -> None:
         Spool(home).pin(part(4).checkpoint, pinned=True)
 
 
-def test_a_link_to_what_others_may_write_to_is_refused(home: Path) -> None:
+def test_link_to_a_directory_that_others_may_write_to_is_refused(home: Path) -> None:
     linked(home, home / RUN).chmod(0o777)
     refused(home, "others may write there", "chmod 700", "Put the directory itself")
 
 
-def test_a_link_through_what_others_may_replace_is_refused(home: Path) -> None:
+def test_link_through_a_directory_that_others_may_replace_is_refused(home: Path) -> None:
     linked(home, home / RUN).parent.chmod(0o777)
     refused(home, f"others may replace what is in {home.parent / 'larger'}")
 
@@ -315,7 +315,7 @@ def test_stage_keeps_its_bytes_when_a_file_outside_of_which_it_is_a_hard_link_ch
 
 
 @pytest.mark.parametrize("depth", ["checkpoint", "part"])
-def test_a_checkpoint_that_was_removed_is_among_what_was_skipped(home: Path, depth: str) -> None:
+def test_removed_checkpoint_is_among_the_skipped(home: Path, depth: str) -> None:
     directory = newest(home)
     shutil.rmtree(directory if depth == "checkpoint" else next(directory.iterdir()))
     found = restored(home)
@@ -334,7 +334,7 @@ def test_the_daemon_knows_it_too(home: Path, monkeypatch) -> None:
         assert [one.step for one in found.skipped] == [3]
 
 
-def test_what_a_tier_has_is_not_gone(home: Path, monkeypatch) -> None:
+def test_checkpoint_that_a_tier_has_is_not_gone(home: Path, monkeypatch) -> None:
     hurry(monkeypatch)
     (home.parent / "tier").mkdir()
     with Daemon(home, lambda: {"tier": FileStore(home.parent / "tier")}) as daemon:

@@ -34,7 +34,7 @@ def mode(path: Path) -> int:
 # -- the directory ----------------------------------------------------------------------------------------------------
 
 
-def test_a_new_spool_is_its_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
+def test_new_spool_is_its_owners_alone_under_any_umask(tmp_path: Path) -> None:
     mask = os.umask(0)
     try:
         spool = Spool(tmp_path / "spool")
@@ -44,7 +44,7 @@ def test_a_new_spool_is_its_owners_alone_whatever_the_umask(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("wide", [0o755, 0o750, 0o711, 0o2750, 0o2770])
-def test_what_others_may_read_is_closed_to_them_and_said_once(tmp_path: Path, wide: int, caplog) -> None:
+def test_spool_that_others_may_read_is_closed_to_them_with_a_single_warning(tmp_path: Path, wide: int, caplog) -> None:
     commit(Spool(tmp_path / "spool"), part(1))
     (tmp_path / "spool").chmod(wide)
     spool = Spool(tmp_path / "spool")
@@ -55,7 +55,7 @@ def test_what_others_may_read_is_closed_to_them_and_said_once(tmp_path: Path, wi
 
 
 @pytest.mark.parametrize("wide", [0o777, 0o707, 0o722, 0o1777])
-def test_what_others_may_write_to_is_refused_unless_it_is_empty(tmp_path: Path, wide: int) -> None:
+def test_spool_that_others_may_write_to_is_refused_unless_it_is_empty(tmp_path: Path, wide: int) -> None:
     root = tmp_path / "spool"
     root.mkdir()
     root.chmod(wide)
@@ -114,7 +114,7 @@ def test_a_link_in_place_of_a_room_is_refused_and_leads_nowhere(tmp_path: Path, 
     assert list(outside.iterdir()) == []
 
 
-def test_a_directory_above_in_which_everybody_may_rename_is_told(tmp_path: Path, caplog) -> None:
+def test_directory_above_in_which_everybody_may_rename_is_warned_of(tmp_path: Path, caplog) -> None:
     (tmp_path / "scratch").mkdir()
     for bits, reported in ((0o777, 1), (0o1777, 0), (0o755, 0)):
         (tmp_path / "scratch").chmod(bits)
@@ -229,7 +229,7 @@ def test_a_client_trusts_no_daemon_of_another_user(tmp_path: Path) -> None:
         one.close()
 
 
-def test_a_daemon_of_a_spool_that_was_deleted_leaves_the_sockets_of_the_one_that_serves_the_new_spool(tmp_path: Path):
+def test_daemon_of_a_deleted_spool_leaves_the_sockets_of_the_new_spools_daemon(tmp_path: Path):
     """It took them away when it ended, seconds after the other's start: "none is running" while that one flushed."""
     before, after = Daemon(tmp_path / "spool", {}), None
     try:

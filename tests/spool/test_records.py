@@ -73,7 +73,7 @@ def test_a_save_is_recorded_once_an_attempt_and_a_restore_is_not(spool, tmp_path
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("what", ["a pipe", "a huge file", "a link"])
-def test_what_lies_in_the_place_of_a_record_is_neither_waited_for_nor_read_whole(spool, tmp_path, what):
+def test_foreign_file_in_the_place_of_a_record_is_neither_waited_for_nor_read_whole(spool, tmp_path, what):
     one = part(1)
     commit(spool, one)
     mark = spool.control / "saved" / RUN / f"{one.checkpoint.attempt}.{one.name}"
@@ -94,7 +94,7 @@ def test_what_lies_in_the_place_of_a_record_is_neither_waited_for_nor_read_whole
         assert mark.is_symlink() and (tmp_path / "other").read_text() == f"{1:012}"
 
 
-def test_what_tierd_itself_deletes_is_not_missed(spool):
+def test_part_that_tierd_itself_deletes_is_not_missed(spool):
     one = part(1)
     commit(spool, one)
     note_committed(spool.control, one)
@@ -124,7 +124,7 @@ def test_the_ranks_that_were_saved_here_are_known_without_any_copy(spool):
     assert launches(spool.control).keys() == {"other"} and not (spool.control / "saved" / RUN).exists()
 
 
-def test_a_launch_that_has_just_begun_is_not_forgotten_with_the_one_before(spool):
+def test_launch_that_has_just_begun_is_not_forgotten_with_its_predecessor(spool):
     set_policy(spool.control, RUN, RICH)
     commit(spool, part(1, launch=1))
     commit(spool, part(2, launch=2))
@@ -150,7 +150,7 @@ def test_a_spool_from_before_the_marker_was_saved_in_by_nobody(spool):
     assert saved(again.control, [RUN]) == {RUN: {attempt(1)}}
 
 
-def test_a_launch_that_ends_before_its_first_commit_takes_nothing_from_the_one_before(spool):
+def test_launch_that_ends_before_its_first_commit_takes_nothing_from_its_predecessor(spool):
     """Its node would count as one that had only restored the run, and nobody would prune it."""
     commit(spool, part(1, launch=1))
     spool.stage(part(2, launch=2)).abandon()
@@ -255,7 +255,7 @@ def test_a_number_of_checkpoints_that_is_none_is_refused_where_it_is_written(cou
         RetentionPolicy(keep_last=count)
 
 
-def test_a_program_is_told_what_is_wrong_with_its_policy():
+def test_invalid_policy_of_a_program_is_refused_with_the_reason():
     with pytest.raises(ConfigError, match="retention="):
         checked({"keep_last": 3})
     assert checked(RICH) == RICH

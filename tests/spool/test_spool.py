@@ -185,7 +185,7 @@ def test_every_directory_of_a_part_is_synced_and_the_manifest_is_written_last(sp
     assert {"sync ", "sync /r", f"sync {checkpoint}"} <= set(calls)
 
 
-def test_a_new_spool_stays_in_reach_after_a_power_cut(tmp_path, monkeypatch):
+def test_new_spool_survives_a_power_cut(tmp_path, monkeypatch):
     """Else all that is committed there later is lost with its entry (simulation, seed 2)."""
     calls: list[str] = []
     real = os.fsync
@@ -337,7 +337,7 @@ def test_killed_at_a_random_moment_every_visible_part_is_whole(tmp_path):
 # -- leftovers --------------------------------------------------------------------------------------------------------
 
 
-def test_a_living_writers_stage_is_no_leftover_a_dead_ones_is(spool):
+def test_stage_of_a_live_writer_is_no_leftover_and_of_a_dead_writer_is(spool):
     stage = spool.stage(part())
     fill(stage, part())
     other = Spool(spool.root)
@@ -371,7 +371,7 @@ def test_a_stage_that_was_swept_before_its_lock_was_taken_is_made_anew(spool, mo
     assert is_whole(spool, part())
 
 
-def test_what_a_removal_left_half_way_is_a_leftover(spool, monkeypatch):
+def test_interrupted_removal_is_a_leftover(spool, monkeypatch):
     commit(spool, part())
     monkeypatch.setattr(trash, "remove", lambda *args, **kwargs: None)
     spool.remove([part()])
@@ -387,7 +387,7 @@ def test_what_a_removal_left_half_way_is_a_leftover(spool, monkeypatch):
 # -- remove and quarantine --------------------------------------------------------------------------------------------
 
 
-def test_remove_takes_the_parts_that_it_is_told_and_nothing_else(spool):
+def test_remove_takes_the_given_parts_and_nothing_else(spool):
     first, second = part(100, 0, 2), part(100, 1, 2)
     for owner in (first, second, part(200)):
         commit(spool, owner)
@@ -401,7 +401,7 @@ def test_remove_takes_the_parts_that_it_is_told_and_nothing_else(spool):
 @pytest.mark.parametrize(
     "plant", [os.mkfifo, lambda path: os.symlink("/etc", path), Path.touch], ids=["fifo", "link", "file"]
 )
-def test_what_lies_in_a_parts_place_and_is_no_directory_is_removed_like_one(spool, plant):
+def test_file_in_the_place_of_a_part_is_removed_like_a_directory(spool, plant):
     """Seed 4211 of `python -m faults hostile`: a FIFO was opened, which waits for a writer."""
     for owner in (part(100), part(200)):
         spool.path(owner).parent.mkdir(parents=True)
@@ -412,7 +412,7 @@ def test_what_lies_in_a_parts_place_and_is_no_directory_is_removed_like_one(spoo
     assert not os.path.lexists(spool.path(part(100))) and not list((spool.control / "trash").iterdir())
 
 
-def test_a_part_is_committed_while_the_last_other_one_of_its_checkpoint_goes(spool, monkeypatch):
+def test_part_is_committed_while_the_last_other_part_of_its_checkpoint_is_removed(spool, monkeypatch):
     first, second = part(100, 0, 2), part(100, 1, 2)
     commit(spool, first)
     real = os.rename
@@ -428,7 +428,7 @@ def test_a_part_is_committed_while_the_last_other_one_of_its_checkpoint_goes(spo
 
 
 @pytest.mark.parametrize("going", ["remove", "quarantine"])
-def test_a_part_goes_while_the_last_other_one_of_its_checkpoint_does(spool, monkeypatch, going):
+def test_part_is_removed_while_the_last_other_part_of_its_checkpoint_is_removed(spool, monkeypatch, going):
     first, second = part(100, 0, 2), part(100, 1, 2)
     commit(spool, first)
     commit(spool, second)
@@ -444,7 +444,7 @@ def test_a_part_goes_while_the_last_other_one_of_its_checkpoint_does(spool, monk
     assert spool.parts() == [] and not spool.path(first).parent.exists()
 
 
-def test_reading_while_the_checkpoint_is_removed_is_not_found_rather_than_corrupt(spool):
+def test_read_of_a_checkpoint_that_is_being_removed_raises_missing_rather_than_corrupt(spool):
     manifest = commit(spool, part())
     real = read_file
 
@@ -460,7 +460,7 @@ def test_reading_while_the_checkpoint_is_removed_is_not_found_rather_than_corrup
     assert spool.manifest_stamp(part()) == 0
 
 
-def test_a_quarantined_part_is_out_of_sight_but_still_tells_what_it_was(spool):
+def test_quarantined_part_is_not_listed_but_its_manifest_is_still_readable(spool):
     manifest = commit(spool, part(100, 0, 2))
     commit(spool, part(100, 1, 2))
     spool.quarantine(part(100, 0, 2))
@@ -479,7 +479,7 @@ def test_a_quarantined_part_whose_manifest_is_damaged_is_listed_without_it(spool
     assert spool.quarantined() == {part(): None}
 
 
-def test_quarantine_twice_keeps_what_was_set_aside(spool):
+def test_quarantine_twice_keeps_the_quarantined_part(spool):
     """The trainer and the daemon may both find the same part bad; the second finds nothing left to move."""
     manifest = commit(spool, part())
     spool.quarantine(part())
@@ -487,7 +487,7 @@ def test_quarantine_twice_keeps_what_was_set_aside(spool):
     assert spool.quarantined() == {part(): manifest}
 
 
-def test_a_part_that_went_bad_again_after_a_fetch_replaces_the_one_set_aside(spool):
+def test_part_that_went_bad_again_after_a_fetch_replaces_the_quarantined_part(spool):
     commit(spool, part())
     spool.quarantine(part())
     commit(spool, part())
@@ -608,7 +608,7 @@ def test_one_file_is_kept_for_a_writer(spool):
     assert list((spool.control / "trash").iterdir()) == []
 
 
-def test_what_is_kept_is_dropped_by_writer(spool):
+def test_recycled_files_are_dropped_by_writer(spool):
     for run in ("a", "b"):
         commit_large(spool, part(1, run=run))
         spool.remove([part(1, run=run)], {part(run=run).writer})
@@ -620,7 +620,7 @@ def test_what_is_kept_is_dropped_by_writer(spool):
 
 
 @pytest.mark.parametrize("plant", [os.mkfifo, lambda path: os.symlink("/etc/passwd", path)])
-def test_what_is_no_plain_file_is_not_offered_and_can_be_dropped(spool, plant):
+def test_recycled_path_that_is_no_plain_file_is_not_offered_and_can_be_dropped(spool, plant):
     plant(spool.control / "recycle" / part().writer)
     assert spool.recycled(part()) is None
     spool.drop_recycled(())
@@ -740,7 +740,7 @@ def test_names_that_are_no_parts_are_passed_over(spool):
 # -- pins, lock, and places that cannot be spools ---------------------------------------------------------------------
 
 
-def test_a_runs_directory_with_nothing_but_an_empty_one_for_pins_is_a_leftover(spool):
+def test_runs_directory_with_nothing_but_an_empty_pins_directory_is_a_leftover(spool):
     for run, inside in (("bare", ""), ("unpinned", "pins"), ("pinned", "pins/x"), ("used", "one"), ("fuller", "one")):
         (spool.root / run / inside).mkdir(parents=True)
     for name in ("pins", "two"):
@@ -748,7 +748,7 @@ def test_a_runs_directory_with_nothing_but_an_empty_one_for_pins_is_a_leftover(s
     assert spool.leftovers([]) == ["empty/bare", "empty/unpinned"]
 
 
-def test_directories_that_were_known_and_new_ones_are_listed_and_nothing_else(tmp_path):
+def test_known_and_new_directories_are_listed_and_nothing_else(tmp_path):
     for name in ("known", "new", ".hidden"):
         (tmp_path / name).mkdir()
     (tmp_path / "file").write_text("")
@@ -789,7 +789,7 @@ def test_pins_that_cannot_be_listed_are_not_none(spool, monkeypatch, number):
         spool.pins()
 
 
-def test_the_newest_checkpoint_is_not_passed_over_when_the_disk_does_not_say_what_it_is(spool, monkeypatch):
+def test_newest_checkpoint_is_not_passed_over_when_the_disk_fails_to_stat_it(spool, monkeypatch):
     """A restore would take an older one. `Path.is_dir` hides any error, by the version of Python."""
     for step in (1, 2):
         commit(spool, part(step))
@@ -805,7 +805,7 @@ def test_the_newest_checkpoint_is_not_passed_over_when_the_disk_does_not_say_wha
         spool.newest(part().checkpoint.run, 1)
 
 
-def test_the_second_daemon_is_refused_and_told_who_holds_the_spool(spool):
+def test_second_daemon_is_refused_and_names_the_holder_of_the_spool(spool):
     """P10, between processes."""
     held = "with Spool(sys.argv[1]).lock(): print('in', flush=True); input()"
     code = f"import sys; from tierd.spool.spool import Spool\n{held}"
@@ -842,7 +842,7 @@ def _as_nobody(root: Path) -> str:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give rights up")
-def test_a_place_without_rights_is_no_spool_and_the_message_says_what_to_do(tmp_path_factory):
+def test_directory_without_rights_is_no_spool_and_the_message_has_a_remedy(tmp_path_factory):
     base = Path("/tmp") / f"tierd-test-{os.getpid()}"  # below a directory that everybody may enter
     base.mkdir()
     try:
@@ -941,14 +941,14 @@ def _a_newline(home):
 @pytest.mark.parametrize(
     "spoil", [_dangling, _to_a_file, _to_a_directory, _a_fifo, _a_reserved_name, _not_unicode, _a_newline]
 )
-def test_what_no_checkpoint_can_hold_is_refused(tmp_path, spoil):
+def test_directory_that_no_checkpoint_can_hold_is_refused(tmp_path, spoil):
     (tmp_path / "file").write_bytes(b"x")
     spoil(tmp_path)
     with pytest.raises(ManifestError):
         describe_directory(tmp_path)
 
 
-def test_a_directory_that_cannot_be_listed_is_an_error_and_not_an_empty_one(tmp_path, monkeypatch):
+def test_directory_that_cannot_be_listed_is_an_error_and_not_empty(tmp_path, monkeypatch):
     """os.walk passes over what it cannot read; a checkpoint that lacks those files would be committed as complete."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "weights").write_bytes(b"x")
@@ -965,7 +965,7 @@ def test_a_directory_that_cannot_be_listed_is_an_error_and_not_an_empty_one(tmp_
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_directory_of_the_spool_that_cannot_be_listed_is_not_an_empty_one(spool, monkeypatch, depth):
+def test_directory_of_the_spool_that_cannot_be_listed_is_not_empty(spool, monkeypatch, depth):
     """A restore would find no checkpoint, and training would begin anew."""
     commit(spool, part())
     broken = spool.path(part()).parents[2 - depth]
@@ -998,7 +998,7 @@ def test_a_stage_that_could_not_be_locked_is_left_to_be_discarded(spool, monkeyp
     assert spool.leftovers() == []
 
 
-def test_a_spool_that_vanished_is_not_an_empty_one(spool):
+def test_spool_that_vanished_is_not_empty(spool):
     commit(spool, part())
     spool.root.rename(spool.root.with_name("away"))
     with pytest.raises(FileNotFoundError, match="mounted"):

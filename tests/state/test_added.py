@@ -101,7 +101,7 @@ SPECIAL = {
 
 @pytest.mark.parametrize("place", ["the root", "the first", "the last"])
 @pytest.mark.parametrize("name", SPECIAL)
-def test_what_is_special_is_walked(name, place, walks):
+def test_special_addition_makes_a_fresh_walk(name, place, walks):
     here = state()
     capturer = Capturer()
     capturer.capture(here)
@@ -114,7 +114,7 @@ def test_what_is_special_is_walked(name, place, walks):
     check(capturer.capture(here), here)
 
 
-def test_one_that_is_tied_to_another_is_stored_once():
+def test_added_tensor_that_is_tied_to_another_is_stored_once():
     here = state()
     capturer = Capturer()
     capturer.capture(here)
@@ -141,7 +141,7 @@ def test_more_than_a_few_and_fewer_than_before(walks):
     check(capturer.capture(here), here)
 
 
-def test_what_an_optimizer_moves_is_laid_out_as_that(walks):
+def test_added_tensor_beside_an_optimizer_is_laid_out_by_whether_it_moves(walks):
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     here = {"model": model, "optimizer": optimizer, "extra": {"a": torch.ones(64)}}
@@ -168,7 +168,7 @@ def test_no_tensor_is_kept():
     assert gone() is None
 
 
-def test_a_change_of_what_was_added_is_seen():
+def test_change_of_an_added_value_is_captured():
     here = state()
     capturer = Capturer()
     capturer.capture(here)
@@ -185,7 +185,7 @@ steps = st.lists(st.tuples(st.sampled_from([*PLACES]), st.text(max_size=3), size
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(steps, min_size=1, max_size=6), st.booleans())
-def test_any_additions_one_after_the_other(saves, tied):
+def test_any_series_of_additions_is_captured_as_by_a_fresh_walk(saves, tied):
     here = state(tied)
     capturer = Capturer()
     capturer.capture(here)
@@ -207,7 +207,7 @@ def test_a_layout_that_grew_is_that_of_all(found, first):
     assert list(planner.layout().entries) == list(plan_layout(tensors, moves).entries)
 
 
-def test_what_is_added_of_an_optimizer_is_laid_out_as_moving(walks):
+def test_added_tensor_of_an_optimizer_is_laid_out_as_moving(walks):
     parameter = nn.Parameter(torch.ones(64))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     parameter.grad = torch.ones(64)

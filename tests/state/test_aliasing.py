@@ -106,7 +106,7 @@ def loaded(saved: dict[str, object], target: dict[str, object]) -> None:
         assert (target[name] == value).all(), name
 
 
-def test_what_was_tied_or_has_the_same_bytes_is_loaded():
+def test_tied_or_equal_tensors_are_loaded():
     model, other = tied(), tied()
     load({"m": other}, through({"m": model}))
     assert torch.equal(other["head"].weight, model["emb"].weight)

@@ -273,7 +273,7 @@ def kept(tmp_path, monkeypatch):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fewest", [packed_tensors.FEWEST, 2])
 @pytest.mark.parametrize("number", range(HUNDREDS))
-def test_whatever_is_accepted_comes_back(number, fewest, kept, monkeypatch):
+def test_any_accepted_state_is_restored_exactly(number, fewest, kept, monkeypatch):
     monkeypatch.setattr(packed_tensors, "FEWEST", fewest)  # two values, or two bytes, are a run then
     monkeypatch.setattr(packed_tensors, "FEWEST_BYTES", min(fewest, packed_tensors.FEWEST_BYTES))
 

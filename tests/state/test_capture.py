@@ -228,7 +228,7 @@ def everything():
 
 
 @pytest.mark.parametrize("name", [*SAME, *OTHER])
-def test_whatever_changes_gets_in(name, walks):
+def test_any_change_of_a_state_is_captured(name, walks):
     state = everything()
     capturer = Capturer()
     first = capturer.capture(state)
@@ -285,7 +285,7 @@ def test_nothing_that_is_not_a_tensor_changes_after_the_capture():
         )
 
 
-def test_earlier_captures_stay_what_they_were():
+def test_earlier_captures_are_not_changed_by_later_captures():
     state = {"n": 0, "l": [0], "w": torch.ones(1)}
     capturer = Capturer()
     captures = []
@@ -308,7 +308,7 @@ def test_no_tensor_and_no_value_is_kept():
     assert [ref() for ref in seen] == [None] * 5
 
 
-def test_memory_that_is_freed_and_used_again_is_not_taken_for_what_was_there():
+def test_memory_that_is_freed_and_used_again_is_not_taken_for_the_earlier_tensor():
     class Gives(Box):
         def state_dict(self):
             return {"t": torch.full((1000,), float(self.state)), "u": torch.full((1000,), -float(self.state))}
@@ -369,7 +369,7 @@ def test_less_memory_at_the_same_place_is_noticed_where_it_is_large(monkeypatch)
 # ---- objects are asked once
 
 
-def test_every_object_is_asked_once_whatever_comes_of_it():
+def test_every_object_is_asked_for_its_state_once_in_each_capture():
     a, b = Box({"n": 1}), Box([1])
     capturer = Capturer()
     states = ({"a": a, "b": [b]}, {"a": a, "b": [b]}, {"a": a, "b": [b], "c": 1}, {"a": a, "b": b})
@@ -460,7 +460,7 @@ def test_refused_as_by_flatten(name, before):
     assert same(capturer.capture(state), state)
 
 
-def test_what_raises_is_asked_once():
+def test_object_that_raises_is_asked_once():
     box = Raises(1)
     capturer = Capturer()
     for count in (1, 2):
@@ -518,7 +518,7 @@ def test_a_long_text_among_members_counts():
 @pytest.mark.parametrize(
     "members", [{"a": 1.5, "é": -0.0}, {"a": 1, "$b": 2}, {"a": float("inf"), "b": 2**60, "c": b"\0"}]
 )
-def test_members_in_one_call_have_the_text_of_one_by_one(members, monkeypatch):
+def test_members_in_a_single_call_have_the_text_of_separate_calls(members, monkeypatch):
     at_once = flatten({"d": members}).tree
     monkeypatch.setattr(encode, "is_run_of_members", lambda _: False)
     assert flatten({"d": members}).tree == at_once

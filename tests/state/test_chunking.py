@@ -84,7 +84,7 @@ def tensor_chunks(spool, step):
 
 @pytest.mark.parametrize("every", [False, True], ids=["only the adapters", "the frozen ones too"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_fine_tune_sends_what_it_trains(local, spool, every, dtype):
+def test_fine_tune_sends_only_its_trained_tensors(local, spool, every, dtype):
     state = job(every, dtype=dtype, width=WIDTH if dtype == torch.float32 else 2 * WIDTH)
     local.save(1, state)
     train(state)
@@ -112,7 +112,7 @@ def test_a_pretraining_state_is_full_chunks(local, spool):
 
 
 @pytest.mark.parametrize("way", ["the daemon", "a stream"])
-def test_whoever_writes_it_cuts_alike(local, spool, quick, monkeypatch, way):
+def test_trainer_and_daemon_cut_the_file_alike(local, spool, quick, monkeypatch, way):
     from support.doubles import Double
     from support.world import Daemon
 
@@ -133,7 +133,7 @@ def test_whoever_writes_it_cuts_alike(local, spool, quick, monkeypatch, way):
     assert sent(spool, 1, 2) == 0
 
 
-def test_restored_it_is_what_it_was(local, spool):
+def test_restored_tensors_of_a_fine_tune_equal_the_saved_tensors(local, spool):
     state = job()
     local.save(1, state).wait()
     fresh = job()
@@ -157,7 +157,7 @@ def moves(state) -> set[str]:
     return found
 
 
-def test_what_an_optimizer_trains_moves_with_its_moments_and_nothing_else():
+def test_moving_tensors_are_those_an_optimizer_trains_with_their_moments():
     state = job(every=True)
     names = {name for name, p in state["model"].named_parameters() if p.requires_grad}
     numbers = [number for number, p in enumerate(state["model"].parameters()) if p.requires_grad]
@@ -180,7 +180,7 @@ class App:
 
 
 @pytest.mark.parametrize("place", ["entry", "list", "dict", "object", "scheduler", "objects of a list"])
-def test_an_optimizer_is_found_where_people_keep_it(place):
+def test_optimizer_is_detected_in_any_usual_place_of_a_state(place):
     state = job()
     optimizer = state.pop("optimizer")
     state["other"] = {
@@ -221,7 +221,7 @@ class Odd(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("make", [Hostile, Odd])
-def test_what_cannot_be_looked_at_is_saved_all_the_same(make):
+def test_unreadable_object_does_not_stop_the_save(make):
     capture = Capturer().capture({"a": torch.zeros(16), "odd": make()})
     assert "a" in capture.tensors
 
@@ -248,7 +248,7 @@ def test_a_copy_of_a_parameter_and_a_buffer_stand_still():
     assert moving([], {"a": torch.zeros(1)}) == frozenset()
 
 
-def test_large_tensors_that_stand_still_lie_first_then_small_ones_then_those_that_move():
+def test_large_still_tensors_lie_first_then_small_tensors_then_moving_tensors():
     tensors = {
         "small": torch.zeros(64),
         "moves": torch.zeros(2 * MIB),
@@ -278,7 +278,7 @@ def contents(state, **more) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", ["model.pt", "step-{}.ckpt"])
-def test_what_torch_save_wrote(local, spool, name):
+def test_fine_tune_through_torch_save_sends_only_its_trained_tensors(local, spool, name):
     """The second name is in every entry's header, and so are the entries' numbers."""
     state = job()
     stage(local, 1, lambda home: torch.save(contents(state), home / name.format(1)))
@@ -290,7 +290,7 @@ def test_what_torch_save_wrote(local, spool, name):
     assert 0 < sent(spool, 20, 300) < 0.06
 
 
-def test_what_torch_save_wrote_in_its_old_format_is_cut_as_anything_is(local, spool):
+def test_old_format_of_torch_save_is_cut_at_fixed_sizes(local, spool):
     state = job()
     stage(
         local,
@@ -317,7 +317,7 @@ def test_safetensors_with_interleaved_names(local, spool):
     assert 0 < sent(spool, 2, 3) < 0.06
 
 
-def test_what_torch_distributed_checkpoint_wrote(local, spool):
+def test_fine_tune_through_dcp_sends_only_its_trained_tensors(local, spool):
     """Archives of torch.save, one behind the other."""
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     state = job()
@@ -331,7 +331,7 @@ def test_what_torch_distributed_checkpoint_wrote(local, spool):
 
 
 @pytest.mark.parametrize("keep", [1, 100], ids=["the lender is pruned behind it", "all stay"])
-def test_a_fine_tune_sends_what_it_trained_and_what_it_shares_survives_retention(tmp_path, quick, keep):
+def test_fine_tune_sends_its_trained_tensors_and_its_shared_chunks_survive_retention(tmp_path, quick, keep):
     state = job()
     (tmp_path / "tier").mkdir()
     with Daemon(tmp_path / "spool", lambda: {"tier": FileStore(tmp_path / "tier")}, keep=keep) as daemon:

@@ -51,6 +51,6 @@ def test_instances_are_replaced_in_place_but_in_tuples():
     assert replaced(tensor, torch.Tensor, id) == id(tensor)
 
 
-def test_saved_values_are_paired_with_what_is_in_their_place():
+def test_saved_values_are_paired_with_the_values_in_their_place():
     assert list(paired({"a": 1, "c": 3}, {"b": 4, "a": 2})) == [("b", None, 4), ("a", 1, 2)]
     assert list(paired(deque([1]), [2, 3])) == [(0, 1, 2), (1, None, 3)]

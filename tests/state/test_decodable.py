@@ -70,7 +70,7 @@ def test_where_training_went_on_the_save_fails(local, spool, monkeypatch, attach
     assert len(spool.parts()) == before
 
 
-def test_what_is_streamed_is_decoded_too(local, spool, monkeypatch):
+def test_streamed_state_is_checked_to_decode_too(local, spool, monkeypatch):
     wrong(monkeypatch, complex, {"$complex": [1]})
     monkeypatch.setattr(slots, "available", lambda: 0)
     with pytest.raises(StateRefused, match=r'^state\["z"\]: it would not come back'):
@@ -94,7 +94,7 @@ def test_what_is_streamed_is_decoded_too(local, spool, monkeypatch):
     ],
     ids=lambda state: ", ".join(state) or "nothing",
 )
-def test_what_is_right_passes(state):
+def test_decodable_state_passes_the_check(state):
     capturer = Capturer()
     for _ in range(2):
         capture = capturer.capture(state)
@@ -148,7 +148,7 @@ values = st.recursive(
 
 
 @given(values, st.integers(1, 30))
-def test_piece_by_piece_is_as_in_one(value, window):
+def test_checking_in_pieces_equals_checking_at_once(value, window):
     plain = decoder({}.__getitem__, lambda *_: None, lambda *_: None, lambda *_: None)
     text = json.dumps(value, separators=(",", ":"))
     with pytest.MonkeyPatch.context() as patch:

@@ -94,7 +94,7 @@ def test_an_order_that_other_versions_derive_from_strided_placements_is_no_order
             placement_of(stand_in(placements, order))
 
 
-def test_placements_that_older_versions_call_equal_are_told_apart():
+def test_placements_that_older_versions_call_equal_are_distinguished():
     """Up to torch 2.8 a strided placement equals a plain one of its dimension."""
 
     class Spec(SimpleNamespace):
@@ -233,7 +233,7 @@ def test_every_rank_gets_its_shard_back_in_place(run, spools):
         assert all(text.count("tierd.dcp.load(state, checkpointer)") == 1 for text in one_rank)
 
 
-def test_what_is_no_whole_shard_is_refused_by_its_path(run, spools):
+def test_tensor_that_is_no_whole_shard_is_refused_by_its_path(run, spools):
     for rank, (partial, misshapen, meta) in enumerate(run(sharded.refused, spools)):
         assert partial.startswith('state["x"]["y"]: a DTensor with a sum that is still pending')
         assert "redistribute" in partial
@@ -286,7 +286,7 @@ SHARED = ["hybrid", "its optimizer", "model", "note", "optimizer", "plain", "ten
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (3, 1), (1, 1), (1, 4)])
-def test_what_four_ranks_saved_others_load(run, spools, shape):
+def test_checkpoint_of_four_ranks_is_loaded_by_other_meshes(run, spools, shape):
     """FSDP2 over tensor parallelism and HSDP, and their optimizers, onto other meshes; every tensor whole and right."""
     expected = run(sharded.save_whole, spools, 3)
     world = shape[0] * shape[1]
@@ -304,7 +304,7 @@ def test_one_process_loads_the_whole_model(run, spools):
     assert "/model/0.weight" in found and found == {name: expected[name] for name in found}
 
 
-def test_what_differs_between_ranks_is_not_resharded(run, spools):
+def test_entry_that_differs_between_ranks_is_not_resharded(run, spools):
     run(sharded.save_whole, spools, 3)
     for name in ("own", "mine"):
         for described in run(sharded.load_whole, spools, (2, 1), [name], world=2):

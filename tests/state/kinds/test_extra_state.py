@@ -62,7 +62,7 @@ def test_a_tensor_that_the_module_keeps_as_its_extra_state_is_its_own():
     assert model.extra.tolist() == [1, 1, 1]
 
 
-def test_what_the_module_refuses_is_its_own_error():
+def test_refusal_of_a_module_is_its_own_error():
     model = Scaled(torch.zeros(1))
     with pytest.raises(StateMismatch, match="RuntimeError: not mine"):
         load({"model": model}, through({"model": Scaled(None)}))

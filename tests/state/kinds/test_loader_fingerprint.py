@@ -175,7 +175,7 @@ def taken(loader, count: int) -> tuple[Iterator, list[list[int]]]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", PIPELINES, ids=lambda make: make.__name__)
-def test_every_rank_goes_on_with_its_own_next_sample(spool, make: Callable, workers: int):
+def test_every_rank_continues_with_its_own_next_sample(spool, make: Callable, workers: int):
     """Ranks are interrupted at different places of an epoch; together they then see what nobody had seen."""
     before, expected = [], []
     for rank in range(WORLD):
@@ -287,7 +287,7 @@ def test_another_kind_of_sampler_or_node_is_named():
     )
 
 
-def test_what_is_no_state_of_a_loader_is_refused_at_once():
+def test_value_that_is_no_state_of_a_loader_is_refused_at_once():
     """torchdata would say so at the first batch, when everything else has been loaded."""
     for saved in ({"position": 3}, {"_snapshot": {}}, [1]):
         for make in (drawn, noded):
@@ -353,7 +353,7 @@ made = st.fixed_dictionaries(
 
 @given(st.sampled_from((sampled, distributed, streamed, counted)), made, made, st.integers(0, 4))
 @settings(max_examples=60)
-def test_what_is_not_refused_goes_on_exactly(make, one, other, count):
+def test_loader_that_is_not_refused_continues_exactly(make, one, other, count):
     loader = make(**one)
     iterator, _ = taken(loader, count)
     state = {"data": make(**other)}
@@ -601,7 +601,7 @@ class Hides(LowRank):
         return {"rank": self._columns}
 
 
-def test_what_the_state_of_an_object_brings_back_need_not_fit():
+def test_attributes_that_the_state_of_an_object_restores_need_not_fit():
     ramp = Ramp(Numbers(), 8)
     next(ramp)
     state = {"data": Ramp(Numbers(), 8)}
@@ -640,7 +640,7 @@ class Remaining(Moving, Sampler):
         return self.total_samples - self.at
 
 
-def test_a_length_that_is_what_remains_need_not_fit():
+def test_length_of_the_remaining_samples_need_not_fit():
     one, state = Remaining(60), {"data": Remaining(60)}
     iterator = iter(one)
     assert [next(iterator) for _ in range(10)] == list(range(10))
@@ -678,7 +678,7 @@ class ShardAfterShard(Moving):
         self._open()
 
 
-def test_what_an_object_opens_as_it_goes_on_need_not_fit():
+def test_objects_that_a_loader_opens_as_it_reads_need_not_fit():
     one, state = ShardAfterShard([5, 7, 9]), {"data": ShardAfterShard([5, 7, 9])}
     iterator = iter(one)
     for _ in range(6):
@@ -760,7 +760,7 @@ class Keeps:
         self.state = state
 
 
-def test_an_object_is_given_what_it_gave():
+def test_object_gets_the_state_that_it_gave():
     state = {"data": Keeps()}
     load(state, through({"data": Keeps(a=1, b=[2])}))
     assert type(state["data"].state) is dict
@@ -771,7 +771,7 @@ def test_an_object_is_given_what_it_gave():
     load({"data": Keeps(rank=5)}, through({"data": {"a": 1}}))  # nobody knows what it was made with
 
 
-def test_every_save_records_what_holds_then():
+def test_every_save_records_the_attributes_of_its_time():
     capturer, loader = Capturer(), sampled()
     state = {"data": loader, "own": Keeps(1, a=1)}
     iterator = iter(loader)
@@ -792,7 +792,7 @@ class History(list):
         self[:] = state["all"]
 
 
-def test_what_grows_need_not_fit():
+def test_growing_container_need_not_fit():
     state = {"losses": History(), "data": Prickly(dataset=History())}
     load(state, through({"losses": History([1.0, 2.0]), "data": Prickly(dataset=History([3]))}))
     assert state["losses"] == [1.0, 2.0]
@@ -882,7 +882,7 @@ def test_a_cycle_and_many_parts_end():
         check_fit({"data": other}, through({"data": many}))
 
 
-def test_a_batch_sampler_of_ones_own():
+def test_own_batch_sampler_with_another_rank_or_size_is_refused():
     def make(rank, size):
         batches = BatchSampler(RankSampler(60, rank, 2), size, drop_last=False)
         return StatefulDataLoader(Numbers(60), batch_sampler=batches)

@@ -76,7 +76,7 @@ def test_moments_are_assigned_by_name_where_parameters_come_in_another_order(kin
     assert restored.param_groups[0]["param_names"] == list(OTHER)
 
 
-def test_training_goes_on_exactly_where_parameters_come_in_another_order():
+def test_training_continues_exactly_with_parameters_in_another_order():
     saved, own = named(SHAPES)
     stepped(saved)
     restored, fresh = named(OTHER)
@@ -225,7 +225,7 @@ def test_an_unknown_optimizer_s_own_shapes_are_no_mismatch(state):
 
 
 @pytest.mark.parametrize("state", [STATES["blocks"], STATES["factors"], STATES["on one"]])
-def test_state_that_may_depend_on_the_order_is_refused_in_another_one(state):
+def test_state_that_may_depend_on_the_order_is_refused_in_another_order(state):
     own = parameters()
     saved = Foreign(own.items(), state)
     saved.step()

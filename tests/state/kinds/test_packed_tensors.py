@@ -73,7 +73,7 @@ STAY["metadata"]._metadata = {"version": 1}
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_comes_back_exactly_from_a_tensor(name):
+def test_run_of_values_is_restored_exactly_from_a_tensor(name):
     state = {"value": RUNS[name], "w": torch.ones(3)}
     tree, _ = stored(state)
     assert len(tree) < 200 and b"$values" in tree
@@ -81,13 +81,13 @@ def test_a_run_comes_back_exactly_from_a_tensor(name):
 
 
 @pytest.mark.parametrize("name", STAY)
-def test_what_is_no_run_stays_json(name):
+def test_value_that_is_no_run_is_stored_as_json(name):
     state = {"value": STAY[name], "w": torch.ones(3)}
     assert b"$values" not in stored(state)[0]
     assert described(through(state)) == described(state, live=True)
 
 
-def test_the_tensor_is_found_by_its_path():
+def test_tensor_of_a_run_has_the_path_of_the_run():
     flat = flatten({"losses": [0.5] * N, "data": {"seen": {n: n for n in range(N)}}})
     assert list(flat.tensors) == ["losses", "data/seen/keys", "data/seen/values"]
     assert json.loads(flat.tree)["losses"] == {"$values": ["losses", "float", N]}
@@ -133,7 +133,7 @@ CROSSINGS = {
 
 
 @pytest.mark.parametrize("name", CROSSINGS)
-def test_what_comes_to_be_a_run_is_packed_as_by_a_fresh_walk(name):
+def test_value_that_becomes_a_run_is_packed_as_by_a_fresh_walk(name):
     less, more = CROSSINGS[name]
     capturer = Capturer()
     for value in (less, more, more, less, more):
@@ -201,7 +201,7 @@ states = st.dictionaries(st.sampled_from(["a", "b", "c"]), values, min_size=1, m
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(states, min_size=2, max_size=5))
-def test_any_states_one_after_the_other(found):
+def test_any_series_of_states_is_captured_as_by_a_fresh_walk(found):
     """With runs of three values, so that every kind of change crosses the threshold."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_tensors, "FEWEST", 3)
@@ -372,7 +372,7 @@ def test_a_run_is_unpacked_from_the_first_elements_alone():
 # -- what is restored stands by itself ------------------------------------------------------------------------------
 
 
-def test_what_an_object_is_given_is_its_own_and_lists_keep_their_identity():
+def test_object_gets_its_own_copy_of_a_run_and_lists_keep_their_identity():
     class Loader:
         def state_dict(self):
             return {"order": list(range(5000)), "pair": (1, [2, 3])}
@@ -411,7 +411,7 @@ def test_an_entry_is_restored_alone_with_its_runs(local):
     assert target["other"] is None and not target["w"].any()
 
 
-def test_what_changes_behind_a_save_does_not_get_in(local):
+def test_change_behind_a_save_does_not_enter_it(local):
     weight = torch.nn.Parameter(torch.ones(5000))
     optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
     weight.grad = torch.ones(5000)

@@ -54,13 +54,13 @@ def facts(value):
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-def test_a_plain_object_comes_back_with_its_type_and_value(value):
+def test_plain_object_is_restored_with_its_type_and_value(value):
     found = through({"a": value, "nested": [{"b": (value, 1)}]})
     assert [facts(one) for one in (found["a"], found["nested"][0]["b"][0])] == [facts(value)] * 2
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-def test_a_plain_object_replaces_what_is_in_its_place(value):
+def test_plain_object_replaces_the_value_in_its_place(value):
     state = {"a": None, "b": value}
     load(state, through({"a": value, "b": None}))
     assert facts(state["a"]) == facts(value)
@@ -110,7 +110,7 @@ def drawn(generator):
 
 
 @pytest.mark.parametrize("make", GENERATORS.values(), ids=GENERATORS)
-def test_a_generator_is_set_in_place_and_goes_on_exactly(make):
+def test_generator_is_set_in_place_and_continues_exactly(make):
     saved = make(1)
     if isinstance(saved, np.random.Generator):
         saved.integers(0, 1 << 31, dtype="u4")  # half of a 64-bit number is left
@@ -127,7 +127,7 @@ def test_a_generator_is_set_in_place_and_goes_on_exactly(make):
 
 
 @pytest.mark.parametrize("make", GENERATORS.values(), ids=GENERATORS)
-def test_none_in_a_generator_s_place_takes_a_new_one(make):
+def test_generator_in_the_place_of_none_is_created(make):
     saved = make(1)
     drawn(saved)
     state = {"rng": None}
@@ -213,7 +213,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("value", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused_names_the_way_out(value, message):
+def test_refusal_of_a_value_names_a_remedy(value, message):
     with pytest.raises(StateRefused) as refused:
         flatten({"a": [value]})
     assert str(refused.value).startswith(f'state["a"][0]: {type_name(value)}')
@@ -252,7 +252,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("tree", HOSTILE, ids=str)
-def test_what_tierd_does_not_write_is_refused(tree):
+def test_tree_with_an_unknown_plain_object_is_refused(tree):
     with pytest.raises(StateMismatch, match=r"^the state tree: "):
         parse_tree(json.dumps({"a": tree}).encode(), {}.__getitem__)
 

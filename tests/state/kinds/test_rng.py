@@ -28,7 +28,7 @@ def draw():
     )
 
 
-def test_every_generator_goes_on():
+def test_every_generator_continues():
     draw()  # leaves a second normal number waiting in Python and NumPy
     state = {"rng": RngState()}
     restored = through(state)

@@ -121,7 +121,7 @@ def test_files_are_read_once_for_a_dataset():
     assert ask(data)._metadata == first
 
 
-def test_what_a_dataset_refuses_itself_is_refused_before_a_model_is_loaded():
+def test_refusal_of_a_dataset_precedes_the_load_of_a_model():
     data = Own()
     data.completed = ["9.parquet"]  # not one of its files: the record cannot tell
     model = nn.Linear(2, 2)

@@ -63,7 +63,7 @@ def test_torch_compile_itself() -> None:
     assert set(with_names_of({"model": net(0.0)}, {"model": saved})["model"]) == set(net(0.0).state_dict())
 
 
-def test_what_differs_by_more_is_left_as_it_is() -> None:
+def test_names_that_differ_by_more_than_a_wrapper_are_left_as_they_are() -> None:
     own = {"module.weight": 1, "head": 2}
     assert differing(own, {"weight": 1, "head": 2}) is None, "a submodule of this name is no wrapper"
     assert differing(own, {"_orig_mod.module.weight": 1, "_orig_mod.head": 2})

@@ -50,7 +50,7 @@ TENSORS = {
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
-def test_a_wrapper_comes_back_with_its_inner_tensors(tensor):
+def test_wrapper_is_restored_with_its_inner_tensors(tensor):
     tree, file = stored({"t": tensor, "again": [tensor]})
     state = {"t": None, "again": [None]}
     load(state, unflatten(tree, file))
@@ -173,7 +173,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_what_does_not_fit_is_named_before_anything_is_loaded(name):
+def test_mismatch_of_a_wrapper_is_named_before_anything_is_loaded(name):
     target, message = MISFITS[name]
     state = {"first": 1, "t": target}
     with pytest.raises(StateMismatch) as refused:
@@ -204,7 +204,7 @@ class Plain(torch.Tensor):
     pass
 
 
-def test_an_unknown_wrapper_is_refused_with_what_can_be_done():
+def test_unknown_wrapper_is_refused_with_a_remedy():
     with pytest.raises(StateRefused, match=r"Unknown, a tensor subclass; .* pass this one's inner tensors"):
         flatten({"t": Unknown(torch.ones(2), torch.ones(2))})
     with pytest.raises(StateRefused, match=r"Plain, a tensor subclass; pass .as_subclass\(torch.Tensor\)"):
@@ -242,7 +242,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE)
-def test_what_tierd_does_not_write_is_refused(payload):
+def test_tree_with_a_malformed_wrapper_is_refused(payload):
     tensors = {"t/a": torch.ones(2), "t/b": torch.ones(2)}
     with pytest.raises(StateMismatch, match=r"^the state tree: "):
         parse_tree(json.dumps({"t": {"$wrapper": payload}}).encode(), tensors.__getitem__)
