@@ -116,7 +116,7 @@ def test_changed_sums_and_another_s_signature_are_refused(files: Path) -> None:
         (files / "SHA256SUMS.sig").unlink()
 
 
-def test_two_builds_are_the_same_and_one_that_nobody_signs_says_so(tree: Path, files: Path) -> None:
+def test_two_builds_are_equal_and_an_unsigned_build_says_so(tree: Path, files: Path) -> None:
     shutil.rmtree(tree / "dist")
     done = dist(tree, "--unsigned", umask=0o077, env={**os.environ, "TZ": "America/Lima"})
     assert done.returncode == 0
@@ -198,7 +198,7 @@ def test_the_bill_names_all_that_the_wheel_can_need(files: Path) -> None:
     assert bill["metadata"]["component"]["hashes"][0]["content"] in (files / "SHA256SUMS").read_text()
 
 
-def test_pip_takes_what_is_locked_and_nothing_else(files: Path, tmp_path: Path) -> None:
+def test_pip_installs_locked_packages_and_nothing_else(files: Path, tmp_path: Path) -> None:
     """The lock of a node has the form by which pip checks; here with the wheel itself as what is locked."""
     options = locked.header((files / f"{STEM}-requirements.txt").read_text())
     assert "pytest" not in (files / f"{STEM}-requirements.txt").read_text()

@@ -169,7 +169,7 @@ def test_the_readme_s_quickstart_resumes(tmp_path: Path) -> None:
     assert until(100, "killed") == whole
 
 
-def test_the_gate_is_what_its_page_says() -> None:
+def test_gate_page_shows_the_results_of_the_last_full_rounds() -> None:
     """Each kind of fault is described, and the table is that of the last full rounds, in which nothing was lost."""
     text = GATE.read_text()
     assert re.findall(r"^\| ([a-z0-9]+) \| [^|]+ \|$", text, re.M)[1:] == list(KINDS)

@@ -89,7 +89,7 @@ def selected_by(path: Path) -> list[str]:
     return [" ".join((path.name, node.name, *map(ast.unparse, node.decorator_list))).lower() for node in tests]
 
 
-def test_the_page_shows_every_fence_and_whether_it_was_found():
+def test_page_shows_every_fence_and_whether_a_run_noticed_it():
     text = page.FENCES_PAGE.read_text()
     assert text == page.put(text, page.fences_table(kept_in(page.RESULTS)["sabotage"]))
 

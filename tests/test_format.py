@@ -71,7 +71,7 @@ def restored(part: PartId) -> dict[str, bytes]:
 # -- read by today's code ---------------------------------------------------------------------------------------------
 
 
-def test_the_fixture_shows_what_the_format_has():
+def test_fixture_has_every_feature_of_the_format():
     """Both codecs, several chunks, a borrowed one, an origin, non-finite metrics, a pin: else the rest proves less."""
     names = tree(V1)
     assert {name.rsplit(".", 1)[1] for name in names if "/chunks/" in name} == {"raw", "zst"}
@@ -384,7 +384,7 @@ def test_the_documented_program_refuses_another_version_and_an_unknown_run(by_ha
     assert "empty has no complete checkpoint" in by_hand(tier, "empty")[1]
 
 
-def test_the_documented_program_goes_down_the_timeline_that_a_head_tells_of(by_hand, tmp_path):
+def test_documented_program_follows_the_timeline_of_a_head(by_hand, tmp_path):
     """A third launch resumed from the first one's checkpoint, not from the second's, and of it nothing is whole."""
     tier, (first, second) = tmp_path / "tier", PARTS
     shutil.copytree(TIER, tier)
@@ -437,7 +437,7 @@ def test_the_documented_program_decrypts_a_tier_for_the_other(by_hand, tmp_path)
     assert "has version 2" in by_hand(ENCRYPTED)[1]
 
 
-def test_the_documented_program_decrypts_heads_and_what_is_set_aside(tmp_path):
+def test_documented_program_decrypts_heads_and_quarantined_manifests(tmp_path):
     objects = {"demo/timeline/0123abcd.json": b"a head", f"demo/quarantine/{B.name}/00000-of-00001.json": b"a manifest"}
     secret = _maker("make_v1_encrypted").SECRET
     (tmp_path / "tier").mkdir()
@@ -453,7 +453,7 @@ def test_the_documented_program_decrypts_heads_and_what_is_set_aside(tmp_path):
     assert status == 0 and tree(plain) == objects
 
 
-def test_the_documented_program_decrypts_what_is_written_today(tmp_path):
+def test_documented_program_decrypts_a_tier_written_today(tmp_path):
     maker = _maker("make_v1_encrypted")
     (tmp_path / "tier").mkdir()
     asyncio.run(maker.build(tmp_path / "tier"))

@@ -71,7 +71,7 @@ def elements(placement):
     return found
 
 
-def test_the_fixture_shows_what_the_format_has(maker):
+def test_fixture_has_every_placement_of_the_format(maker):
     """Every rule, a mesh with names and one without, uneven and empty shards, none of any dimension, a tensor at two
     places, a view: else the rest proves less."""
     placements = [placement for _, placement in sharded_entries(part(maker, 1)[0]).values()]

@@ -45,13 +45,13 @@ def test_pieces_of_a_round_are_joined():
     ],
     ids=["none", "a gap", "twice", "another tierd", "not committed", "a loss", "skipped", "of other fences"],
 )
-def test_what_does_not_belong_together_is_not(before):
+def test_results_that_do_not_belong_together_are_not_joined(before):
     piece = result(10, 19)
     assert joined(before, piece) == piece
     assert not page.is_full(piece, 20)
 
 
-def test_what_was_left_out_or_never_committed_is_not_published():
+def test_round_with_skipped_or_uncommitted_code_is_not_published():
     assert page.refused({"sabotage": result(0, 19, skipped=["no root"])}) == ["sabotage: skipped no root"]
     assert page.refused({"sabotage": result(0, 19, tierd=None)}) == ["sabotage: tierd/ was not what was committed"]
 
@@ -63,7 +63,7 @@ def test_only_a_full_round_has_a_row_and_of_others_the_page_says_how_far_they_ar
     assert made.endswith("Not played in full yet: power, launchers (1,500 of 2,000 so far).\n")
 
 
-def test_a_round_stays_full_when_there_are_more_fences_than_it_had():
+def test_round_is_full_until_a_fence_without_a_result_is_added():
     assert page.is_full(result(0, 19, of=20), 21)
     assert not page.is_full(result(0, 18, of=20), 19)
 
@@ -72,7 +72,7 @@ def test_two_pieces_without_a_commit_are_not_joined():
     assert joined(result(0, 9, tierd=None), result(10, 19, tierd=None))["seeds"] == [10, 19]
 
 
-def test_the_launchers_table_counts_what_was_done_under_each():
+def test_table_of_launchers_counts_the_kills_under_each():
     notes = {
         "kill, saving": 3,
         "spawn: cycles": 2,

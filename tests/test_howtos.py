@@ -37,7 +37,7 @@ def test_the_python_of_a_page_is_python(code: str) -> None:
     ast.parse(code)
 
 
-def test_what_a_page_names_of_tierd_is_there() -> None:
+def test_names_of_tierd_on_a_page_exist() -> None:
     for page in PAGES:
         for names in re.findall(r"(?<![\w./\"-])tierd((?:\.[A-Za-z]\w*)+)(?=[(`,\s:)])", page.read_text()):
             if names.split(".")[1] in ("adapters", "toml", "service"):  # adapters need their frameworks
@@ -84,7 +84,7 @@ def node(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-d
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {one}" for page, one in COMMANDS])
-def test_a_command_of_a_how_to_does_what_it_says(page: str, command: str, node, tmp_path: Path, capsys) -> None:
+def test_command_of_a_how_to_works_as_described(page: str, command: str, node, tmp_path: Path, capsys) -> None:
     home, attempt = node
     values = {
         "--spool DIR": f"--spool {home}/spool",
@@ -112,7 +112,7 @@ def test_a_command_of_a_how_to_does_what_it_says(page: str, command: str, node, 
         assert run(["resume", "--spool", f"{home}/spool"]) == 0
 
 
-def test_the_commands_of_the_page_about_watching_do_what_they_say(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_commands_of_the_page_about_watching_work_as_described(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     """A checkpoint of another program is taken, damaged, made right before a launch, and put back elsewhere."""
     layouts = pytest.importorskip("support.layouts")
     for name in ("out", "tier"):
@@ -139,7 +139,7 @@ def test_the_commands_of_the_page_about_watching_do_what_they_say(tmp_path: Path
     assert (tmp_path / "back" / "checkpoint-500" / "optimizer.pt").read_bytes() == right
 
 
-def test_the_commands_of_the_pages_about_copies_and_imports_do_what_they_say(  # type: ignore[no-untyped-def]
+def test_commands_of_the_pages_about_copies_and_imports_work_as_described(  # type: ignore[no-untyped-def]
     tmp_path: Path, node, monkeypatch
 ) -> None:
     """A checkpoint of another program is imported, copied, and put back; a run is copied in each way."""

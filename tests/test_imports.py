@@ -422,7 +422,7 @@ def test_every_component_is_there_and_no_other():
         ("tierd/__init__.py", "from tierd.daemon import service"),
     ],
 )
-def test_a_planted_violation_is_found(path, source):
+def test_planted_violation_is_detected(path, source):
     assert faults(path, source)
 
 
@@ -440,7 +440,7 @@ def test_a_planted_violation_is_found(path, source):
         ),
     ],
 )
-def test_what_is_allowed_is_not_reported(path, source):
+def test_allowed_import_is_not_reported(path, source):
     assert faults(path, source) == []
 
 
@@ -493,7 +493,7 @@ def test_a_trainer_loads_no_codec(trainers):
     ("name", "package", "extras"),
     [("open", "zstandard", "torch,daemon"), ("Checkpointer", "torch", "torch"), ("dcp", "torch", "torch")],
 )
-def test_a_name_whose_package_is_missing_says_what_to_install(name, package, extras):
+def test_name_whose_package_is_missing_names_the_package_to_install(name, package, extras):
     script = f"""
 import sys
 sys.modules["{package}"] = None  # as if it were not installed
@@ -521,7 +521,7 @@ def test_the_trainers_side_without_torch_loads_no_asyncio():
     )
 
 
-def test_one_file_says_what_the_tests_fork_server_has_loaded():
+def test_single_file_sets_the_preload_of_the_tests_fork_server():
     """The last list would hold for all, and forks of a server without torch spend seconds each to import it."""
     tests = Path(__file__).parent
     setters = [path for path in tests.rglob("*.py") if ".set_forkserver_preload(" in path.read_text()]

@@ -30,7 +30,7 @@ def test_each_level_has_the_priority_of_syslog(level: int, number: int) -> None:
     assert shown(logs.JournalFormatter(), level, "text") == f"<{number}>text"
 
 
-def test_each_line_for_journald_has_its_priority_and_nothing_else_can_have_one() -> None:
+def test_each_line_for_journald_has_its_priority_and_no_text_can_forge_a_priority() -> None:
     lines = shown(logs.JournalFormatter(), logging.ERROR, f"a\n<7>b{EVIL}", ValueError("x\n<7>y")).split("\n")
     assert lines[0] == "<3>a\\n<7>b\\u202e\\x9b31m\\u2028"
     assert len(lines) > 1 and all(line.startswith("<3>  ") for line in lines[1:])

@@ -28,7 +28,7 @@ def test_every_option_has_a_row(name: str):
     assert set(OPTIONS[name].split()) <= rows
 
 
-def test_what_is_named_of_tierd_is_there():
+def test_names_of_tierd_on_the_parity_page_exist():
     pytest.importorskip("torch")
     import tierd
 

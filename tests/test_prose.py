@@ -12,7 +12,7 @@ def test_the_pages_and_the_public_names_are_in_order() -> None:
     assert prose.findings() == []
 
 
-def test_an_old_word_is_named_with_its_place_and_the_better_one() -> None:
+def test_old_word_is_reported_with_its_place_and_the_better_word() -> None:
     page = "A daemon heals it.\n\n```\nheals\n```\n\n    heals\n\nThe event `healed` is sent.\nLaw: none.\n"
     assert prose.old_words("page.md", page) == [
         "page.md:1: 'heals': write repair",

@@ -185,7 +185,7 @@ def test_each_rank_its_own_state(tmp_path: Path):
         assert one.returncode == 0 and json.loads(out.splitlines()[-1]) == [[mine[:5], mine[3:8]]] * 2
 
 
-def test_when_to_save_and_what_to_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_recipe_of_when_to_save_keeps_the_same_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     before, after = sides("When to save, and what to keep", tmp_path, monkeypatch)
     (tmp_path / "before" / "checkpoints").mkdir(parents=True)
     before().train(9)

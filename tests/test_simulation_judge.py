@@ -68,7 +68,7 @@ def test_and_nothing_else_is_taken_for_the_default(tmp_path: Path, why: str) -> 
     assert [wrong for wrong in region.keeper.at_rest() if wrong.startswith("near holds")]
 
 
-def test_what_only_a_silent_tier_has_cannot_be_sent_to_another(tmp_path: Path) -> None:
+def test_checkpoint_that_only_a_silent_tier_has_cannot_be_sent_to_another(tmp_path: Path) -> None:
     region = Region(tmp_path, configured=True)
     region.save(1, region.near, region.far)
     region.save(2, region.near)
@@ -80,7 +80,7 @@ def test_what_only_a_silent_tier_has_cannot_be_sent_to_another(tmp_path: Path) -
     assert [wrong for wrong in region.keeper.at_rest() if wrong.startswith("far holds")]
 
 
-def test_what_a_tier_that_answers_has_must_be_sent_before_the_run_leaves(tmp_path: Path) -> None:
+def test_checkpoint_on_an_answering_tier_must_be_sent_before_the_run_leaves(tmp_path: Path) -> None:
     region = Region(tmp_path, configured=True)
     region.save(1, region.near)
     region.save(2, region.near, region.far)
@@ -92,7 +92,7 @@ def test_what_a_tier_that_answers_has_must_be_sent_before_the_run_leaves(tmp_pat
 
 
 @pytest.mark.parametrize("reported", [True, False])
-def test_a_launch_that_only_a_head_tells_of_decides_what_a_restore_gives(tmp_path: Path, reported: bool) -> None:
+def test_launch_that_only_a_head_names_decides_the_restored_checkpoint(tmp_path: Path, reported: bool) -> None:
     """FORMAT.md: the newest attempt is the newest in any manifest or head, also if nothing of it can be read. Seed
     1000105: B restored where only A's spool had the newest launch, and a head on the tier told of it."""
     region = Region(tmp_path, configured=True)

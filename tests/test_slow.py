@@ -57,7 +57,7 @@ def test_a_file_that_was_measured_again_loses_its_old_lines_and_no_other_does():
     }
 
 
-def test_a_long_function_is_one_whose_cases_cost_much_together():
+def test_long_function_is_a_function_whose_cases_cost_much_together():
     assert Cost(0.1, slow.LONG_S).is_long and not Cost(slow.LONG_S - 1, slow.LONG_S - 1).is_long
 
 
@@ -86,7 +86,7 @@ def test_alone(case):
 
 
 @pytest.mark.timeout(600)
-def test_the_cpu_of_children_counts_and_what_is_listed_is_not_selected(tmp_path):
+def test_cpu_of_children_counts_and_listed_tests_are_not_selected(tmp_path):
     for path in ("tools/slow.py", "tests/conftest.py", "tests/support/unskipped.py"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)

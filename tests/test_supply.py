@@ -95,7 +95,7 @@ def test_the_oldest_versions_are_those_of_pyproject() -> None:
     assert {name: Version(it) for name, it in pinned.items()} == {name: Version(it) for name, it in oldest.items()}
 
 
-def test_what_the_oldest_versions_lack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_of_the_oldest_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here newer versions are installed than the oldest, so the metadata of one of those stands in."""
     monkeypatch.setattr(
         locked, "_declared", lambda name: ("click>=8", "gone; extra == 'more'") if name == "typer" else ()
@@ -106,7 +106,7 @@ def test_what_the_oldest_versions_lack_is_named(monkeypatch: pytest.MonkeyPatch)
     assert locked.lacking(lowest, locked.read(LOCK, TORCH)) == ["typer needs click>=8"]
 
 
-def test_what_is_missing_is_found() -> None:
+def test_missing_hash_or_pin_is_detected() -> None:
     assert lacking(re.sub(r"(msgspec==\S+) \\\n( +--hash=\S+( \\)?\n)+", r"\1\n", LOCKS[LOCK])) == [
         "msgspec has no hash"
     ]
@@ -144,7 +144,7 @@ def test_nothing_is_locked_that_nothing_needs() -> None:
     assert locked.read(MUTANTS).keys() & locked.read(LOCK).keys() == set()
 
 
-def test_the_docs_and_the_loaders_agree_on_what_both_need() -> None:
+def test_docs_and_loaders_agree_on_the_packages_that_both_need() -> None:
     """Both are installed into one environment, so one would replace what the other needs."""
     docs, loaders = locked.read(DOCS), locked.read(LOADERS)
     assert {name: docs[name] for name in docs.keys() & loaders} == {

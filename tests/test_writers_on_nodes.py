@@ -154,7 +154,7 @@ def test_rank_future(spool, both):
     assert [found[:2] for found in both()] == [(3, 300.0), (3, 301.0)]
 
 
-def test_rank_future_within_fifty_years_what_a_person_chose_is_gone_on_from(spool, both):
+def test_rank_future_within_fifty_years_chosen_checkpoint_is_continued(spool, both):
     lie(spool, PartId(CheckpointId(RUN, "01ffffffffff-00000000", 1), 1, 2))  # 2039
     assert all(isinstance(error, CheckpointNotFound) for error in both())
     assert [found[0] for found in both(step=2, then=3)] == [2, 2]

@@ -16,7 +16,7 @@ ROWS = re.findall(r"^\| `([a-z-]+/[a-z-]+)` \| .+ \|$", SECTION, re.M)
 # Rows whose tests, or more of them, stand elsewhere.
 ELSEWHERE = {
     "no-key/bytes": (
-        "stores/test_encrypted.py::test_what_was_put_in_anothers_place_is_not_believed",
+        "stores/test_encrypted.py::test_object_put_in_the_place_of_another_is_not_believed",
         "stores/test_encrypted.py::test_every_flip_and_every_cut_is_noticed",
         "cli/test_encrypted.py::test_verify_detects_a_damaged_encrypted_checkpoint_and_restore_passes_over_it",
     ),
@@ -121,7 +121,7 @@ def test_each_row_has_a_test_and_each_test_a_row() -> None:
 
 
 @pytest.mark.parametrize("row", ELSEWHERE)
-def test_what_stands_elsewhere_is_there(row: str) -> None:
+def test_tests_that_the_table_names_exist(row: str) -> None:
     for test in ELSEWHERE[row]:
         file, _, name = test.partition("::")
         assert name in functions(HERE / file), test

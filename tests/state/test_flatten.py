@@ -261,7 +261,7 @@ def test_numpy_scalars_stay_numpy_scalars(value):
     assert exactly(through({"a": value}), {"a": value})
 
 
-def test_a_second_name_of_a_dtype_comes_back_as_the_first():
+def test_second_name_of_a_dtype_is_restored_as_the_first():
     back = through({"a": np.longlong(3), "b": np.ones(2, dtype=np.longlong)})
     assert back["a"] == 3
     assert back["a"].dtype == back["b"].dtype == np.dtype(np.longlong)
@@ -338,7 +338,7 @@ def test_any_mapping_at_the_root():
     assert through({}) == {}
 
 
-def test_the_tree_is_json_that_one_can_read():
+def test_tree_is_readable_json():
     state = {"epoch": 3, "lr": 0.5, "w": torch.ones(2), "opt": {0: {"step": 1}}, "t": ("a", None)}
     assert json.loads(flatten(state).tree) == {
         "epoch": 3,
@@ -349,7 +349,7 @@ def test_the_tree_is_json_that_one_can_read():
     }
 
 
-def test_a_nan_says_its_bits_unless_it_is_the_usual_one():
+def test_unusual_nan_is_stored_with_its_bits():
     assert json.loads(flatten({"a": math.nan, "b": -math.nan, "c": math.inf, "d": complex(0, NAN)}).tree) == {
         "a": {"$float": "nan"},
         "b": {"$float": "fff8000000000000"},
@@ -369,7 +369,7 @@ def test_a_generator_is_a_tensor_of_its_own():
     assert exactly(copy.deepcopy(back), generator)
 
 
-def test_ints_beyond_what_json_readers_keep_are_tagged():
+def test_ints_beyond_the_range_of_json_readers_are_tagged():
     state = {"high": [1, 2**53 + 1], "low": [-(2**53) - 1, 2], "mixed": [2**53 + 1, None], "edge": [2**53, -(2**53)]}
     high, low = {"$int": "0x20000000000001"}, {"$int": "-0x20000000000001"}
     expected = {"high": [1, high], "low": [low, 2], "mixed": [high, None], "edge": [2**53, -(2**53)]}
@@ -832,7 +832,7 @@ BAD_TREES = [
         ({"$": defaultdict(list, {"\ud800": {"y" * 1500}}), "c": (1, torch.ones(1))}, 'state["$"]["\\ud800"]', 1513),
     ],
 )
-def test_what_is_too_large_is_named(monkeypatch, state, path, size):
+def test_value_that_is_too_large_is_named(monkeypatch, state, path, size):
     monkeypatch.setattr(values, "MAX_TREE", 1000)
     with pytest.raises(StateRefused) as caught:
         flatten(state)

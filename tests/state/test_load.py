@@ -121,7 +121,7 @@ def train(job, steps):
 @pytest.mark.parametrize(
     ("optimizer", "scheduler"), [(o, "multistep") for o in OPTIMIZERS] + [("adamw", s) for s in SCHEDULERS]
 )
-def test_training_goes_on_as_if_nothing_had_happened(optimizer, scheduler):
+def test_training_continues_as_if_nothing_had_happened(optimizer, scheduler):
     job = make_job(optimizer, scheduler)
     train(job, 4)
     tree, file = stored(job)
@@ -363,7 +363,7 @@ def test_plain_values_are_put_back_in_place():
     assert type(state["best"]) is np.float32
 
 
-def test_containers_of_every_kind_keep_what_they_are():
+def test_containers_of_every_kind_keep_their_type_and_identity():
     state = {
         "counter": Counter(a=1),
         "default": defaultdict(int, x=1),
@@ -393,7 +393,7 @@ def test_containers_of_every_kind_keep_what_they_are():
     assert state["list"] == [[9]]
 
 
-def test_what_a_deque_holds_is_loaded_in_place_as_in_a_list():
+def test_members_of_a_deque_are_loaded_in_place_as_in_a_list():
     def made(value):
         model = nn.Linear(1, 1)
         nn.init.constant_(model.weight, value)
@@ -410,7 +410,7 @@ def test_what_a_deque_holds_is_loaded_in_place_as_in_a_list():
     assert torch.rand(2, generator=generator).tolist() == expected
 
 
-def test_a_deque_of_another_length_limit_is_replaced_and_what_it_holds_is_loaded():
+def test_deque_of_another_length_limit_is_replaced_and_its_members_are_loaded():
     model, saved = nn.Linear(1, 1), nn.Linear(1, 1)
     state = {"q": deque([model], maxlen=1), "r": deque([0], maxlen=1)}
     load(state, through({"q": deque([saved, 1], maxlen=4), "r": deque([1, 2])}))
@@ -439,7 +439,7 @@ def test_a_module_state_as_a_plain_value_keeps_its_metadata():
     model.load_state_dict(state["best"])
 
 
-def test_what_cannot_be_written_is_replaced():
+def test_read_only_tensor_is_replaced():
     frozen = np.zeros(2)
     frozen.flags.writeable = False
     with torch.inference_mode():
@@ -689,7 +689,7 @@ def test_an_optimizer_keeps_its_tensors_where_they_were_read_and_the_rest_is_giv
 
 
 @pytest.mark.parametrize("how", ["view", "numpy", "graph", "hook"])
-def test_what_somebody_kept_is_not_given_back(how):
+def test_pages_of_a_tensor_that_is_still_referenced_are_not_returned(how):
     old = trained()
     tree, file = mapped(old)
     fresh = trained()
@@ -730,7 +730,7 @@ def keeper(module, keeps):
     return load_and_keep
 
 
-def test_nothing_is_given_back_of_memory_that_is_lent_or_no_mapping():
+def test_handed_over_or_unmapped_memory_is_not_returned_to_the_system():
     for make, handed_over in ((mapped, True), (stored, False)):
         old, fresh = trained(), trained()
         tree, file = make(old)
@@ -740,7 +740,7 @@ def test_nothing_is_given_back_of_memory_that_is_lent_or_no_mapping():
         assert same_tensors(fresh, old)
 
 
-def test_lent_memory_may_be_overwritten():
+def test_handed_over_memory_may_be_overwritten_after_the_load():
     old, fresh = trained(), trained()
     tree, file = mapped(old)
     load(fresh, unflatten(tree, file), handed_over=True)
@@ -748,7 +748,7 @@ def test_lent_memory_may_be_overwritten():
     assert same_tensors(fresh, old)
 
 
-def test_what_an_optimizer_shares_with_another_entry_stays_shared():
+def test_tensor_that_an_optimizer_shares_with_another_entry_is_still_shared():
     class Owns(Keeps, torch.optim.Optimizer):
         param_groups = ()
 
@@ -831,7 +831,7 @@ def test_a_generator_is_set_where_it_is():
     assert [torch.rand(3, generator=g).tolist() for g in loaders] == expected
 
 
-def test_a_shuffled_loaders_own_generator_goes_on():
+def test_shuffled_loaders_own_generator_continues():
     def make():
         generator = torch.Generator().manual_seed(7)
         return generator, DataLoader(Numbers(), batch_size=4, shuffle=True, generator=generator)
@@ -917,7 +917,7 @@ class LibrarysOwn(Exception):
 
 
 @pytest.mark.parametrize(("error", "own"), [(LibrarysOwn(1, 2), True), (KeyError("x"), False)])
-def test_a_librarys_own_error_is_caught_as_what_its_documents_say(error, own):
+def test_error_of_a_librarys_own_class_can_be_caught_as_documented(error, own):
     class Data:
         def state_dict(self):
             return {}

@@ -86,7 +86,7 @@ def test_layout_is_page_aligned_dense_and_aligned_by_element():
     assert order == sorted(order)
 
 
-def test_large_tensors_are_aligned_to_a_cache_line_whatever_lies_between_them():
+def test_large_tensors_are_aligned_to_a_cache_line_with_any_tensors_between():
     tensors = {f"{i}/{name}": torch.ones(size) for i in range(5) for name, size in (("step", ()), ("w", (4, 16)))}
     tensors |= {"half": torch.ones(32, dtype=torch.float16), "odd": torch.ones(3, dtype=torch.int8)}
     entries = plan_layout(tensors).entries
@@ -118,7 +118,7 @@ def test_parse_is_the_inverse_of_plan():
         assert same_bits(view(buffer, entry), tensors[name])
 
 
-def test_copies_what_is_not_contiguous():
+def test_tensor_that_is_not_contiguous_is_copied():
     base = random(torch.float32, 6, 8)
     tensors = {
         "transposed": base.t(),
@@ -185,7 +185,7 @@ def test_the_pieces_are_the_image(described, pages):
     assert 0 < len(found[-1]) <= len(buffer)
 
 
-def test_pieces_of_what_training_uses():
+def test_pieces_of_tensors_in_training_join_to_their_file():
     tensors = {"w": nn.Parameter(torch.randn(50, 50)), "y": nn.Parameter(torch.randn(3)) * 2}
     found = b"".join(map(bytes, pieces(plan_layout(tensors), tensors, memoryview(bytearray(PAGE)))))
     assert found == written(tensors)

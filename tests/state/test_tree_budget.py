@@ -87,7 +87,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_what_a_save_takes_is_what_a_restore_takes(name, local, monkeypatch):
+def test_save_and_restore_have_the_same_budget_of_a_tree(name, local, monkeypatch):
     monkeypatch.setattr(tree_budget, "MAX_NODES", 102)
     good, bad = ({"w": torch.ones(1), "x": EXACT[name](number)} for number in (96, 99))
     assert described(through(good)) == described(good, live=True)
@@ -170,7 +170,7 @@ def test_an_array_has_a_tensor_of_its_own():
         unflatten(b'{"a":[%s,%s]}' % (array, array), bytearray(FILE))
 
 
-def test_states_as_large_as_real_ones_are_far_within_the_budget(monkeypatch):
+def test_states_as_large_as_real_states_are_far_within_the_budget(monkeypatch):
     """50,000 parameters with Adam's state, a sampler's order, names of samples, counts by id; all of it as JSON."""
     monkeypatch.setattr(packed_tensors, "FEWEST", 1 << 62)
     zero = torch.zeros(())
@@ -193,7 +193,7 @@ def test_states_as_large_as_real_ones_are_far_within_the_budget(monkeypatch):
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 1 << 16])
-def test_what_stands_in_strings_is_not_counted(window, monkeypatch):
+def test_brackets_within_strings_are_not_counted(window, monkeypatch):
     monkeypatch.setattr(tree_budget, "_WINDOW", window)
     draw = random.Random(window)
     for _ in range(200):

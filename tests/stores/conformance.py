@@ -68,7 +68,7 @@ class Conformance:
     digests = False  # whether an object can be digested where it lies
 
     @on_store
-    async def test_what_was_put_is_got(self, store: Store) -> None:
+    async def test_get_returns_the_bytes_of_the_put(self, store: Store) -> None:
         data = random.Random(1).randbytes(100_000)
         floats = array.array("d", [1.0, 2.5, -3.0])
         for number, form in enumerate(
@@ -149,14 +149,14 @@ class Conformance:
         assert [(i.key, i.size) async for i in store.scan("")] == [("empty", 0), ("view", 0)]
 
     @on_store
-    async def test_a_large_object_comes_back_whole(self, store: Store) -> None:
+    async def test_large_object_is_returned_whole(self, store: Store) -> None:
         data = random.Random(2).randbytes(self.size + 1)
         await store.put("large", data)
         assert bytes(await store.get("large")) == data
         assert [i.size async for i in store.scan("large")] == [len(data)]
 
     @on_store
-    async def test_a_missing_key_is_not_found(self, store: Store) -> None:
+    async def test_missing_key_is_not_there(self, store: Store) -> None:
         await store.put("a/b/c", b"1")
         for key in ("x", "a", "a/b", "a/b/d", "a/b/c/d", "b/c"):
             with pytest.raises(ObjectNotFound):
@@ -174,7 +174,7 @@ class Conformance:
         assert now.token != before.token
 
     @on_store
-    async def test_the_token_tells_contents_of_one_size_apart(self, store: Store) -> None:
+    async def test_token_distinguishes_contents_of_the_same_size(self, store: Store) -> None:
         await store.put("k", b"aaaa")
         [before] = [i async for i in store.scan("k")]
         [again] = [i async for i in store.scan("k")]
@@ -338,7 +338,7 @@ class Conformance:
         assert [name async for name in children(store, "none/")] == []
 
     @on_store
-    async def test_what_is_no_key_is_refused(self, store: Store) -> None:
+    async def test_malformed_key_is_refused(self, store: Store) -> None:
         await store.put("fine", b"1")
         for key in BAD_KEYS:
             with pytest.raises(StoreRefused):

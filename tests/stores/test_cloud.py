@@ -100,7 +100,9 @@ EXPECTED: dict[int, dict[str, type[TierdError]]] = {
 
 @pytest.mark.parametrize("scheme", ["gs", "az"])
 @pytest.mark.parametrize("status", EXPECTED)
-def test_what_a_status_means(google: Bucket, monkeypatch: pytest.MonkeyPatch, scheme: str, status: int) -> None:
+def test_statuses_of_a_cloud_are_translated_to_tierds_errors(
+    google: Bucket, monkeypatch: pytest.MonkeyPatch, scheme: str, status: int
+) -> None:
     url = place(google) if scheme == "gs" else azure(google, monkeypatch)
     for operation, expected in EXPECTED[status].items():
         if operation == "delete" and (scheme == "az" or status == 404):  # see below; and what is gone is deleted
@@ -116,14 +118,14 @@ def test_what_a_status_means(google: Bucket, monkeypatch: pytest.MonkeyPatch, sc
             assert google.asked.total() == 1 + confirmed, "nothing is tried again below RetryingStore"
 
 
-def test_what_is_gone_counts_as_deleted(google: Bucket) -> None:
+def test_missing_object_counts_as_deleted(google: Bucket) -> None:
     google.deny("DeleteObject", status=404, code="NoSuchKey")
     attempt(CloudStore(parse_url(place(google))), "delete")
     assert google.asked["DeleteObject"] == 2
 
 
 @pytest.mark.parametrize(("left", "expected"), [((), None), (("k/x",), UnnamedNotFound)])
-def test_a_404_that_names_no_error_means_what_the_listing_says(
+def test_bare_404_of_a_cloud_is_judged_by_the_listing(
     google: Bucket, left: tuple[str, ...], expected: type[Exception] | None
 ) -> None:
     """Something before the store may have answered."""
@@ -163,7 +165,7 @@ def test_a_body_that_breaks_off_is_never_taken_for_the_object(google: Bucket) ->
 # -- credentials -------------------------------------------------------------------------------------------------------
 
 
-def test_a_configuration_that_cannot_be_used_is_told_at_the_first_call_and_tried_again(
+def test_unusable_configuration_is_refused_at_the_first_call_and_tried_again(
     google: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "account.json"

@@ -73,13 +73,13 @@ def test_a_name_is_no_trouble_of_the_credentials(
         (PUT.format("", "403 Forbidden", "AccessDenied", ""), StoreRefused, "storage.objects.create"),
     ],
 )
-def test_what_a_text_means(text: str, expected: type[TierdError], says: str) -> None:
+def test_texts_of_a_cloud_are_translated_to_tierds_errors(text: str, expected: type[TierdError], says: str) -> None:
     error = translated("gs://bucket/p", "put k", OSError(text))
     assert type(error) is expected and says in str(error)
 
 
 @pytest.mark.parametrize(("status", "code"), [("403 Forbidden", ""), ("409 Conflict", "BlobImmutableDueToPolicy")])
-def test_what_may_not_be_deleted_is_a_refusal_to_delete(status: str, code: str) -> None:
+def test_object_that_may_not_be_deleted_is_a_refusal_to_delete(status: str, code: str) -> None:
     error = translated("az://container", "delete k", OSError(PUT.format("", status, code, "")))
     assert type(error) is DeleteRefused and "append-only" in str(error)
 

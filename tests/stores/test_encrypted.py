@@ -104,7 +104,7 @@ NAMES = st.one_of(
 
 
 @given(st.lists(NAMES, max_size=12, unique=True), st.data())
-def test_a_scan_shows_what_it_would_show_of_a_store_that_is_not_encrypted(names, data):
+def test_scan_of_an_encrypted_store_equals_the_scan_of_a_plain_store(names, data):
     prefix = data.draw(st.sampled_from(["", "run/", "run/chunks/", *names]).flatmap(_cut))
     after = data.draw(st.sampled_from(["", *names, *(f"{name[:60]}\x7f" for name in names)]).flatmap(_cut))
 
@@ -126,7 +126,7 @@ def _cut(text: str) -> st.SearchStrategy[str]:
     return st.integers(0, len(text)).map(lambda end: text[: len(text) - end]) | st.just(text)
 
 
-def test_the_place_sees_neither_bytes_nor_digests_nor_what_is_equal():
+def test_encrypted_place_shows_neither_bytes_nor_digests_nor_equality():
     data = b"what nobody should read " * 50
     digest = "0123456789abcdef" * 2
 
@@ -176,7 +176,7 @@ def test_the_same_bytes_never_have_the_same_nonce():
         (manifest_key(), manifest_key().replace("run/", "other/")),
     ],
 )
-def test_what_was_put_in_anothers_place_is_not_believed(first, second):
+def test_object_put_in_the_place_of_another_is_not_believed(first, second):
     """Another rank, checkpoint, run, digest, codec: a writer on the tier cannot swap them."""
 
     async def work():
@@ -260,7 +260,7 @@ def test_pins_and_marks_have_a_tag_and_those_of_older_tiers_have_none(key):
     asyncio.run(work())
 
 
-def test_a_large_chunk_goes_in_pieces_and_comes_back_into_a_buffer():
+def test_large_chunk_is_encrypted_in_pieces_and_decrypted_into_a_buffer():
     data = random.Random(5).randbytes((5 << 20) + 7)
 
     async def work():
@@ -319,7 +319,7 @@ def test_a_key_id_that_was_changed_with_its_seal_opens_nothing():
     asyncio.run(work())
 
 
-def test_what_no_reader_would_take_is_not_put():
+def test_manifest_that_no_reader_would_accept_is_not_put():
     async def work():
         inner = MemoryStore()
         with pytest.raises(StoreRefused, match="too many"):
@@ -384,7 +384,7 @@ def test_a_missing_file_a_fifo_and_anothers_file_are_refused(tmp_path):
     assert read_key(tmp_path / "link").id == KEY.id
 
 
-def test_what_is_moved_is_counted_twice_where_it_is_encrypted():
+def test_memory_of_an_encrypted_object_is_counted_twice():
     plain, copying = MemoryStore(), MemoryStore()
     copying.held = 2  # type: ignore[attr-defined]
     assert [weight(EncryptedStore(it, KEY), 7) for it in (plain, copying)] == [14, 21]

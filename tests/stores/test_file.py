@@ -269,7 +269,7 @@ def test_a_failed_fsync_is_never_tried_again(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES])
-def test_what_may_not_be_removed_is_a_refusal_to_delete(
+def test_file_that_may_not_be_removed_is_a_refusal_to_delete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """`chattr +a`, a sticky directory, an export that lets nothing be removed: it can still be added to."""
@@ -305,7 +305,7 @@ def test_a_file_system_that_is_read_only_is_not_append_only(tmp_path: Path, monk
         (errno.EFBIG, StoreRefused),
     ],
 )
-def test_what_an_errno_means(
+def test_errnos_are_translated_to_tierds_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[Exception]
 ) -> None:
     def fail(*_: object, **__: object) -> int:
@@ -455,7 +455,7 @@ def test_leftovers_of_the_dead_are_swept_and_the_living_are_not(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("again", [0, 1], ids=["once", "also as it is swept"])
-def test_a_temp_file_that_could_not_be_removed_goes_with_a_later_put(
+def test_temporary_file_that_could_not_be_removed_is_removed_by_a_later_put(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: int
 ) -> None:
     """ "disk" seed 21: it stayed for as long as the process lived."""
@@ -659,7 +659,7 @@ def test_a_full_file_system_is_unavailable_and_keeps_no_scrap(mounted: Path) -> 
 
 @pytest.mark.system
 @pytest.mark.parametrize("below", ["", "tierd"], ids=["root is the mount point", "root is below the mount point"])
-def test_an_unmount_is_unavailable_and_nothing_goes_to_the_disk_below(mounted: Path, below: str) -> None:
+def test_unmounted_store_is_unavailable_and_nothing_is_written_to_the_disk_below(mounted: Path, below: str) -> None:
     root = mounted / below
     root.mkdir(exist_ok=True)
 
@@ -679,9 +679,7 @@ def test_an_unmount_is_unavailable_and_nothing_goes_to_the_disk_below(mounted: P
     asyncio.run(whole())
 
 
-def test_a_mark_made_between_a_call_and_its_look_is_no_lost_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mark_made_between_a_call_and_its_check_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two first puts at once: one finds no mark, the other makes it, and the first goes on."""
     store, observe = FileStore(tmp_path), os.stat
 
@@ -698,7 +696,7 @@ def test_a_mark_made_between_a_call_and_its_look_is_no_lost_one(
     assert listed(tmp_path) == ["k", "other"]
 
 
-def test_an_object_whose_kind_cannot_be_told_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_whose_kind_cannot_be_read_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seed 39 of the disk faults: a stale NFS handle, say, and a descriptor was left open for every try."""
     put(tmp_path, "k")
 
@@ -747,7 +745,7 @@ def test_an_object_that_becomes_shorter_while_it_is_digested_says_nothing_about_
 
 
 @pytest.mark.parametrize("where", ["spool", "spool/run/chunks", "link"])
-def test_a_spool_is_no_tier_nor_holds_one(tmp_path, where):
+def test_spool_is_refused_as_a_tier_and_above_or_below_it(tmp_path, where):
     Spool(tmp_path / "spool")
     (tmp_path / "spool/run/chunks").mkdir(parents=True)
     (tmp_path / "link").symlink_to("spool/run")
@@ -763,7 +761,7 @@ def test_a_spool_is_no_tier_nor_holds_one(tmp_path, where):
 
 
 @pytest.mark.parametrize("left", ["nothing", "an empty directory"])
-def test_a_scan_lists_what_took_the_place_of_removed_directories(tmp_path, monkeypatch, left: str) -> None:
+def test_scan_lists_directories_that_replaced_removed_directories(tmp_path, monkeypatch, left: str) -> None:
     """A reader that listed the names of two checkpoints found neither these, which were pruned, nor the newer ones."""
     for step in (1, 3, 4):
         put(tmp_path, f"m/{step}/x")

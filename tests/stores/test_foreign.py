@@ -77,7 +77,7 @@ def test_any_name_is_listed_and_read_by_range(place) -> None:  # type: ignore[no
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_range_of_another_object_is_none_of_the_listed_one(gone: bool, place) -> None:  # type: ignore[no-untyped-def]
+def test_range_of_a_replaced_object_is_refused(gone: bool, place) -> None:  # type: ignore[no-untyped-def]
     bucket, make = place
 
     async def use(store: ForeignStore) -> None:

@@ -113,7 +113,7 @@ class TestLimitedFileStore(Conformance):
         return lambda: LimitedStore(FileStore(tmp_path), 1 << 40, 1 << 40)
 
 
-def test_what_is_digested_is_charged_as_what_is_got():
+def test_digest_is_charged_like_a_get():
     async def got(store, clock):
         await store.put(key(0), bytes(3 * RATE))
         for _ in range(3):
@@ -165,7 +165,7 @@ def test_the_first_chunk_is_free_for_one_seconds_worth_and_no_more():
     assert limited(work) == [(pytest.approx(5.4), key(1), 6400)]
 
 
-def test_what_an_idle_line_saves_up_is_one_seconds_worth():
+def test_idle_line_saves_up_the_bytes_of_a_second():
     async def work(store, clock):
         await clock.sleep(3600)
         await store.put(key(1), bytes(RATE))
@@ -174,7 +174,7 @@ def test_what_an_idle_line_saves_up_is_one_seconds_worth():
     assert [at for at, *_ in limited(work)] == [3600, pytest.approx(3601)]
 
 
-def test_first_come_first_served_whatever_the_size():
+def test_requests_of_any_size_are_served_in_order():
     async def work(store, clock):
         async def one(number, size):
             await store.put(key(number), bytes(size))
@@ -202,7 +202,7 @@ def test_a_get_without_room_is_paid_by_the_next():
     assert [at for at, *_ in limited(work, up=None)] == [0, 0, pytest.approx(2)]
 
 
-def test_a_get_with_room_is_paid_before_and_gets_back_what_the_object_did_not_fill():
+def test_get_with_room_pays_ahead_and_is_refunded_for_unused_room():
     async def work(store, clock):
         await store.put(key(1), bytes(3000))
         room = memoryview(bytearray(4000))
@@ -212,7 +212,7 @@ def test_a_get_with_room_is_paid_before_and_gets_back_what_the_object_did_not_fi
     assert [at for at, *_ in limited(work, up=None)] == [0, pytest.approx(3), pytest.approx(6)]
 
 
-def test_what_is_given_back_is_no_more_than_an_idle_line_saves_up():
+def test_refund_is_no_more_than_an_idle_line_saves_up():
     async def work(store, clock):
         await store.put(key(1), b"")
         for _ in range(5):
@@ -253,7 +253,7 @@ def test_a_restore_is_not_limited():
     assert [at for at, *_ in limited(work, up=None)] == [0, 0, 0, 0, pytest.approx(2)]
 
 
-def test_one_who_is_cancelled_while_it_waits_is_not_charged_and_the_next_goes_on():
+def test_request_that_is_cancelled_while_it_waits_is_not_charged_and_the_next_continues():
     async def work(store, clock):
         first = asyncio.ensure_future(store.put(key(1), bytes(50_000)))
         second = asyncio.ensure_future(store.put(key(2), bytes(3000)))

@@ -60,7 +60,7 @@ def test_it_counts_as_the_store_below_does(keys):
     asyncio.run(work())
 
 
-def test_what_encrypts_below_is_seen_above():
+def test_encryption_of_an_inner_store_shows_in_the_outer_store():
     inner = MemoryStore()
     assert not is_authentic(CountedStore(inner))
     inner.encrypts = True

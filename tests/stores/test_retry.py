@@ -257,7 +257,7 @@ def test_a_cancelled_scan_ends_the_listing_below_it() -> None:
     assert ended == ["cancelled"]
 
 
-def test_a_scan_goes_on_with_what_the_listing_waited_for() -> None:
+def test_scan_continues_with_the_answer_that_the_listing_awaited() -> None:
     class Answering(MemoryStore):
         async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
             for key in "abc":
@@ -283,7 +283,7 @@ class Stuttering(MemoryStore):
             raise StoreUnavailable("broke off")
 
 
-def test_a_scan_goes_on_behind_what_it_has_and_progress_earns_new_attempts() -> None:
+def test_scan_continues_behind_its_last_key_and_progress_earns_new_attempts() -> None:
     async def whole() -> None:
         inner = Stuttering()
         for key in "abcdef":
@@ -311,7 +311,7 @@ def test_a_put_whose_outcome_is_unknown_is_repeated() -> None:
     assert asyncio.run(inner.get("k")) == b"1"
 
 
-def test_a_store_that_gives_up_what_stalls_names_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_that_gives_up_stalled_transfers_names_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow link a chunk may take long: it is not cut off above, where nobody sees whether bytes flow."""
     deadlines: list[float] = []
     timeout = asyncio.timeout

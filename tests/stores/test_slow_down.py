@@ -82,7 +82,7 @@ async def write(number: int, bucket: Bucket, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("rate", [100, 1000])
-def test_a_thousand_writers_share_what_a_bucket_takes(rate: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_thousand_writers_share_the_rate_of_a_bucket(rate: int, caplog: pytest.LogCaptureFixture) -> None:
     """Before a refusal closed the window for a while, the first bucket was asked 23 times for each object, and up to
     10,800 times a second, again and again."""
     caplog.set_level("CRITICAL", logger="tierd.stores.retry")

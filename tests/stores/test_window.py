@@ -130,7 +130,7 @@ def test_nothing_begins_before_the_place_wants_to_be_asked_again() -> None:
     asyncio.run(work())
 
 
-def test_a_cancelled_request_and_one_that_waited_leave_their_room() -> None:
+def test_cancelled_request_and_cancelled_waiter_leave_their_room() -> None:
     async def work() -> None:
         window = Window()
         window._most = 1.0
@@ -170,7 +170,7 @@ def test_a_cancelled_request_and_one_that_waited_leave_their_room() -> None:
         ("SlowDown", 503, "-1", 0.0),
     ],
 )
-def test_what_an_answer_says_of_waiting(code: str, status: int, after: str, wait_s: float) -> None:
+def test_throttled_answer_gives_the_time_to_wait(code: str, status: int, after: str, wait_s: float) -> None:
     error = said("s3://b", "put k", code, status, "", after, "Wed, 21 Oct 2026 07:27:53 GMT")
     assert isinstance(error, StoreThrottled)
     assert error.wait_s == wait_s
@@ -260,7 +260,7 @@ def test_status_says_until_when_a_tier_is_left_alone(tmp_path: Path) -> None:
     assert COLUMNS["DOING"]({"doing": None, "retry_in_s": None}) == "idle", "a daemon of an older version"
 
 
-def test_a_client_is_told_a_condition_that_every_version_knows() -> None:
+def test_throttling_is_reported_to_a_client_as_a_condition_that_every_version_knows() -> None:
     assert error_reply(StoreThrottled("SlowDown", 3.0))["error"] == "StoreUnavailable"
 
 
@@ -270,7 +270,7 @@ def test_a_server_s_fault_narrows_nothing() -> None:
     assert not isinstance(error, StoreThrottled)
 
 
-def test_the_header_comes_through_from_the_wire(credentials: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_header_retry_after_is_obeyed(credentials: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierd.stores.retry._FIRST_DELAY_S", 0.001)
     with serving(Bucket()) as bucket:
         bucket.deny("GetObject", status=503, code="SlowDown")

@@ -65,7 +65,7 @@ def test_a_spool_that_turns_read_only(mounted: Path) -> None:
     assert same(restored(Spool(mounted / "spool"))[1], 2)
 
 
-def test_a_mount_that_goes_away_is_not_replaced_by_what_lies_under_it(mounted: Path) -> None:
+def test_vanished_mount_is_not_replaced_by_the_directory_under_it(mounted: Path) -> None:
     with tierd.Checkpointer(mounted / "spool", "run", to=[]) as ckpt:
         ckpt.save(1, tensors(1)).wait()
         subprocess.run(["umount", "--lazy", str(mounted)], check=True, timeout=30)

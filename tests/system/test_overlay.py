@@ -37,7 +37,7 @@ def spool(tmp_path: Path) -> Iterator[Spool]:
             subprocess.run(["umount", "--lazy", str(path)], capture_output=True, timeout=30, check=False)
 
 
-def test_retention_removes_what_lies_in_a_lower_layer(spool: Spool) -> None:
+def test_retention_removes_files_of_a_lower_layer(spool: Spool) -> None:
     files = commit(spool, part(3))
     spool.remove([part(1)], reuse=[part(1).writer])
     assert spool.parts() == [part(2), part(3)] and read(spool, part(3)) == files
@@ -46,7 +46,7 @@ def test_retention_removes_what_lies_in_a_lower_layer(spool: Spool) -> None:
     assert [name for name in listing(spool) if "trash" in name or part(1).checkpoint.name in name] == [".tierd/trash"]
 
 
-def test_the_manifest_goes_first(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remove_deletes_the_manifest_first(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A removal that is cut off leaves no manifest over files that have gone."""
 
     def cut_off(path: Path) -> None:
@@ -62,7 +62,7 @@ def test_the_manifest_goes_first(spool: Spool, monkeypatch: pytest.MonkeyPatch) 
     assert spool.parts() == [part(2)]
 
 
-def test_quarantine_of_what_lies_in_a_lower_layer(spool: Spool) -> None:
+def test_part_in_a_lower_layer_is_quarantined(spool: Spool) -> None:
     files = read(spool, part(2))
     spool.quarantine(part(2))
     assert spool.parts() == [part(1)] and part(2) in spool.quarantined()

@@ -130,7 +130,7 @@ async def failing_calls(store: S3Store, expected: type[Exception]) -> list[Excep
     return caught
 
 
-def test_a_chunk_of_64_mib_comes_back_whole(url: StoreUrl) -> None:
+def test_chunk_of_64_mib_is_returned_whole(url: StoreUrl) -> None:
     data = random.Random(6).randbytes(64 << 20)
 
     async def use(store: S3Store) -> None:
@@ -143,7 +143,7 @@ def test_a_chunk_of_64_mib_comes_back_whole(url: StoreUrl) -> None:
 
 
 @pytest.mark.parametrize("checksum", CHECKSUMS, ids=lambda checksum: checksum.name)
-def test_the_server_is_found_to_refuse_every_wrong_checksum(
+def test_server_refuses_every_wrong_checksum(
     url: StoreUrl, checksum: Checksum, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checksum_probe, "CHECKSUMS", [checksum])

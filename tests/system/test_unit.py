@@ -59,7 +59,7 @@ def test_the_unit_is_hardened() -> None:
     assert done.returncode == 0, done.stdout  # exposure at most 1.5 of 10
 
 
-def test_the_template_is_the_unit_but_for_what_belongs_to_an_account() -> None:
+def test_template_equals_the_unit_but_for_settings_of_an_account() -> None:
     """So all that is shown of the one unit holds for the other."""
     one, each = directives(UNIT), directives(TEMPLATE)
     assert {name for name in one.keys() | each.keys() if one.get(name) != each.get(name)} == OF_AN_INSTANCE
@@ -74,7 +74,7 @@ def size(text: str) -> int:
     return int(text[:-1]) << {"M": 20, "G": 30}[text[-1]]
 
 
-def test_the_unit_bounds_memory_and_threads_above_what_the_daemon_may_need() -> None:
+def test_unit_bounds_memory_and_threads_above_the_needs_of_the_daemon() -> None:
     unit = directives(UNIT)
     (high,), (most,), (tasks,) = unit["MemoryHigh"], unit["MemoryMax"], unit["TasksMax"]
     assert size(high) // 2 > BYTES + FLUSHES  # with the interpreter and its libraries

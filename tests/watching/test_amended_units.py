@@ -57,7 +57,7 @@ def test_late_file_of_an_older_checkpoint_is_taken_and_makes_it_no_newer(home: H
     assert set(newest(home, capsys)) == {"step_30/m.pt", "step_30/config.json"}
 
 
-def test_late_file_of_the_newest_checkpoint_comes_back_with_it(home: Home, capsys) -> None:
+def test_late_file_of_the_newest_checkpoint_is_restored_with_it(home: Home, capsys) -> None:
     write(home.root, {"step_10/m.pt": pt(10)}, 1_000_010)
     take(home.spool, home.root)
     write(home.root, {"step_10/opt.pt": pt(11)}, 1_000_030)
@@ -65,7 +65,7 @@ def test_late_file_of_the_newest_checkpoint_comes_back_with_it(home: Home, capsy
     assert set(newest(home, capsys)) == {"step_10/m.pt", "step_10/opt.pt"}
 
 
-def test_part_that_was_taken_early_does_not_come_back_beside_newer_ones(home: Home, capsys) -> None:
+def test_part_that_was_taken_early_is_not_restored_beside_newer_checkpoints(home: Home, capsys) -> None:
     write(home.root, {"step_10/m.pt": pt(10)}, 1_000_010)
     take(home.spool, home.root)
     write(home.root, {"step_10/opt.pt": pt(11)}, 1_000_030)
@@ -90,7 +90,7 @@ def test_damaged_file_that_no_copy_has_is_moved_alone(home: Home, capsys) -> Non
 
 
 @pytest.mark.parametrize("directory", ["rank_{}", "agent_{}", "fold{}", "seed-{}", "llama-{}b"])
-def test_number_of_a_rank_or_model_tells_series_apart(home: Home, capsys, directory: str) -> None:
+def test_number_of_a_rank_or_model_distinguishes_series(home: Home, capsys, directory: str) -> None:
     for step in (10, 20):
         for number in (7, 13):
             write(home.root, {f"{directory.format(number)}/step_{step}.pt": pt(step, number)}, 1_000_000 + step)
@@ -174,7 +174,7 @@ def test_checkpoint_that_retention_deleted_is_taken_again_when_it_is_written_aga
     assert [part.checkpoint.step for part in take(home.spool, home.root).parts] == [10]
 
 
-def test_number_that_is_no_step_tells_files_of_a_checkpoint_apart(root: Path) -> None:
+def test_number_that_is_no_step_distinguishes_files_of_a_checkpoint(root: Path) -> None:
     for step in (1, 20):
         write(root, {f"epoch_{step}/states_{rank}.pth": pt(step, rank) for rank in (0, 1)}, step)
     (root / "epoch_20/states_1.pth").unlink()

@@ -41,7 +41,7 @@ def test_a_trainers_state_says_step_metrics_and_ranks(tmp_path: Path) -> None:
         *({"global_step": 10**15}, {"log_history": [1, {"a\nb": 1.0, "x": float("inf"), "y": 10**400}, None]}),
     ],
 )
-def test_what_is_no_step_and_no_metric_counts_for_nothing(tmp_path: Path, content: object) -> None:
+def test_value_that_is_no_step_and_no_metric_is_ignored(tmp_path: Path, content: object) -> None:
     assert state(tmp_path, content) == Described(500, {}, 2)
 
 

@@ -107,7 +107,7 @@ async def entered(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("others", [[], ["a.pt"]])
-def test_an_empty_directory_stays_empty(root: Path, others: list[str]) -> None:
+def test_empty_directory_is_still_empty_after_its_lock(root: Path, others: list[str]) -> None:
     """Some training scripts refuse an output directory that is not empty and has no checkpoint."""
     for name in others:
         (root / name).touch()
@@ -131,7 +131,7 @@ def test_a_lock_whose_file_was_removed_is_not_held(root: Path, monkeypatch: pyte
     assert locked == [(root / "removed").stat().st_ino, (root / NAME).stat().st_ino]
 
 
-def test_without_locks_it_says_so_and_goes_on(root: Path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
+def test_watch_without_locks_warns_and_continues(root: Path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
     def refused(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

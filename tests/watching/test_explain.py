@@ -80,7 +80,7 @@ def test_explain_reads_a_step_that_a_file_says(root: Path, capsys) -> None:  # t
     assert (found["step"], found["order"]) == (500, "a file in it")
 
 
-def test_explain_says_that_what_has_no_step_beside_steps_is_a_run_of_its_own(root: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_explain_shows_files_without_a_step_beside_steps_as_a_run_of_their_own(root: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     layouts.pt(root / "model_step3.pt")
     layouts.pt(root / "last.ckpt")
     found = of(root, capsys)
@@ -89,7 +89,7 @@ def test_explain_says_that_what_has_no_step_beside_steps_is_a_run_of_its_own(roo
     assert last["step"] is None and "in a run of its own" in last["order"] and last["not_taken"] == ""
 
 
-def test_explain_names_what_would_not_be_taken_and_why(root: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_explain_names_units_that_would_not_be_taken_and_why(root: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     (layouts.trainer(root) / "checkpoint-is-incomplete.txt").write_text("")
     layouts.pt(root / "step_9" / "model.pt")
     (root / "step_9" / "link").symlink_to("model.pt")
@@ -112,7 +112,7 @@ def test_explain_names_what_would_not_be_taken_and_why(root: Path, capsys) -> No
     assert "passed over: weights.bag: no layout" in shown
 
 
-def test_explain_agrees_with_watch_about_what_is_taken(root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_explain_agrees_with_watch_about_the_taken_units(root: Path, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     layouts.trainer(root)
     layouts.pt(root / "best.pt")
     layouts.pt(root / "a" / "step_3" / "model.pt")

@@ -85,7 +85,7 @@ def test_every_layout_is_imported_and_put_back_in_place(
     check_put_back(root, tmp_path, unit["path"])
 
 
-def test_several_are_imported_in_the_order_of_their_steps_whatever_their_times_say(
+def test_several_checkpoints_are_imported_in_the_order_of_their_steps_at_any_times(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`cp -r` gives them the times of the copy, in the order of names: 1000 before 500."""
@@ -116,7 +116,7 @@ def test_several_are_imported_in_the_order_of_their_steps_whatever_their_times_s
 
 
 @pytest.mark.parametrize("name", ["describe", "_inspect"])
-def test_a_checkpoint_with_what_nobody_foresaw_stops_no_other(
+def test_checkpoint_with_an_unforeseen_error_stops_no_other(
     name: str, root: Path, tmp_path: Path, capsys, monkeypatch
 ) -> None:  # type: ignore[no-untyped-def]
     for step in (500, 1000):
@@ -152,7 +152,7 @@ def test_one_step_is_chosen_or_given(root: Path, tmp_path: Path, capsys: pytest.
     assert [(one["path"], one["step"]) for one in answer["imported"]["units"]] == [("weights.safetensors", 1200)]
 
 
-def test_what_is_not_sound_is_named_and_left_out(
+def test_unsound_checkpoint_is_named_and_left_out(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (500, 1000, 1500):
@@ -181,7 +181,9 @@ def bring(root: Path, home: Path, store: Store) -> ImportedRun:
 
 
 @pytest.mark.parametrize("last", ["inspect_unit", "stage_unit"])
-def test_what_changes_while_it_is_read_is_left_out(last: str, root: Path, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_checkpoint_that_changes_while_it_is_read_is_left_out(
+    last: str, root: Path, tmp_path: Path, monkeypatch
+) -> None:  # type: ignore[no-untyped-def]
     """After the check, or after the last byte was read."""
     here = checkpoint(root, 500, 1_800_000_000)
     work = getattr(importing, last)
@@ -216,7 +218,7 @@ def test_an_import_that_is_killed_continues(root: Path, tmp_path: Path) -> None:
         assert left == wanted, f"request {at}"
 
 
-def test_a_second_tier_gets_what_it_lacks(root: Path, tmp_path: Path) -> None:
+def test_second_tier_gets_its_missing_objects(root: Path, tmp_path: Path) -> None:
     checkpoint(root, 500, 1_800_000_000)
     first, second = Double(), Double()
     bring(root, tmp_path, first)
@@ -251,7 +253,7 @@ def test_a_run_of_another_origin_is_refused(root: Path, tmp_path: Path, capsys: 
         ("out", 4, "no checkpoint of a program"),
     ],
 )
-def test_what_cannot_be_imported_has_a_way_out(
+def test_import_refusal_names_a_remedy(
     path: str, code: int, says: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = path if "://" in path else str(tmp_path / path)

@@ -94,7 +94,7 @@ def test_every_layout_is_imported_and_put_back_in_place(
     check_put_back(root, tmp_path, unit["path"])
 
 
-def test_a_url_names_what_a_path_would(
+def test_url_names_the_same_checkpoints_as_a_path(
     bucket: Bucket, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One of several, whose name another one's begins with; and one file, beside others and prefixes."""
@@ -144,7 +144,7 @@ def test_a_checkpoint_is_brought_in_bounded_pieces_of_one_object(
     assert run(["verify", str(tmp_path / "tier")]) == 0
 
 
-def test_what_is_damaged_or_incomplete_is_named_and_left_out(
+def test_damaged_or_incomplete_checkpoint_of_a_bucket_is_named_and_left_out(
     bucket: Bucket, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     upload_steps(bucket, root, 500, 1000, 1500)
@@ -161,7 +161,7 @@ def test_what_is_damaged_or_incomplete_is_named_and_left_out(
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_what_is_replaced_while_it_is_brought_is_left_out(
+def test_object_that_is_replaced_while_it_is_fetched_is_left_out(
     when: str, bucket: Bucket, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 ) -> None:  # type: ignore[no-untyped-def]
     checkpoint(root, 500, 1_800_000_000)
@@ -181,7 +181,7 @@ def test_what_is_replaced_while_it_is_brought_is_left_out(
 
 
 @pytest.mark.parametrize("name", ["extra.bin", "rng_state_1.pth"])
-def test_what_is_put_into_a_checkpoint_meanwhile_is_seen(
+def test_object_that_is_put_into_a_checkpoint_meanwhile_is_noticed(
     name: str, bucket: Bucket, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 ) -> None:  # type: ignore[no-untyped-def]
     upload_steps(bucket, root, 500, 600)
@@ -292,7 +292,7 @@ def test_only_the_objects_beside_a_file_are_listed(bucket: Bucket, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["a.ckpt", "a-EMA", "a-EMA.ckpt", "a"])
-def test_the_marker_of_an_unfinished_checkpoint_is_seen_beside_each_name_that_it_stands_for(
+def test_marker_of_an_unfinished_checkpoint_is_listed_beside_each_name_that_it_marks(
     bucket: Bucket, tmp_path: Path, name: str
 ) -> None:
     bucket.objects[f"p/{name}/.metadata"] = bucket.objects["p/a-unfinished"] = b"x"

@@ -65,7 +65,9 @@ def test_a_unit_is_put_back_byte_for_byte_with_its_pointers(home: Home, write: C
     capsys.readouterr()
 
 
-def test_what_was_there_is_moved_and_a_step_can_be_chosen(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+def test_restore_into_a_directory_moves_its_checkpoint_and_a_step_can_be_chosen(
+    home: Home, capsys: pytest.CaptureFixture[str]
+) -> None:
     layouts.deepspeed(home.root)
     (home.root / "global_step20").rename(home.root / "global_step10")
     layouts.version = 1.0
@@ -114,7 +116,7 @@ def test_a_description_that_was_made_up_puts_nothing_anywhere(home: Home, path: 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
 @pytest.mark.parametrize("renames", range(4))
-def test_what_was_there_is_not_deleted_after_a_kill(can_exchange: bool, renames: int, root: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_program_file_is_not_deleted_after_a_kill(can_exchange: bool, renames: int, root: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """A command that is killed before any of its renames leaves the program's file for the next one."""
     fresh = root / in_place.RESTORED / "part" / "checkpoint-5" / "file"
     for path, text in ((root / "checkpoint-5" / "file", "the program's"), (fresh, "restored")):
@@ -201,7 +203,7 @@ def test_prepare_replaces_a_file_without_a_step(home: Home, capsys: pytest.Captu
     assert (one["verdict"], one["replaced"]) == ("damaged", True) and path.read_bytes() == right
 
 
-def test_prepare_moves_what_a_killed_program_left_and_what_was_never_taken(home: Home, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_prepare_moves_unfinished_checkpoints_and_checkpoints_that_were_never_taken(home: Home, capsys) -> None:  # type: ignore[no-untyped-def]
     steps(home, 100, 200)
     home.taken()
     steps(home, 300, 400)

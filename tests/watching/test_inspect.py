@@ -86,7 +86,7 @@ def programs_markers(write: Callable) -> set[str]:
 
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda one: one.__name__)
-def test_a_file_that_is_cut_off_or_zeroed_is_found(write: Callable, tmp_path: Path, ask: Ask) -> None:
+def test_file_that_is_truncated_or_zeroed_is_detected(write: Callable, tmp_path: Path, ask: Ask) -> None:
     """Each file of each layout in turn; whole again, the checkpoint is sound again."""
     write(tmp_path)
     for path in contents(tmp_path):
@@ -124,7 +124,7 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("write", [one for one in WRITERS if one.__name__ in NEEDED], ids=lambda one: one.__name__)
-def test_a_file_that_is_missing_is_found_where_anything_tells(write: Callable, tmp_path: Path, ask: Ask) -> None:
+def test_missing_file_is_detected_where_another_file_names_it(write: Callable, tmp_path: Path, ask: Ask) -> None:
     write(tmp_path / "out")
     assert {path.name for path in contents(tmp_path / "out")} >= set(NEEDED[write.__name__])
     for path in contents(tmp_path / "out"):
@@ -135,7 +135,7 @@ def test_a_file_that_is_missing_is_found_where_anything_tells(write: Callable, t
             away.rename(path)
 
 
-def test_a_flipped_bit_of_dcps_files_that_is_not_found_changes_nothing_that_is_loaded(tmp_path: Path, ask: Ask) -> None:
+def test_undetected_bit_flip_of_dcps_files_changes_no_loaded_value(tmp_path: Path, ask: Ask) -> None:
     """Every 23rd byte of the tensors' file. The judge is torch."""
     path = plain_dcp(tmp_path) / "__0_0.distcp"
     whole = path.read_bytes()
@@ -198,7 +198,7 @@ def test_several_paths_and_several_checkpoints(tmp_path: Path, ask: Ask) -> None
     assert [one["step"] for one in found] == [500, 600] and [one["status"] for one in found] == ["sound", "incomplete"]
 
 
-def test_what_was_uncovered_is_told(tmp_path: Path, ask: Ask) -> None:
+def test_inspect_reports_uncovered_files(tmp_path: Path, ask: Ask) -> None:
     path = trainer(tmp_path)
     _, [found] = ask(path)
     reported = {one["file"]: one["reason"] for one in found["uncovered"]}
@@ -230,7 +230,7 @@ def test_a_path_that_is_not_there_hides_no_result(tmp_path: Path, capsys: pytest
     assert f"{other}: no such file" in reported.err
 
 
-def test_what_tierd_made_in_a_directory_is_not_inspected(tmp_path: Path, ask: Ask) -> None:
+def test_quarantine_directory_of_tierd_is_not_inspected(tmp_path: Path, ask: Ask) -> None:
     deepspeed(tmp_path / "d")
     bad = tmp_path / "d" / ".tierd-quarantine" / "bad.pt"
     pt(bad)
@@ -241,7 +241,7 @@ def test_what_tierd_made_in_a_directory_is_not_inspected(tmp_path: Path, ask: As
         assert ask(path)[0] == 5
 
 
-def test_what_is_no_checkpoint_is_unknown(tmp_path: Path, ask: Ask) -> None:
+def test_directory_without_a_checkpoint_is_unknown(tmp_path: Path, ask: Ask) -> None:
     (tmp_path / "notes.txt").write_text("notes")
     code, [found] = ask(tmp_path)
     assert (code, found["status"], found["program"]) == (4, "unknown", None)
@@ -294,7 +294,7 @@ def test_accelerates_registered_objects_are_those_of_the_checkpoint_before(tmp_p
     assert "0 of 1 custom_checkpoint_N.pkl" in str(found[1]), "it was killed before its registered object"
 
 
-def test_a_later_step_in_the_tracker_makes_earlier_ones_complete(tmp_path: Path, ask: Ask) -> None:
+def test_later_step_in_the_tracker_makes_earlier_steps_complete(tmp_path: Path, ask: Ask) -> None:
     path = deepspeed(tmp_path)
     (tmp_path / "latest").write_text("global_step500\n")
     assert ask(path)[0] == 0
@@ -359,7 +359,7 @@ def test_a_file_that_changes_is_still_being_written(
     assert (code, found["status"]) == (4, "changing") and "still being written" in found["findings"][0]["reason"]
 
 
-def test_damage_in_what_is_written_to_a_moment_later_is_none(
+def test_damage_in_a_file_that_is_written_to_a_moment_later_is_none(
     tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "model.pt"

@@ -89,7 +89,7 @@ def test_two_revisions_are_two_checkpoints(tmp_path: Path, capsys: pytest.Captur
     assert (code, sorted(Path(one["path"]).name for one in units)) == (0, sorted((COMMIT, OTHER)))
 
 
-def test_damaged_blob_is_found_through_its_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_blob_is_detected_through_its_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     snapshot = hub(tmp_path / "hub")
     os.truncate((snapshot / "model.safetensors").resolve(), 100)
     code, [unit] = inspected(snapshot, capsys)
@@ -281,7 +281,7 @@ def test_private_file_of_another_user_is_not_imported_through_a_link(
 
 @pytest.mark.loaders
 @pytest.mark.parametrize("named", [f"snapshots/{hub_server.COMMIT}", "refs/main", "."])
-def test_what_huggingface_hub_downloads_is_one_checkpoint(
+def test_download_of_huggingface_hub_is_a_single_checkpoint(
     named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("huggingface_hub")

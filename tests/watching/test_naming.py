@@ -25,13 +25,13 @@ def taken(*units: tuple[int, int], known: History | None = None) -> tuple[Histor
     return known, names
 
 
-def test_a_program_that_goes_on_has_one_attempt() -> None:
+def test_program_that_continues_has_a_single_attempt() -> None:
     known, names = taken((100, 10), (200, 20), (300, 30))
     assert len({one.attempt for one in names}) == 1
     assert known.origins == {names[0].attempt: None}
 
 
-def test_what_lay_there_before_is_of_the_same_attempt_in_any_order() -> None:
+def test_units_that_lay_there_before_are_of_the_same_attempt_in_any_order() -> None:
     _, names = taken((300, 30), (100, 10), (200, 20))
     assert len({one.attempt for one in names}) == 1
 
@@ -55,13 +55,13 @@ def test_going_back_twice_follows_the_timeline() -> None:
     assert sorted(names) == [names[0], names[1], names[2], names[3]]
 
 
-def test_an_older_launch_that_is_found_later_is_no_newer_one() -> None:
+def test_older_launch_that_is_listed_later_is_not_newer() -> None:
     known, names = taken((100, 100), (200, 200), (700, 50))
     assert names[2].attempt < names[0].attempt
     assert max(names) == names[1] and known.origins[names[2].attempt] is None
 
 
-def test_a_unit_that_was_seen_later_is_newer_whatever_its_time_is() -> None:
+def test_unit_that_was_listed_later_is_newer_at_any_time() -> None:
     known, names = taken((10, 100), (20, 200))
     for step in (30, 20, 15):
         found = name_unit(RUN, f"checkpoint-{step}", step, at(50), known, after=names[1])
@@ -69,7 +69,7 @@ def test_a_unit_that_was_seen_later_is_newer_whatever_its_time_is() -> None:
         assert (found.checkpoint.attempt == names[0].attempt) == (step == 30)
 
 
-def test_units_that_were_seen_together_keep_the_order_of_their_times() -> None:
+def test_units_that_were_listed_together_keep_the_order_of_their_times() -> None:
     known, names = taken((10, 1000), (20, 2000), (40, 50))
     assert max(names) != names[2]
     known, names = taken((10, 1000))

@@ -38,7 +38,7 @@ def saved_model(path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [before_1_6, before_0_2, saved_model])
-def test_checkpoint_is_sound_and_comes_back_byte_for_byte(
+def test_checkpoint_of_an_older_format_is_sound_and_restored_byte_for_byte(
     write: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("out", "tier"):

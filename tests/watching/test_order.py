@@ -33,7 +33,7 @@ def newest_first(spool: Spool) -> list[int]:
     return [one.step for one in sorted((part.checkpoint for part in spool.parts(RUN)), reverse=True)]
 
 
-def test_what_is_written_after_a_clock_was_set_back_is_newer(root: Path, spool: Spool) -> None:
+def test_unit_written_after_a_clock_was_set_back_is_newer(root: Path, spool: Spool) -> None:
     for step in (10, 20, 30):
         save(root, f"a-{step}.pt", 100_000 + HOUR + step)
     take(spool, root)
@@ -44,7 +44,7 @@ def test_what_is_written_after_a_clock_was_set_back_is_newer(root: Path, spool: 
     assert len({part.checkpoint.attempt for part in spool.parts(RUN)}) == 1
 
 
-def test_a_program_that_goes_back_after_a_clock_was_set_back_is_newer(root: Path, spool: Spool) -> None:
+def test_program_that_rolls_back_after_a_clock_was_set_back_is_newer(root: Path, spool: Spool) -> None:
     for step in (10, 20, 30):
         save(root, f"a-{step}.pt", 100_000 + HOUR + step)
     take(spool, root)
@@ -54,7 +54,7 @@ def test_a_program_that_goes_back_after_a_clock_was_set_back_is_newer(root: Path
     assert newest_first(spool) == [25, 15, 30, 20, 10]
 
 
-def test_what_was_written_while_no_daemon_ran_follows_in_its_order(root: Path, spool: Spool) -> None:
+def test_units_written_while_no_daemon_ran_follow_in_their_order(root: Path, spool: Spool) -> None:
     save(root, "a-10.pt", 10)
     take(spool, root)
     for step in (40, 20, 50, 30):
@@ -74,7 +74,7 @@ def test_a_program_that_went_back_while_no_daemon_ran_has_a_new_attempt(root: Pa
     assert newest_first(spool) == [40, 20, 30, 20, 10] and spool.pins() == set()
 
 
-def test_what_another_node_took_while_this_one_was_down_is_in_no_doubt(
+def test_unit_that_another_node_took_while_this_node_was_down_is_in_no_doubt(
     root: Path, spool: Spool, tmp_path: Path
 ) -> None:
     save(root, "a-10.pt", 10)
@@ -94,7 +94,7 @@ def test_what_another_node_took_while_this_one_was_down_is_in_no_doubt(
     assert {part.checkpoint for part in reported.parts} == set(sorted(made)[:2]), "they have the names that they had"
 
 
-def test_what_is_written_after_the_last_take_is_newer_whatever_its_time(root: Path, spool: Spool) -> None:
+def test_unit_written_after_the_last_take_is_newer_at_any_time(root: Path, spool: Spool) -> None:
     """Also if the watch is killed before its next listing."""
     save(root, "a-10.pt", 10)
     take(spool, root)
@@ -127,7 +127,7 @@ def test_a_launch_in_another_directory_leaves_no_doubt(root: Path, spool: Spool)
     assert newest_first(spool) == [100, 50, 200, 100] and not reported.doubts
 
 
-def test_a_first_watch_that_was_killed_goes_on_as_it_began(root: Path, spool: Spool) -> None:
+def test_first_watch_that_was_killed_continues_as_it_began(root: Path, spool: Spool) -> None:
     for step in (10, 20, 30, 40):
         save(root, f"a-{step}.pt", step)
 
@@ -148,7 +148,9 @@ def test_a_first_watch_that_was_killed_goes_on_as_it_began(root: Path, spool: Sp
     assert len({part.checkpoint.attempt for part in spool.parts(RUN)}) == 1
 
 
-def test_a_new_node_keeps_what_the_times_on_a_tier_contradict(root: Path, spool: Spool, tmp_path: Path) -> None:
+def test_new_node_keeps_checkpoint_that_the_times_on_a_tier_contradict(
+    root: Path, spool: Spool, tmp_path: Path
+) -> None:
     for step in (10, 20, 30):
         save(root, f"a-{step}.pt", 100_000 + HOUR + step)
     take(spool, root)
@@ -279,7 +281,7 @@ def prune(spool: Spool, *steps: int) -> None:
 
 
 @pytest.mark.parametrize("meanwhile", [(), ("b-5.pt",)])
-def test_what_a_mount_brings_back_is_what_it_was(meanwhile: tuple[str, ...], root: Path, spool: Spool) -> None:
+def test_remounted_directory_is_the_same_directory(meanwhile: tuple[str, ...], root: Path, spool: Spool) -> None:
     """The directory is an empty mount point for a while, or one in which the program had saved without its mount."""
     for step in (10, 20, 30, 40, 50):
         save(root, f"a-{step}.pt", 100_000 + step)
@@ -298,7 +300,7 @@ def test_what_a_mount_brings_back_is_what_it_was(meanwhile: tuple[str, ...], roo
     assert [step for step in newest_first(spool) if step != 5] == [50, 40]
 
 
-def test_what_was_not_taken_yet_keeps_its_place_without_its_mount(root: Path, spool: Spool) -> None:
+def test_unit_that_was_not_taken_yet_keeps_its_place_without_its_mount(root: Path, spool: Spool) -> None:
     save(root, "a-10.pt", 100_010)
     save(root, "a-50.pt", 100_050)
     UnitWatch(spool, root, RUN, Reported(), settle_s=0.0).observe(History(), 1.0)  # killed, or the spool was full

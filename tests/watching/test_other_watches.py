@@ -75,7 +75,7 @@ NFS = replace(A, node="two", boot="boot-2", path="/mnt/a", device=61, kind="nfs4
         (replace(A, boot=""), replace(B, boot=""), "different"),
     ],
 )
-def test_what_is_certain_of_two_directories(one: DirectoryId, other: DirectoryId, likeness: str) -> None:
+def test_likeness_of_two_directories_is_symmetric(one: DirectoryId, other: DirectoryId, likeness: str) -> None:
     assert compare(one, other) == compare(other, one) == likeness
 
 
@@ -136,7 +136,7 @@ def test_a_spool_on_a_dead_mount_counts_as_unseen_and_stops_nothing(
     asyncio.run(play())
 
 
-def test_a_directory_that_moved_goes_on_with_a_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_directory_that_moved_continues_with_a_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
         store = MemoryStore()
         one, two = Node(store, tmp_path, "a", visible=False), Node(store, tmp_path, "b")
@@ -151,7 +151,7 @@ def test_a_directory_that_moved_goes_on_with_a_message(tmp_path: Path, caplog: p
     asyncio.run(play())
 
 
-def test_a_watch_that_cannot_be_seen_is_awaited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_watch_that_cannot_be_checked_is_awaited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
         store = MemoryStore()
         one, two = Node(store, tmp_path, "a", visible=False), Node(store, tmp_path, "b")
@@ -310,7 +310,7 @@ def test_an_error_that_nobody_foresaw_does_not_end_the_renewals(
     asyncio.run(play())
 
 
-def test_a_directory_that_is_made_anew_is_the_one_that_is_watched(tmp_path: Path) -> None:
+def test_directory_that_is_made_anew_is_the_watched_directory(tmp_path: Path) -> None:
     async def play() -> None:
         store = MemoryStore()
         one, two = Node(store, tmp_path, "a"), Node(store, tmp_path, "b")
@@ -392,7 +392,7 @@ def test_node_with_the_same_id_on_another_machine_is_refused_while_the_first_wat
     asyncio.run(play())
 
 
-def test_dead_watch_of_a_spool_with_the_path_and_lock_of_this_one_on_another_machine_refuses_nothing(
+def test_dead_watch_of_a_spool_of_equal_path_and_lock_on_another_machine_refuses_nothing(
     tmp_path: Path,
 ) -> None:
     """Machines of one kind give a spool one path and its lock one number; this daemon itself holds the lock here."""

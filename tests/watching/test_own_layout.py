@@ -191,7 +191,7 @@ def test_checkpoint_that_is_not_complete_yet_is_no_series_of_its_own(root: Path,
     assert not list((tmp_path / "tier").rglob("pins/*"))
 
 
-def test_prepare_replaces_damaged_unit_and_leaves_one_that_is_not_complete(root: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_prepare_replaces_damaged_unit_and_leaves_incomplete_unit(root: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     saves(root)
     assert watched(root, *_RULES) == 0
     right = files(root)

@@ -30,7 +30,7 @@ def occupy(path: Path, shape: str) -> None:
 
 @pytest.mark.parametrize("shape", ["fifo", "link", "directory"])
 @pytest.mark.parametrize("name", [".tierd-lock", ".tierd-chosen"])
-def test_prepare_refuses_by_name_what_is_no_plain_file(name: str, shape: str, home: Home, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_prepare_refuses_by_name_a_path_that_is_no_plain_file(name: str, shape: str, home: Home, capsys) -> None:  # type: ignore[no-untyped-def]
     layouts.deepspeed(home.root)
     home.taken()
     occupy(home.root / name, shape)

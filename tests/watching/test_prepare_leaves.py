@@ -113,7 +113,7 @@ def test_a_pointer_to_a_whole_older_unit_is_left(node: Node, capsys) -> None:
     assert (node.root / "latest").read_text() == "global_step20"
 
 
-def test_a_step_that_was_put_back_stays_named(node: Node, capsys) -> None:
+def test_restored_step_is_still_named_by_the_pointer(node: Node, capsys) -> None:
     deepspeed(node.root, 10, 20, 30)
     node.taken()
     assert node.restore("--step", "20") == 0
@@ -205,7 +205,7 @@ def test_a_choice_that_cannot_be_read_is_named(node: Node, capsys) -> None:
 # -- what cannot be read proves nothing -------------------------------------------------------------------------------
 
 
-def test_a_newer_unit_that_cannot_be_read_stays_and_is_named(node: Node, capsys, monkeypatch) -> None:
+def test_newer_unit_that_cannot_be_read_is_kept_and_named(node: Node, capsys, monkeypatch) -> None:
     deepspeed(node.root, 30)
     node.taken()
     deepspeed(node.root, 50)
@@ -270,7 +270,7 @@ def test_a_run_that_was_not_watched_is_not_fetched(tmp_path: Path, command: str,
 # -- what is told -----------------------------------------------------------------------------------------------------
 
 
-def test_an_edit_after_the_save_is_told_from_decay(node: Node, capsys) -> None:
+def test_edit_after_the_save_is_distinguished_from_decay(node: Node, capsys) -> None:
     path = layouts.trainer(node.root) / "trainer_state.json"
     aged(node.root, 600)
     node.taken()
@@ -300,7 +300,7 @@ def test_a_directory_that_may_not_be_written_to_is_named(node: Node, number: int
     assert node.restore() == 3
 
 
-def test_a_run_that_no_place_has_is_told(node: Node, capsys) -> None:
+def test_prepare_names_the_existing_runs_for_a_run_that_no_place_has(node: Node, capsys) -> None:
     plain(node.root, 3)
     node.taken()
     fresh = node.root.with_name("fresh")

@@ -126,7 +126,7 @@ def written(package: str, directory: Path) -> None:
 @pytest.mark.loaders
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("package", PROGRAMS)
-def test_what_a_program_wrote(
+def test_checkpoint_that_a_program_wrote_is_sound(
     package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if importlib.util.find_spec(package) is None:

@@ -32,7 +32,7 @@ def on_tier(tier: Path) -> list[CheckpointId]:
     return [one for one in found if one is not None]
 
 
-def test_series_that_is_saved_seldom_is_not_deleted_by_another_one(root: Path, tier: Path) -> None:
+def test_series_that_is_saved_seldom_is_not_deleted_by_another_series(root: Path, tier: Path) -> None:
     save(root, 1, "actor", "best")
     watched(root, tier)
     for step in (2, 3, 4, 5):
@@ -53,7 +53,7 @@ def test_first_watch_keeps_each_series(root: Path, tier: Path) -> None:
     assert set(files(root.parent / "new")) == {"actor/step_3/w.pt", "best/step_1/w.pt"}
 
 
-def test_pin_of_a_person_stays(root: Path, tier: Path) -> None:
+def test_pin_of_a_person_is_kept(root: Path, tier: Path) -> None:
     save(root, 1, "actor", "best")
     watched(root, tier)
     pinned = next(one for one in on_tier(tier) if (tier / pin_key(one)).read_bytes() == TEXT)

@@ -27,7 +27,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Files]]:
 
 
 @pytest.mark.parametrize("name", [one.__name__ for one in WRITERS])
-def test_no_torn_checkpoint_is_taken_and_no_sound_one_is_lost(
+def test_no_torn_checkpoint_is_taken_and_no_sound_checkpoint_is_lost(
     name: str, saves: dict[str, list[Files]], tmp_path: Path
 ) -> None:
     taken_at_all = killed = 0
@@ -76,7 +76,7 @@ def test_a_unit_is_due_when_it_has_not_changed_for_long_enough() -> None:
     assert settling.observe(listing(3), 100.0) == [] and len(settling.observe(listing(3), 110.0)) == 1
 
 
-def test_what_was_refused_is_due_again_after_a_change_alone() -> None:
+def test_refused_unit_is_due_again_after_a_change_alone() -> None:
     settling = Settling(10.0)
     settling.observe(listing(1), 0.0)
     [due] = settling.observe(listing(1), 10.0)
@@ -87,7 +87,7 @@ def test_what_was_refused_is_due_again_after_a_change_alone() -> None:
     assert len(settling.observe(listing(2), 511.0)) == 1
 
 
-def test_what_changes_while_it_is_taken_counts_for_nothing_and_waits_longer_each_time() -> None:
+def test_unit_that_changes_while_it_is_taken_is_not_finished_and_waits_longer_each_time() -> None:
     settling, now = Settling(10.0), 0.0
     for mtime, wait in enumerate((10.0, 20.0, 40.0, 80.0)):
         settling.observe(listing(mtime), now)
@@ -101,7 +101,7 @@ def test_what_changes_while_it_is_taken_counts_for_nothing_and_waits_longer_each
     assert settling.finish(due, True, Listing({})) == "changed"  # deleted
 
 
-def test_the_newest_comes_first_and_what_is_gone_is_forgotten() -> None:
+def test_newest_unit_is_first_and_a_deleted_unit_is_forgotten() -> None:
     settling = Settling(10.0)
     shown = listing(5, 7, 6, name="step")
     settling.observe(shown, 0.0)
@@ -136,7 +136,7 @@ def due(settling: Settling, shown: Listing, now_s: float) -> bool:
     return bool(found) and settling.finish(found[0], True, shown) == "taken"
 
 
-def test_what_was_due_is_due_again_only_after_a_whole_save() -> None:
+def test_due_unit_is_due_again_only_after_a_whole_save() -> None:
     settling = Settling(10.0)
     first = checkpoint(a=1, b=1, state=2)
     assert due(settling, first, 0)
@@ -148,7 +148,7 @@ def test_what_was_due_is_due_again_only_after_a_whole_save() -> None:
     assert due(settling, checkpoint(a=7, b=7, state=8, readme=9), 120)  # something was added
 
 
-def test_an_index_that_is_older_than_what_it_names_is_of_another_save() -> None:
+def test_index_that_is_older_than_its_named_files_is_of_another_save() -> None:
     assert due(Settling(10.0), checkpoint(tensors=5, metadata=6), 0)
     assert due(Settling(10.0), checkpoint(tensors=6.9, metadata=6), 0)  # clocks of two nodes
     assert not due(Settling(10.0), checkpoint(tensors=7.1, metadata=6), 0)

@@ -46,7 +46,7 @@ def test_watch_of_empty_directory_ends_with_13(root: Path, capsys) -> None:  # t
     assert f"{root}: nothing was taken: it has no file" in capsys.readouterr().err
 
 
-def test_watch_of_checkpoint_that_stays_incomplete_ends_with_13_and_names_it(root: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_watch_of_incomplete_checkpoint_ends_with_13_and_names_it(root: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     (layouts.trainer(root) / "checkpoint-is-incomplete.txt").write_text("")
     assert watched(root) == 13
     assert "checkpoint-500: checkpoint-is-incomplete.txt is there" in capsys.readouterr().err
@@ -109,7 +109,7 @@ def test_watch_does_not_warn_of_an_empty_directory_or_before_the_time(root: Path
         assert problems(daemon) == []
 
 
-def test_status_shows_what_is_passed_over_and_why(root: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_status_shows_passed_over_files_and_why(root: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     unknown(root)
     (layouts.trainer(root) / "checkpoint-is-incomplete.txt").write_text("")
     layouts.torch_save(root)

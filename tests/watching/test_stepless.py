@@ -41,7 +41,7 @@ def saves(home: Home, *steps: int) -> None:
 
 
 @pytest.mark.parametrize("command", ["prepare", "restore"])
-def test_lost_directory_comes_back_with_files_without_a_step_and_pointers(home: Home, capsys, command: str) -> None:
+def test_lost_directory_is_restored_with_files_without_a_step_and_pointers(home: Home, capsys, command: str) -> None:
     saves(home, 10, 20, 30)
     flush(home.spool, home.tier)
     before = entries(home.root)
@@ -54,7 +54,7 @@ def test_lost_directory_comes_back_with_files_without_a_step_and_pointers(home: 
     assert entries(home.root) == {name: before[name] for name in newest}
 
 
-def test_damaged_file_that_was_taken_by_another_name_is_put_over_no_whole_one(home: Home, capsys) -> None:
+def test_damaged_file_that_was_taken_by_another_name_is_put_over_no_sound_file(home: Home, capsys) -> None:
     """A loop renames `last.ckpt` to `prev.ckpt` before it writes the next one."""
     for number in (1, 2, 3):
         if number > 1:
@@ -82,7 +82,7 @@ def test_file_that_was_cut_in_its_writing_is_replaced_at_once(home: Home, capsys
     assert files(home.root) == before
 
 
-def test_newest_file_under_the_name_of_an_older_one_is_not_moved(home: Home, capsys) -> None:
+def test_newest_file_under_the_name_of_an_older_file_is_not_moved(home: Home, capsys) -> None:
     """A loop renames `ckpt.pt` before it writes the next one, and is killed between the two."""
     for number in (1, 2):
         if number > 1:
@@ -131,7 +131,7 @@ def test_damaged_file_without_a_step_is_replaced(home: Home, capsys) -> None:
     assert entries(home.root) == before
 
 
-def test_file_without_a_step_comes_back_if_its_program_was_killed_before_it_wrote_it_anew(home: Home, capsys) -> None:
+def test_file_without_a_step_is_restored_if_its_program_was_killed_before_it_wrote_it_anew(home: Home, capsys) -> None:
     """Lightning removes `last.ckpt` before it writes the next one, and begins at 0 without it."""
     saves(home, 10, 20)
     flush(home.spool, home.tier)
@@ -144,7 +144,7 @@ def test_file_without_a_step_comes_back_if_its_program_was_killed_before_it_wrot
     assert entries(home.root) == before | {"epoch_30.pt": pt(30)}
 
 
-def test_directory_that_its_program_deleted_stays_deleted(home: Home, capsys) -> None:
+def test_directory_that_its_program_deleted_is_not_restored(home: Home, capsys) -> None:
     for step in (10, 20):
         saved: Files = {f"{at}/{name}": pt(step) for at in ("old", "new") for name in (f"epoch_{step}.pt", "last.pt")}
         write(home.root, saved, 1_000_000 + step)
@@ -167,7 +167,7 @@ def test_going_back_brings_no_newer_file_without_a_step(home: Home, capsys) -> N
     assert {name for name in entries(home.root) if name.endswith(".pt")} == {"epoch_10.pt"}
 
 
-def test_newest_checkpoint_of_each_series_comes_back(home: Home, capsys) -> None:
+def test_newest_checkpoint_of_each_series_is_restored(home: Home, capsys) -> None:
     for step in (10, 20):
         names = (f"_actor/step_{step}/w.pt", f"_critic/step_{step}/w.pt", f"step_{step}_hf/w.pt")
         write(home.root, {name: pt(step, number) for number, name in enumerate(names)}, 1_000_000 + step)
@@ -194,7 +194,7 @@ def test_lost_pointer_is_put_back_and_another_choice_is_left(home: Home, capsys)
     assert (home.root / "last_checkpoint").read_text() == "out/epoch_10.pt\n"
 
 
-def test_versions_without_a_step_leave_those_with_one(home: Home) -> None:
+def test_versions_without_a_step_leave_checkpoints_with_a_step(home: Home) -> None:
     write(home.root, {"epoch_10.pt": pt(10)}, 1_000_010)
     for number in range(5):
         write(home.root, {"last.pt": pt(number)}, 1_000_100 + number)
@@ -214,14 +214,14 @@ def test_ls_shows_an_order_and_not_a_step(home: Home, capsys) -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), [("latest", "epoch_10"), ("counter", "10\n"), ("at.json", '{"step": 10}')])
-def test_text_that_names_a_checkpoint_comes_back(home: Home, name: str, text: str) -> None:
+def test_text_that_names_a_checkpoint_is_restored(home: Home, name: str, text: str) -> None:
     write(home.root, {"a/epoch_10.pt": pt(10), f"a/{name}": text.encode(), "notes.md": b"epoch_100"}, 1_000_010)
     home.taken()
     restore(home)
     assert files(home.root) == {"a/epoch_10.pt": pt(10), f"a/{name}": text.encode()}
 
 
-def test_pointer_comes_back_if_its_program_was_killed_before_it_wrote_it_anew(home: Home, capsys) -> None:
+def test_pointer_is_restored_if_its_program_was_killed_before_it_wrote_it_anew(home: Home, capsys) -> None:
     """Lightning removes the link `last.ckpt` after a save, before it makes the next one."""
     saves(home, 10, 20)
     before = entries(home.root)
@@ -234,7 +234,7 @@ def test_pointer_comes_back_if_its_program_was_killed_before_it_wrote_it_anew(ho
     assert entries(home.root) == before | {"epoch_30.pt": pt(30)}
 
 
-def test_directory_without_a_step_is_put_back_beside_what_lies_in_it_now(home: Home, capsys) -> None:
+def test_directory_without_a_step_is_restored_beside_the_files_that_lie_in_it_now(home: Home, capsys) -> None:
     """Alone in `saves/`, `v10` and the logs beside it are one checkpoint; beside `v20` it is one by itself."""
     for step in (10, 20):
         write(home.root, {f"saves/v{step}/{name}": pt(step) for name in ("a.pt", "b.pt")}, 1_000_000 + step)
@@ -279,7 +279,7 @@ def test_files_that_continue_a_name_are_of_the_checkpoint(home: Home) -> None:
     assert files(home.root) == written
 
 
-def test_file_that_another_one_was_renamed_beside_comes_back_as_it_was_last(home: Home) -> None:
+def test_file_that_another_file_was_renamed_beside_is_restored_as_it_was_last(home: Home) -> None:
     write(home.root, {"epoch_10.pt": pt(10), "a.pt": pt(1), "last.pt": pt(1)}, 1_000_010)
     take(home.spool, home.root)
     (home.root / "a.pt").rename(home.root / "z.pt")
@@ -302,7 +302,7 @@ def test_pointer_names_the_newest_of_several_series(home: Home) -> None:
 
 
 @pytest.mark.parametrize("command", ["prepare", "restore"])
-def test_version_from_before_any_step_gives_way_to_a_newer_one(home: Home, capsys, command: str) -> None:
+def test_version_from_before_any_step_gives_way_to_a_newer_version(home: Home, capsys, command: str) -> None:
     """sam2: `checkpoint.pt` after each epoch, and `checkpoint_10.pt` later."""
     write(home.root, {"checkpoint.pt": pt(9)}, 1_000_009)
     take(home.spool, home.root)
@@ -318,7 +318,7 @@ def test_version_from_before_any_step_gives_way_to_a_newer_one(home: Home, capsy
     assert files(home.root) == {"checkpoint.pt": pt(10), "checkpoint_10.pt": pt(10)}
 
 
-def test_pointer_to_a_moved_checkpoint_names_the_newest_whole_one(home: Home, capsys) -> None:
+def test_pointer_to_a_moved_checkpoint_names_the_newest_whole_checkpoint(home: Home, capsys) -> None:
     saves(home, 10, 20)
     flush(home.spool, home.tier)
     (home.root / "epoch_30.pt").write_bytes(pt(30)[:-50])
@@ -330,7 +330,7 @@ def test_pointer_to_a_moved_checkpoint_names_the_newest_whole_one(home: Home, ca
     assert str((home.root / "newest").readlink()) == "epoch_20.pt"
 
 
-def test_restore_brings_back_what_has_no_step_if_nothing_with_a_step_was_taken(home: Home) -> None:
+def test_restore_writes_files_without_a_step_if_no_unit_with_a_step_was_taken(home: Home) -> None:
     """Beside it lies a first save in which the program was killed."""
     write(home.root, {"last.pt": pt(1), "step_10/model.pt.tmp": pt(10), "step_10/a.pt": pt(10)}, 10)
     assert [part.checkpoint.run for part in take(home.spool, home.root).parts] == [f"{RUN}.stepless"]
@@ -339,7 +339,7 @@ def test_restore_brings_back_what_has_no_step_if_nothing_with_a_step_was_taken(h
     assert files(home.root) == {"last.pt": pt(1)}
 
 
-def test_newer_files_without_a_step_that_may_be_unfinished_are_not_replaced_by_older_ones(home: Home, capsys) -> None:
+def test_newer_files_without_a_step_that_may_be_unfinished_are_not_replaced_by_older_files(home: Home, capsys) -> None:
     write(home.root, {"current/model.pt": pt(1), "current/optim.pt": pt(1)}, 1_000_010)
     take(home.spool, home.root)
     flush(home.spool, home.tier)

@@ -17,7 +17,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Files]]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_is_taken_is_whole_and_what_is_whole_is_taken(
+def test_taken_unit_is_whole_and_each_whole_unit_is_taken(
     name: str, saves: dict[str, list[Files]], tmp_path: Path
 ) -> None:
     notes: list[str] = []

@@ -280,7 +280,7 @@ def test_a_node_that_is_killed_while_it_takes_is_followed_by_another(
     assert reads == {"model_step1.pt": 1}
 
 
-def test_a_node_sees_what_another_takes_while_it_waits_for_its_turn(
+def test_node_lists_the_units_of_another_taker_while_it_waits_for_its_turn(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed(monkeypatch, watch_s=0.02, settle_s=0.05, renew_s=0.1, silent_s=3600.0)

@@ -134,7 +134,7 @@ def test_inspect_shows_the_sound_twin_and_why_the_other_is_not(
     assert code == (5 if other["status"] == "damaged" else 4)
 
 
-def test_twins_without_a_step_are_told_apart_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_twins_without_a_step_are_distinguished_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, tier = tmp_path / "out", tmp_path / "tier"
     out.mkdir()
     tier.mkdir()

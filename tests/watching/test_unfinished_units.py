@@ -43,7 +43,7 @@ def test_directory_with_a_temporary_name_is_no_checkpoint(root: Path, name: str)
 
 
 @pytest.mark.parametrize("name", TEMPORARY)
-def test_directory_with_a_temporary_name_keeps_no_finished_one_from_being_taken(root: Path, name: str) -> None:
+def test_directory_with_a_temporary_name_keeps_no_finished_unit_from_being_taken(root: Path, name: str) -> None:
     write(root, save(10) | {f"{name}/model.pt": pt(10)}, 10)
     assert complete(root) == ["step_10"]
 
@@ -110,7 +110,7 @@ def test_state_of_an_unknown_program_belongs_to_the_file_beside_it(root: Path) -
     assert listed(root)["lora-000012.safetensors"].missing
 
 
-def test_newest_of_files_beside_each_other_is_no_checkpoint_without_what_all_others_have(root: Path) -> None:
+def test_newest_of_files_beside_each_other_is_no_checkpoint_without_the_files_of_all_others(root: Path) -> None:
     for step in (10, 20):
         write(root, {f"G_{step}.pth": pt(step), f"D_{step}.pth": pt(step)}, step)
     write(root, {"G_30.pth": pt(30)}, 30)
@@ -141,7 +141,7 @@ def test_file_and_directory_without_a_step_are_one_checkpoint(root: Path) -> Non
     assert [unit.files for unit in listed(root).values()] == [("best.pt", "latest/ema.pt")]
 
 
-def test_prepare_leaves_what_is_good_beside_a_damaged_file_in_a_directory_without_a_step(home: Home, capsys) -> None:
+def test_prepare_leaves_sound_files_beside_a_damaged_file_in_a_directory_without_a_step(home: Home, capsys) -> None:
     flush(home.spool, home.tier)
     write(home.root, {f"exp/v{step}/unet/{name}.pt": pt(step) for step in (1, 2) for name in "ab"}, 10)
     write(home.root, {"exp/v2/unet/b.pt": pt(2)[:-40]}, 10)
@@ -155,7 +155,7 @@ def looked(watch: UnitWatch, spool: Spool, *times_s: float) -> None:
         watch.observe(observed(spool), now_s)
 
 
-def test_files_without_a_step_are_taken_again_after_one_was_removed(root: Path, spool: Spool) -> None:
+def test_files_without_a_step_are_taken_again_after_a_file_was_removed(root: Path, spool: Spool) -> None:
     write(root, {"last.pt": pt(1), "best.pt": pt(1), "ema.pt": pt(1)}, 10)
     reported = Reported()
     watch = UnitWatch(spool, root, RUN, reported, settle_s=1.0)
@@ -209,7 +209,7 @@ def test_temporary_pointer_does_not_come_back(home: Home, capsys) -> None:
     assert files(home.root) == save(10) | {"latest": b"step_10"}
 
 
-def test_prepare_keeps_a_newer_file_without_a_step_beside_a_damaged_one(home: Home, capsys) -> None:
+def test_prepare_keeps_a_newer_file_without_a_step_beside_a_damaged_file(home: Home, capsys) -> None:
     write(home.root, {"last.pt": pt(1), "best.pt": pt(1)}, 1000)
     home.taken()
     write(home.root, {"last.pt": pt(2), "best.pt": pt(2)[:-40]}, 2000)
@@ -250,7 +250,7 @@ def test_json_that_is_cut_is_not_taken(root: Path, spool: Spool) -> None:
     assert [part.checkpoint.step for part in take(spool, root).parts] == [10]
 
 
-def test_hidden_temporary_directory_makes_no_checkpoint_of_what_holds_it(root: Path) -> None:
+def test_hidden_temporary_directory_makes_no_checkpoint_of_its_parent(root: Path) -> None:
     write(root, {"epoch_2/0000040/w.pt": pt(40), "epoch_2/.0000050.tmp/w.pt": b""}, 10)
     assert complete(root) == ["epoch_2/0000040"]
 

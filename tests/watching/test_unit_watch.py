@@ -97,7 +97,7 @@ def test_a_file_of_its_own_is_not_copied_by_unshare(tmp_path: Path, monkeypatch:
     unshare(tmp_path / "missing")
 
 
-def test_a_file_that_is_open_for_writing_is_told(tmp_path: Path) -> None:
+def test_file_that_is_open_for_writing_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"data")
     fd = os.open(path, os.O_RDONLY)
@@ -148,7 +148,7 @@ def test_hard_link_of_another_owners_private_file_is_not_taken(
         assert "link of a file of uid 1234" in watch.refused[path.name]
 
 
-def test_a_unit_that_stays_open_for_writing_is_not_read_and_is_reported_after_an_hour(
+def test_unit_that_is_open_for_writing_is_not_read_and_is_reported_after_an_hour(
     root: Path, spool: Spool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = layouts.torch_save(root)
@@ -267,7 +267,7 @@ def test_a_unit_that_never_rests_is_reported_once_until_it_rests(root: Path, spo
     assert reported.reasons == {}, "an hour begins anew when it rested"
 
 
-def test_a_unit_with_what_nobody_foresaw_stops_no_other(root: Path, spool: Spool, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_unit_with_an_unforeseen_error_stops_no_other(root: Path, spool: Spool, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     layouts.torch_save(root)
     torch.save({"w": torch.ones(3)}, root / "model_step200.pt")
     describe, unforeseen = unit_watch.describe, [True]
@@ -355,7 +355,7 @@ def test_a_failed_write_of_the_record_leaves_no_file(killed: bool, spool: Spool,
     assert TakenUnits(spool, RUN).has("model_step100.pt", ())
 
 
-def test_what_retention_deleted_is_not_taken_again(root: Path, spool: Spool) -> None:
+def test_unit_that_retention_deleted_is_not_taken_again(root: Path, spool: Spool) -> None:
     layouts.torch_save(root)
     (part,) = take(spool, root).parts
     spool.remove([part])
@@ -445,7 +445,7 @@ def test_nothing_of_tierd_lies_in_a_watched_directory(spool: str, tier: str, roo
         asyncio.run(check_apart(config))
 
 
-def test_a_history_has_what_the_spool_has(root: Path, spool: Spool) -> None:
+def test_history_holds_the_checkpoints_of_the_spool(root: Path, spool: Spool) -> None:
     layouts.torchtitan(root)
     (part,) = take(spool, root).parts
     assert observed(spool).made.keys() == {part.checkpoint} and observed(spool).origins == {

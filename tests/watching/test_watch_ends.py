@@ -62,7 +62,7 @@ def test_a_trainers_run_is_not_watched(root: Path, capsys: pytest.CaptureFixture
     assert [one.checkpoint.step for one in Spool(root.parent / ".out.tierd").parts("r")] == [7]
 
 
-def test_a_status_names_what_is_not_taken_or_listed(root: Path) -> None:
+def test_status_names_units_that_are_not_taken_or_listed(root: Path) -> None:
     path = layouts.torch_save(root)
     whole = path.read_bytes()
     path.write_bytes(whole[:-50])
@@ -150,7 +150,7 @@ def test_a_unit_with_a_file_whose_name_is_not_utf_8_is_not_taken_without_it(root
     assert not list((root.parent / "tier").glob("r/manifests/*"))
 
 
-def test_what_nobody_foresaw_is_told_and_does_not_end_a_watch(root: Path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
+def test_unforeseen_error_is_logged_and_does_not_end_a_watch(root: Path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
     layouts.torch_save(root)
     observe, failed = unit_watch.UnitWatch.observe, []
 
@@ -165,7 +165,7 @@ def test_what_nobody_foresaw_is_told_and_does_not_end_a_watch(root: Path, monkey
     assert "nobody foresaw this" in caplog.text
 
 
-def test_a_file_that_may_not_be_read_is_told_and_lets_a_watch_end(root: Path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
+def test_file_that_may_not_be_read_is_logged_and_lets_a_watch_end(root: Path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
     path = layouts.torch_save(root)
     opened = files.Tree.opened
 

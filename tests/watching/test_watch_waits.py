@@ -66,7 +66,7 @@ def test_watch_makes_no_directory_that_it_waits_for(home: Path, monkeypatch, cap
     assert not (home / "out").exists()
 
 
-def test_directory_that_appears_and_stays_empty_ends_until_idle(home: Path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
+def test_directory_that_appears_empty_ends_until_idle(home: Path, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
     timed(monkeypatch, appear_s=2.0)
     caplog.set_level("INFO")
 
@@ -100,7 +100,7 @@ def test_status_shows_directory_that_is_waited_for_until_it_appears(home: Path) 
         wait_until(lambda: len(manifests(home)) == 1, 60)
 
 
-def test_directory_that_disappears_is_alert_until_it_comes_back(home: Path) -> None:
+def test_directory_that_disappears_is_alert_until_it_returns(home: Path) -> None:
     (home / "out").mkdir()
     layouts.torch_save(home / "out")
     with watching(home, "spool") as daemon:

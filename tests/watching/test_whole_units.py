@@ -58,7 +58,7 @@ def test_prepare_moves_no_good_file_of_a_run_that_no_tier_has(home_with_tier: Ho
 
 
 @series
-def test_newest_checkpoint_comes_back_byte_for_byte(home: Home, layout, capsys) -> None:
+def test_newest_checkpoint_is_restored_byte_for_byte(home: Home, layout, capsys) -> None:
     saved(home.root, layout)
     home.taken()
     assert {unit["verdict"] for unit in home.prepare(capsys).values()} == {"verified"}
@@ -127,7 +127,7 @@ def test_prepare_moves_only_the_damaged_one_of_files_without_a_step(home_with_ti
     assert sorted(files(home.root)) == ["last.pt"]
 
 
-def test_prepare_leaves_the_good_file_beside_a_damaged_one(home: Home, capsys) -> None:
+def test_prepare_leaves_the_sound_file_beside_a_damaged_file(home: Home, capsys) -> None:
     write(home.root, {"a_10.pt": pt(10), "b_10.pt": pt(11)}, 10)
     home.taken()
     right, inode = files(home.root), (home.root / "a_10.pt").stat().st_ino
@@ -202,7 +202,7 @@ def test_steps_that_begin_anew_in_each_epoch_are_checkpoints_of_their_own(home: 
     assert files(home.root) == {name.format(2, 100): pt(2)}
 
 
-def test_newest_checkpoint_of_each_fold_comes_back_if_folds_are_trained_one_after_the_other(home: Home, capsys) -> None:
+def test_newest_checkpoint_of_each_fold_is_restored_if_folds_are_trained_in_turn(home: Home, capsys) -> None:
     for number, (fold, epoch) in enumerate([(0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]):
         write(home.root, {f"fold{fold}_epoch_{epoch}.pt": pt(number)}, 1_000_000 + number)
         take(home.spool, home.root)

@@ -115,7 +115,7 @@ def test_a_client_one_minor_version_later_is_answered(spool):
 
 
 @pytest.mark.parametrize("protocol", [MUCH_LATER, "2.0"])
-def test_a_client_that_is_too_late_is_told_to_have_the_daemon_upgraded(spool, caplog, protocol):
+def test_client_that_is_too_new_is_refused_with_the_advice_to_upgrade_the_daemon(spool, caplog, protocol):
     with Daemon(spool.root, {"tier": Double()}):
         for _ in range(3):
             with Caller(spool) as client:
@@ -214,7 +214,7 @@ def without_tell(request: dict[str, Any]) -> dict[str, Any] | None:
     return reply
 
 
-def test_an_old_daemon_is_named_as_what_to_upgrade(spool):
+def test_old_daemon_is_named_as_the_side_to_upgrade(spool):
     with OtherDaemon(spool, of_old), Link(spool) as link:
         with pytest.raises(VersionMismatch, match=r"upgrade the daemon.*systemctl restart tierd") as raised:
             link.ask(messages.Candidates(run="run"))
@@ -228,7 +228,7 @@ def test_a_daemon_that_only_ends_is_not_called_old(spool):
         assert type(raised.value) is DaemonUnavailable  # a caller, and a reader of its log, meets no private name
 
 
-def test_status_of_an_old_daemon_shows_what_it_tells(spool, capsys):
+def test_status_of_an_old_daemon_shows_the_members_of_its_answer(spool, capsys):
     with OtherDaemon(spool, without_tell):
         assert command(["status", "--spool", str(spool.root)]) == 0
         out, err = capsys.readouterr()

@@ -46,7 +46,7 @@ def test_every_kind_of_message_is_recorded(where, op):
 
 
 @pytest.mark.parametrize("path", REQUESTS, ids=name)
-def test_a_recorded_request_means_what_it_meant(path):
+def test_recorded_request_keeps_its_meaning(path):
     sent = json.loads(path.read_bytes())
     read = decoding.decode_handed if path.parent.name == "handoff" else decoding.decode_request
     if sent["op"] not in decoding.REQUESTS | decoding.HANDED:
@@ -91,7 +91,7 @@ def test_a_recorded_answer_is_read(path):
 
 
 @pytest.mark.parametrize("path", [path for path in REPLIES if path.parent.name == "errors"], ids=name)
-def test_a_recorded_error_is_raised_as_what_it_was(path):
+def test_recorded_error_is_raised_with_its_class(path):
     with pytest.raises(errors.TierdError) as raised:
         replies.raise_error(last(path))
     assert type(raised.value).__name__ == path.name.split(".")[0]
@@ -125,7 +125,7 @@ def today() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("path", ANSWERS, ids=name)
-def test_what_was_in_an_answer_is_in_it_today(path, today):
+def test_recorded_answer_keeps_its_members(path, today):
     now = shape(json.loads(today[f"{path.parent.name}/{path.name}"].splitlines()[-1]))
     members = {one.split(":")[0] for one in now}
     for one in sorted(shape(last(path)) - now):
@@ -140,7 +140,7 @@ ADDED = {"handoff/persist.request": frozenset({"asked_s", "blocked_s"})}
 
 
 @pytest.mark.parametrize("path", [path for path in REQUESTS if path.parts[-3] == "v1"], ids=name)
-def test_what_is_sent_today_is_what_was_sent(path, today):
+def test_request_of_today_equals_the_recorded_request(path, today):
     """A daemon one minor version behind knows these members, and perhaps no others."""
     sent = json.loads(today[f"{path.parent.name}/{path.name}"])
     added = ADDED.get(f"{path.parent.name}/{path.name}", frozenset())

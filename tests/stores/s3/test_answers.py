@@ -190,7 +190,7 @@ def test_a_bundle_that_cannot_be_used_is_named(
     assert says in reported
 
 
-def test_a_bundle_is_found_when_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundle_that_appears_later_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = tmp_path / "bundle.pem"
     monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
 
@@ -229,7 +229,7 @@ def written(file: Path, key: str) -> None:
     file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = secret\n")
 
 
-def test_credentials_that_come_after_the_start_are_found(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_that_appear_after_the_start_are_used(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def use(bucket: Bucket) -> None:
         store = S3Store(parse_url(bucket.url()))
         with pytest.raises(StoreRefused, match="NoCredentialsError"):
@@ -246,7 +246,7 @@ def test_credentials_that_come_after_the_start_are_found(file: Path, monkeypatch
     assert bucket.objects["p/k"] == b"1"
 
 
-def test_a_refusal_without_a_text_is_told_without_one(file: Path) -> None:
+def test_refusal_without_a_text_is_reported_without_text(file: Path) -> None:
     written(file, "first")
 
     async def use(bucket: Bucket) -> None:

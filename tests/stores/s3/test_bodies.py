@@ -92,7 +92,7 @@ def test_gzip_that_nobody_asked_for_is_named_and_no_object() -> None:
 
 
 @pytest.mark.parametrize("status", [403, 404, 503])
-def test_an_error_whose_body_cannot_be_read_means_what_its_status_says(status: int) -> None:
+def test_error_whose_body_cannot_be_read_is_judged_by_its_status(status: int) -> None:
     """Some gateways compress their error pages, and some say no size."""
     how = ["Content-Encoding: gzip\r\nContent-Length: 5\r\n", "Connection: close\r\n"]
 
@@ -169,7 +169,7 @@ def test_a_drip_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("body", [b"<html>please log in</ht", LISTING[:30], b"no markup"])
-def test_200_with_what_is_no_xml_is_no_error_500(body: bytes) -> None:
+def test_answer_200_that_is_no_xml_is_not_error_500(body: bytes) -> None:
     """Of a put: seed 74 of `python -m faults s3`."""
 
     async def respond(first: str, writer: Writer) -> None:
@@ -193,7 +193,7 @@ def test_200_with_what_is_no_xml_is_no_error_500(body: bytes) -> None:
         b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>",
     ],
 )
-def test_what_the_library_stumbles_over_is_no_answer(body: bytes) -> None:
+def test_answer_that_the_library_fails_to_parse_is_no_answer(body: bytes) -> None:
     async def respond(first: str, writer: Writer) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
 

@@ -76,14 +76,14 @@ def puts(server: Server, *expected: str, keys: str = "abc") -> None:
 @pytest.mark.parametrize(
     ("name", "expected"), [("crc64nvme", 0xAE8B14860A799888), ("crc32c", 0xE3069283), ("crc32", 0xCBF43926)]
 )
-def test_each_checksum_is_the_published_one(name: str, expected: int) -> None:
+def test_each_checksum_equals_its_published_value(name: str, expected: int) -> None:
     check = memoryview(b"123456789")
     assert int.from_bytes(BY_NAME[name].digest(check)) == expected
     assert base64.b64decode(BY_NAME[name].value(check)) == BY_NAME[name].digest(check)
     assert BY_NAME[name].field == f"Checksum{name.upper()}"
 
 
-def test_the_best_comes_first_and_md5_is_none_of_them() -> None:
+def test_strongest_checksum_is_first_and_md5_is_none_of_them() -> None:
     assert [checksum.name for checksum in CHECKSUMS] == ["crc64nvme", "crc32c", "crc32"]
     assert MD5.digest(memoryview(b"x")) == hashlib.md5(b"x").digest()
 
@@ -156,7 +156,7 @@ def test_an_answer_that_repeats_another_checksum_is_no_success() -> None:
 
 
 @pytest.mark.parametrize("verifies", [ALL, set[str]()])
-def test_what_changes_on_the_way_is_refused_by_who_verifies(verifies: set[str]) -> None:
+def test_changed_body_is_refused_by_server_or_client(verifies: set[str]) -> None:
     server = Server(verifies=set(verifies), echo=lambda right: right)
 
     async def use(store: S3Store) -> None:

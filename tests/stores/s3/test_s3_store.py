@@ -98,7 +98,9 @@ def error(code: str, message: str = "as the test wants it") -> str:
         (501, "NotImplemented", StoreRefused, "501"),
     ],
 )
-def test_what_an_answer_means(status: int, code: str, expected: type[Exception], says: str) -> None:
+def test_answers_of_s3_are_translated_to_tierds_errors(
+    status: int, code: str, expected: type[Exception], says: str
+) -> None:
     async def use(store: S3Store) -> None:
         calls: list[Callable[[], Awaitable[object]]] = [
             lambda: store.put("k", b"1"),
@@ -144,7 +146,7 @@ def test_each_request_is_sent_once() -> None:
     assert requests == ["GET", "PUT"]
 
 
-def test_what_a_put_says() -> None:
+def test_put_sends_key_body_and_configured_headers() -> None:
     seen: list[tuple[str, Headers, bytes]] = []
 
     def respond(method: str, target: str, headers: Headers, body: bytes) -> Answer:
@@ -195,7 +197,7 @@ def test_a_damaged_listing_says_nothing(whole: str, damaged: str) -> None:
     against(lambda *_: (200, body.replace(whole, damaged)), use)
 
 
-def test_pages_are_followed_even_when_one_is_empty() -> None:
+def test_empty_page_does_not_end_a_listing() -> None:
     def respond(method: str, target: str, headers: Headers, body: bytes) -> Answer:
         if "continuation-token=two" in target:
             return 200, listing("c", "d")
@@ -255,7 +257,7 @@ def test_a_delete_brings_an_md5_and_no_newer_checksum() -> None:
 
 
 @pytest.mark.parametrize("answer", ["", "<html>please log in</html>", "<DeleteResult/>"])
-def test_a_200_that_does_not_say_what_was_deleted_is_no_answer(answer: str) -> None:
+def test_answer_200_that_does_not_name_the_deleted_keys_is_no_answer(answer: str) -> None:
     async def use(store: S3Store) -> None:
         with pytest.raises(StoreUnavailable):
             await store.delete(["k"])
@@ -283,7 +285,7 @@ def test_404_that_names_no_error_of_s3s_is_no_word_on_the_object(page: str) -> N
 @pytest.mark.parametrize(
     ("shown", "expected"), [((), ObjectNotFound), (("kk",), ObjectNotFound), (("k", "kk"), StoreUnavailable)]
 )
-def test_such_a_404_means_what_the_listing_says(page: str, shown: tuple[str, ...], expected: type[Exception]) -> None:
+def test_bare_404_is_judged_by_the_listing(page: str, shown: tuple[str, ...], expected: type[Exception]) -> None:
     """Some servers send no body with their own."""
 
     async def use(store: S3Store) -> None:

@@ -79,7 +79,7 @@ async def echo(_: int, reader: Reader, writer: Writer) -> None:
         await answer(writer, b"x" * BIG if first.startswith("GET") else b"")
 
 
-def test_a_connection_is_used_again_and_one_that_ended_is_not() -> None:
+def test_connection_is_used_again_unless_it_ended() -> None:
     async def serve(number: int, reader: Reader, writer: Writer) -> None:
         for _ in range(3):
             _, size = await head(reader)
@@ -242,7 +242,7 @@ def test_a_get_is_cancelled_at_once_where_the_server_says_that_it_will_close() -
     Server(serve).use(use)
 
 
-def test_closing_ends_what_is_under_way() -> None:
+def test_closing_ends_requests_under_way() -> None:
     async def serve(_: int, reader: Reader, writer: Writer) -> None:
         await head(reader)
         await asyncio.sleep(20)
@@ -458,7 +458,7 @@ def test_through_a_proxy_a_listing_is_bounded_in_bytes_and_time(
     assert sent < 16 << 20
 
 
-def test_without_a_proxy_it_is_the_direct_one() -> None:
+def test_session_without_a_proxy_is_direct() -> None:
     async def whole() -> None:
         session = http_session(timeout=(1, 1), proxies={}, client_cert=None, connector_args={})
         assert isinstance(session, DirectSession)
