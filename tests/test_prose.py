@@ -37,6 +37,23 @@ def heals(lane):
     ]
 
 
+def test_old_word_in_the_name_of_a_test_is_reported_with_its_place() -> None:
+    source = """
+def test_what_is_pinned_stays(): ...
+async def test_one_that_is_pinned(): ...
+def test_another_one(): ...
+def test_prune_keeps_one_pinned_checkpoint_of_two(): ...
+def what_stays(): ...
+"""
+    assert prose.old_names("tests/test_a.py", source) == [
+        "tests/test_a.py:2: test_what_is_pinned_stays: 'what': write the noun",
+        "tests/test_a.py:2: test_what_is_pinned_stays: 'stays': write is deleted, is restored, is kept",
+        "tests/test_a.py:3: test_one_that_is_pinned: 'one_that': write the noun",
+        "tests/test_a.py:4: test_another_one: 'one': write the noun",
+        "tests/test_a.py:4: test_another_one: 'another_one': write the noun",
+    ]
+
+
 def test_the_glossary_has_the_words_that_are_to_be_used() -> None:
     glossary = (prose.ROOT / "docs" / "glossary.md").read_text()
     assert {word for word in ("invariant", "quarantine", "repair", "shared chunk") if word not in glossary} == set()

@@ -1,6 +1,7 @@
-"""Check the words of pages, docstrings and comments, and that every public name has a docstring. `make lint` runs it.
+"""Check the words of pages, docstrings, comments and tests' names, and that every public name has a docstring.
 
-The glossary (docs/glossary.md) has one word for each concept. `OLD` are words of early versions that it replaces.
+`make lint` runs it. The glossary (docs/glossary.md) has one word for each concept. `OLD` are words of early versions
+that it replaces, `OLD_NAMES` those that say too little in a test's name.
 """
 
 from __future__ import annotations
@@ -43,6 +44,21 @@ OLD = {
 }
 _ANY = re.compile("|".join(OLD))
 
+# What a test's name has today -> what says who does it, or to what. `one` stands here for a noun; as a number it may.
+OLD_NAMES = {
+    r"what|whatever|whoever": "the noun",
+    r"goes|comes|stays": "is deleted, is restored, is kept",
+    r"told|tells?|telling|untold": "reports, names, warns, notifies, or distinguishes",
+    r"seen|found": "observed, listed, detected, or the actor and the verb",
+    r"aside": "quarantined",
+    r"(heal|mend)(s|ed|ing)?": "repair",
+    r"len[dt]s?": "shared chunk, or handed-over snapshot",
+    r"ones|one$": "the noun",
+    r"(a|an|another|last|lone|newer|new|next|no|older|other|right|same|slow|that|the|this|whole)_one": "the noun",
+    r"one_(after|and|at|before|beside|by|for|from|had|has|in|is|on|or|that|was|who|whose|with|without)": "the noun",
+}
+_NAME = {re.compile(rf"(?<=_)({words})(?=_|$)"): better for words, better in OLD_NAMES.items()}
+
 
 def prose(page: str) -> Iterator[tuple[int, str]]:
     """The lines of a page without its code, each with its number."""
@@ -78,6 +94,17 @@ def old_words(name: str, text: str) -> list[str]:
     ]
 
 
+def old_names(name: str, source: str) -> list[str]:
+    """Where a test's name has a word of `OLD_NAMES`: `module:line: test: 'word': write …`."""
+    return [
+        f"{name}:{number}: {test[1]}: {word[0]!r}: write {better}"
+        for number, line in enumerate(source.splitlines(), 1)
+        if (test := re.match(r" *(?:async )?def (test_\w+)\(", line))
+        for pattern, better in _NAME.items()
+        if (word := pattern.search(test[1]))
+    ]
+
+
 def undocumented(module: str) -> list[str]:
     """The public names of a module, and of its classes' members, that have no docstring of their own or inherited."""
     namespace = importlib.import_module(module)
@@ -95,9 +122,11 @@ def undocumented(module: str) -> list[str]:
 
 
 def findings() -> list[str]:
-    """All of both kinds, of all pages and modules."""
-    texts = [name for name in (*PAGES, *sorted(CODE)) if name not in EXEMPT]
-    words = [it for name in texts for it in old_words(name, (ROOT / name).read_text())]
+    """All of each kind, of all pages and modules."""
+    texts = {name: (ROOT / name).read_text() for name in (*PAGES, *sorted(CODE)) if name not in EXEMPT}
+    words = [it for name, text in texts.items() for it in old_words(name, text)]
+    tests = {name: text for name, text in texts.items() if name.startswith("tests/")}
+    words += [it for name, text in tests.items() for it in old_names(name, text)]
     return words + [it for module in PUBLIC for it in undocumented(module)]
 
 
