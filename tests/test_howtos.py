@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 from support.s3stub import Bucket, serving
-from support.world import Daemon, commit, part, wait_until
+from support.waiting import wait_until
+from support.world import Daemon, commit, part
 
 import tierd
 from tierd.cli import run

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.snippets import PAGES, ROOT, blocks, calls, execute, spans
-from support.world import wait_until
+from support.waiting import wait_until
 
 import tierd
 

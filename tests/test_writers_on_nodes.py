@@ -15,7 +15,8 @@ import pytest
 from support.doubles import Double
 from support.ranks import Group
 from support.users import as_root, by_nobody
-from support.world import RUN, Daemon, attempt, hurry, part, wait_until
+from support.waiting import wait_until
+from support.world import RUN, Daemon, attempt, hurry, part
 from support.writers import daemon_until, forge, kinds, lie, restored, state
 
 import tierd

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from support.doubles import Double
-from support.world import Daemon, commit, hurry, part, wait_until
+from support.waiting import wait_until
+from support.world import Daemon, commit, hurry, part
 
 from tierd.cli import run
 from tierd.core.errors import StoreRefused, StoreUnavailable
@@ -188,7 +189,7 @@ def test_sigterm_with_parts_left_ends_with_9(tmp_path: Path, spool: Spool) -> No
     commit(spool, part(1))
     daemon = started(tmp_path, tmp_path / "typo")
     try:
-        wait_until(spool.socket.exists, 60)
+        wait_until(spool.socket.exists)
         daemon.send_signal(signal.SIGTERM)
         said = daemon.communicate(timeout=60)[1]
     finally:

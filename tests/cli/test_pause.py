@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from support.doubles import Double
-from support.world import Daemon, commit, part, wait_until
+from support.waiting import wait_until
+from support.world import Daemon, commit, part
 
 from tierd.cli import run
 from tierd.daemon.handoff import HandoffServer
@@ -138,7 +139,7 @@ def test_a_pause_outlives_a_killed_daemon(spool: Spool, tmp_path: Path, capsys: 
     def start() -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "tierd", "run", "--spool", root, "--to", str(tier)]
         started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        wait_until(lambda: run(["status", "--spool", root, "--json"]) == 0, 60)
+        wait_until(lambda: run(["status", "--spool", root, "--json"]) == 0)
         capsys.readouterr()
         return started
 
@@ -153,10 +154,10 @@ def test_a_pause_outlives_a_killed_daemon(spool: Spool, tmp_path: Path, capsys: 
     try:
         assert answer(capsys, "status", "--spool", root)["paused"] == "until resumed"
         # It answers before it has looked into its spool.
-        wait_until(lambda: answer(capsys, "status", "--spool", root)["tiers"][0]["pending_parts"] == 1, 60)
+        wait_until(lambda: answer(capsys, "status", "--spool", root)["tiers"][0]["pending_parts"] == 1)
         assert not list(tier.iterdir())
         answer(capsys, "resume", "--spool", root)
-        wait_until(lambda: list(tier.glob("run/manifests/*/*.json")), 60)
+        wait_until(lambda: list(tier.glob("run/manifests/*/*.json")))
     finally:
         second.send_signal(signal.SIGTERM)
         _, log = second.communicate(timeout=60)

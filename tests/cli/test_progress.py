@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.doubles import Double, is_chunk
-from support.world import Daemon, commit, hurry, part, wait_until
+from support.waiting import wait_until
+from support.world import Daemon, commit, hurry, part
 
 import tierd
 from tierd.cli import progress as progress_module

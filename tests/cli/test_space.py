@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.world import Daemon, wait_until
+from support.waiting import wait_until
+from support.world import Daemon
 
 import tierd
 from tierd.cli import run

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 from support.doubles import Double
-from support.world import Daemon, attempt, commit, part, wait_until
+from support.waiting import wait_until
+from support.world import Daemon, attempt, commit, part
 
 from tierd.cli import run
 from tierd.core.config import from_urls

@@ -15,7 +15,8 @@ from support.doubles import Double
 from support.smalldisk import SmallDisk
 from support.timed import timed_client
 from support.training import tensors
-from support.world import Daemon, commit, part, wait_until
+from support.waiting import wait_until
+from support.world import Daemon, commit, part
 
 import tierd
 from tierd.client import acceptance, closing, outliving
@@ -493,7 +494,7 @@ def test_container_of_its_own_warns_of_saves_that_are_on_no_tier(tmp_path):
 def test_mistyped_tier_is_warned_of_within_seconds_and_again_by_close(spool, caplog, tmp_path, monkeypatch):
     monkeypatch.setattr(acceptance, "_SOON_S", 0.1)
     with tierd.Checkpointer(spool.root, "run", to=[f"file://{tmp_path}/typo"]) as checkpointer:
-        wait_until(lambda: warnings(caplog), 30)  # before anything is saved
+        wait_until(lambda: warnings(caplog))  # before anything is saved
         [said] = warnings(caplog)
         assert said.startswith("no tier accepts checkpoints, they are only in the spool: file: ")
         assert "/typo does not exist" in said

@@ -6,7 +6,7 @@ import os
 
 import pytest
 from support.training import tensors
-from support.world import wait_until
+from support.waiting import wait_until
 
 import tierd
 from tierd.core.errors import DaemonUnavailable

@@ -18,7 +18,8 @@ import pytest
 import torch
 from support.doubles import Double, is_chunk
 from support.timed import timed_client
-from support.world import Daemon, hurry, part, wait_until
+from support.waiting import wait_until
+from support.world import Daemon, hurry, part
 
 import tierd
 from tierd.client import closing

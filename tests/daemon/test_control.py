@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from support.doubles import Double, contents, is_chunk, is_manifest
 from support.timed import timed
-from support.world import Daemon, commit, part, wait_until
+from support.waiting import wait_until
+from support.world import Daemon, commit, part
 
 from tierd import cli
 from tierd.core.errors import (

@@ -9,7 +9,8 @@ import pytest
 from stores.s3.test_answers import file, written
 from stores.s3.test_s3_store import credentials
 from support.s3stub import Bucket, serving
-from support.world import commit, part, reconciler, running, settle, steps_on, until
+from support.waiting import until
+from support.world import commit, part, reconciler, running, settle, steps_on
 
 from tierd.core.urls import parse_url
 from tierd.spool.spool import Spool

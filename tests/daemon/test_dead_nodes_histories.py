@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.doubles import Double, contents
-from support.world import attempt, commit, config, converge, hurry, part, running, settle, until
+from support.waiting import until
+from support.world import attempt, commit, config, converge, hurry, part, running, settle
 
 from tierd.core.config import TierConfig
 from tierd.core.ids import CheckpointId
@@ -82,7 +83,7 @@ async def die(home: Path, rng: random.Random, stores: dict[str, Double]) -> str:
 async def fill(spool: Spool, stores: dict[str, Double]) -> tuple[list[str], tuple[str, ...]]:
     """Run the taker until it has nothing to do; return the problems of `new`, and what it leaves to other nodes."""
     async with running(taker(spool, stores)) as daemon:
-        await until(lambda: daemon.filled, 60)
+        await until(lambda: daemon.filled)
         await settle(daemon)
         problems = [one.why for one in status(daemon, 0, 0).problems if one.place == "new"]
         return problems, daemon.backlog.summary().left_to_nodes

@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 from support.doubles import Double, contents, flip, is_chunk, is_manifest
-from support.world import commit, content, converge, corrupt, part, read, reconciler, running, steps_in, until
+from support.waiting import until
+from support.world import commit, content, converge, corrupt, part, read, reconciler, running, steps_in
 
 from tierd.core.errors import FormatTooNew, ManifestError, StoreRefused, StoreUnavailable, WrongKey
 from tierd.core.manifest_codec import decode

@@ -8,7 +8,8 @@ import signal
 
 import pytest
 from support.doubles import Double, is_chunk
-from support.world import commit, config, part, until
+from support.waiting import until
+from support.world import commit, config, part
 
 from tierd.core.errors import StoreUnavailable
 from tierd.daemon import service

@@ -10,7 +10,8 @@ import time
 import msgspec
 from support.doubles import Double, contents, is_chunk
 from support.timed import timed
-from support.world import Daemon, commit, converge, part, reconciler, running, settle, steps_in, steps_on, until
+from support.waiting import until
+from support.world import Daemon, commit, converge, part, reconciler, running, settle, steps_in, steps_on
 
 from tierd.core.config import from_urls
 from tierd.core.errors import StoreUnavailable

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.doubles import Double
 from support.timed import timed
-from support.world import RUN, commit, config, part, reconciler, running, settle, until, wait_until
+from support.waiting import until, wait_until
+from support.world import RUN, commit, config, part, reconciler, running, settle
 from watchdog.observers.api import BaseObserver
 
 from tierd.core.config import Config, from_urls
@@ -55,7 +56,7 @@ def test_a_commit_wakes_the_daemon_without_a_rescan(spool):
                     await asyncio.sleep(0.1)
                     begun = time.monotonic()
                     commit(spool, part(step))
-                    await until(lambda step=step: daemon.tiers.observed.has(part(step), "tier"), 5)
+                    await until(lambda step=step: daemon.tiers.observed.has(part(step), "tier"))
                     assert time.monotonic() - begun < 2.5
 
     asyncio.run(work())
@@ -66,7 +67,7 @@ def test_rescan_finds_a_part_without_an_event(spool):
         async with running(reconciler(spool, {"tier": Double()}, rescan="0.3s")) as daemon:
             await settle(daemon)
             commit(spool, part(1))
-            await until(lambda: daemon.tiers.observed.has(part(1), "tier"), 5)
+            await until(lambda: daemon.tiers.observed.has(part(1), "tier"))
 
     asyncio.run(work())
 

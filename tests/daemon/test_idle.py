@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 from support.doubles import Counting, Double
 from support.timed import timed
-from support.world import commit, converge, part, reconciler, running, settle, until
+from support.waiting import until
+from support.world import commit, converge, part, reconciler, running, settle
 
 from tierd.daemon.scrub.scrubber import Scrubber
 from tierd.daemon.tier_worker import TierWorker
@@ -72,8 +73,7 @@ def test_daemon_at_rest_makes_at_most_60_requests_an_hour_with_any_spool(spool, 
 
         async with running(daemon):
             await until(
-                lambda: sum(map(a_day, tiers)) > 60 * HOURS + 500 or all(resting.now(name) >= HOURS for name in tiers),
-                60.0,
+                lambda: sum(map(a_day, tiers)) > 60 * HOURS + 500 or all(resting.now(name) >= HOURS for name in tiers)
             )
         an_hour = sum(map(a_day, tiers)) / HOURS
         assert an_hour <= 60, f"{an_hour:.0f} requests an hour"

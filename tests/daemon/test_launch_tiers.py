@@ -17,7 +17,8 @@ import pytest
 from support.doubles import Double
 from support.timed import timed
 from support.training import tensors
-from support.world import Daemon, commit, part, until, wait_until
+from support.waiting import until, wait_until
+from support.world import Daemon, commit, part
 
 import tierd
 from tierd.core.config import from_urls, with_urls
@@ -163,10 +164,10 @@ def test_trainer_restarted_with_another_tier_gets_its_saves_there(spool, tmp_pat
     try:
         with tierd.Checkpointer(spool.root, "run", to=[directory(b)]) as second:
             second.save(2, tensors(2)).wait()
-            wait_until(lambda: manifests(b) == 2, 60)
+            wait_until(lambda: manifests(b) == 2)
     finally:
         (tmp_path / "away").rename(a)
-    wait_until(lambda: manifests(a) == 2 and _ended(spool), 120)
+    wait_until(lambda: manifests(a) == 2 and _ended(spool))
 
 
 def _ended(spool: Spool) -> bool:
@@ -190,7 +191,7 @@ def stopped(spool: Spool, a: Path) -> Iterator[int]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(daemon, signal.SIGKILL)
-        wait_until(lambda: _ended(spool), 60)
+        wait_until(lambda: _ended(spool))
 
 
 @pytest.mark.parametrize("close", [False, True])
@@ -206,8 +207,8 @@ def test_daemon_that_was_stopped_takes_tiers_of_launch_without_another_save(spoo
             time.sleep(2)  # the renewal that follows each save has found the daemon stopped
             os.kill(daemon, signal.SIGCONT)
             if not close:
-                wait_until(lambda: manifests(b) == 2, 60)
-        wait_until(lambda: manifests(b) == 2, 60)
+                wait_until(lambda: manifests(b) == 2)
+        wait_until(lambda: manifests(b) == 2)
         assert {part.checkpoint.step for part in spool.parts()} == {1, 2}, "the tier that is away still wants them"
 
 
@@ -221,7 +222,7 @@ def test_launch_that_ends_while_daemon_is_stopped_names_unflushed_saves_and_reme
         assert "step 2" in caplog.text and f"kill -CONT {daemon}" in caplog.text and "kill -KILL" in caplog.text
         os.kill(daemon, signal.SIGCONT)
         with tierd.Checkpointer(spool.root, "run", to=[directory(b)]):
-            wait_until(lambda: manifests(b) == 2, 60)
+            wait_until(lambda: manifests(b) == 2)
 
 
 def test_stopped_daemon_that_is_killed_gives_way_to_daemon_with_tiers_of_launch(spool, tmp_path):
@@ -232,7 +233,7 @@ def test_stopped_daemon_that_is_killed_gives_way_to_daemon_with_tiers_of_launch(
     ):
         second.save(2, tensors(2)).wait()
         os.kill(daemon, signal.SIGKILL)
-        wait_until(lambda: manifests(b) == 2, 60)
+        wait_until(lambda: manifests(b) == 2)
 
 
 def test_added_tiers_keep_names_of_those_that_are_there():

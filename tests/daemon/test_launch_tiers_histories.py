@@ -18,7 +18,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.timed import timed
-from support.world import RUN, commit, hurry, part, steps_in, until
+from support.waiting import until
+from support.world import RUN, commit, hurry, part, steps_in
 
 from tierd.core.config import from_urls
 from tierd.core.retention.policy import RetentionPolicy
@@ -100,14 +101,14 @@ async def history(spool: Spool, home: Path, seed: int) -> int:
                     await asyncio.sleep(rng.choice((0.0, 0.02, 0.1)))
                 newest = set(range(1, step + 1)[-keep:])
                 present = [tier for tier in to if tier.answers]
-                await until(lambda: all(newest <= tier.steps() for tier in present), 60)  # noqa: B023
+                await until(lambda: all(newest <= tier.steps() for tier in present))  # noqa: B023
                 lacking = [tier for tier in named if not newest <= tier.steps()]
                 assert not lacking or newest <= set(steps_in(spool)), "a tier that is away wants them"
         for tier in named:
             if not tier.answers:
                 tier.turn()
         newest = set(range(1, step + 1)[-keep:])
-        await until(lambda: all(newest <= tier.steps() for tier in named), 60)
+        await until(lambda: all(newest <= tier.steps() for tier in named))
     return changes
 
 

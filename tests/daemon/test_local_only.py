@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 from support.doubles import Double, contents
 from support.training import tensors
-from support.world import RUN, Daemon, commit, converge, part, steps_in, steps_on, wait_until
+from support.waiting import wait_until
+from support.world import RUN, Daemon, commit, converge, part, steps_in, steps_on
 
 import tierd
 from tierd.core.errors import ConfigError, DaemonUnavailable
@@ -51,7 +52,7 @@ def test_daemon_of_earlier_launch_leaves_launch_without_tiers_alone(spool, tmp_p
     assert not ended(spool)
     save(spool, range(2, 9), [])
     away.rename(tier)
-    wait_until(lambda: steps_of(tier) and ended(spool), 120)  # it ends once the tier has what it wants
+    wait_until(lambda: steps_of(tier) and ended(spool))  # it ends once the tier has what it wants
     assert steps_of(tier) == [1], "the earlier launch's own checkpoint arrives"
     assert steps_in(spool) == list(range(1, 9))
 

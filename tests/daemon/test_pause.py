@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from support.doubles import Double, contents, is_chunk, is_manifest
 from support.timed import timed
+from support.waiting import until, wait_until
 from support.world import (
     Daemon,
     commit,
@@ -24,8 +25,6 @@ from support.world import (
     settle,
     steps_in,
     steps_on,
-    until,
-    wait_until,
 )
 
 from tierd.core.errors import SpoolUnusable

@@ -12,20 +12,8 @@ from typing import ClassVar
 
 import pytest
 from support.doubles import Double, contents, flip, flipped, is_chunk, is_manifest
-from support.world import (
-    Daemon,
-    commit,
-    content,
-    converge,
-    part,
-    read,
-    reconciler,
-    running,
-    settle,
-    steps_in,
-    steps_on,
-    until,
-)
+from support.waiting import until
+from support.world import Daemon, commit, content, converge, part, read, reconciler, running, settle, steps_in, steps_on
 
 from tierd.core.errors import ManifestError, StoreRefused, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME
@@ -95,7 +83,7 @@ def test_a_tier_that_hangs_delays_only_itself(spool):
             up.error = StoreUnavailable("not yet")
             await until(lambda: daemon.tiers.observed.has(part(2), "hung") and daemon.workers["up"].failures)
             hung.delay, up.error = 3600.0, None
-            await until(lambda: all(daemon.tiers.observed.has(part(step), "up") for step in range(3)), 15)
+            await until(lambda: all(daemon.tiers.observed.has(part(step), "up") for step in range(3)))
         assert steps_on(await contents(up.inner)) == [0, 1, 2]
 
     asyncio.run(work())
@@ -113,7 +101,7 @@ def test_part_that_hangs_on_a_tier_is_sent_to_the_other(spool):
         stuck, up = HangsInPut(), Double()
         commit(spool, part(1))
         async with running(reconciler(spool, {"stuck": stuck, "up": up})) as daemon:
-            await until(lambda: daemon.tiers.observed.has(part(1), "up"), 15)
+            await until(lambda: daemon.tiers.observed.has(part(1), "up"))
             assert not daemon.tiers.observed.has(part(1), "stuck")
 
     asyncio.run(work())

@@ -18,7 +18,8 @@ import pytest
 from support.doubles import Double, is_chunk
 from support.timed import timed
 from support.training import tensors
-from support.world import commit, part, read, steps_in, until
+from support.waiting import until
+from support.world import commit, part, read, steps_in
 
 import tierd
 from tierd.cli.options import load_config

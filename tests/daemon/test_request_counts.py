@@ -7,7 +7,8 @@ import asyncio
 import pytest
 from daemon.transfer.test_relay import daemon as of_tiers
 from support.doubles import Counting, Double, contents, is_chunk, is_manifest
-from support.world import RUN, commit, config, content, converge, part, reconciler, running, settle, steps_on, until
+from support.waiting import until
+from support.world import RUN, commit, config, content, converge, part, reconciler, running, settle, steps_on
 
 from tierd.core.errors import ManifestError
 from tierd.core.ids import IDENTITY_KEY, chunks_prefix

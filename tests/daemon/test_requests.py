@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator
 
 import pytest
 from support.doubles import Double, contents, is_manifest
-from support.world import RUN, Daemon, commit, content, part, read, wait_until
+from support.waiting import wait_until
+from support.world import RUN, Daemon, commit, content, part, read
 
 from tierd.core.errors import (
     ObjectNotFound,

@@ -8,7 +8,8 @@ import errno
 import msgspec
 import pytest
 from support.doubles import Double, contents, is_manifest
-from support.world import commit, config, listing, part, reconciler, running, settle, until
+from support.waiting import until
+from support.world import commit, config, listing, part, reconciler, running, settle
 
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.restorer import Restorer

@@ -7,7 +7,8 @@ import os
 import shutil
 import time
 
-from support.world import RUN, commit, converge, part, reconciler, running, settle, until
+from support.waiting import until
+from support.world import RUN, commit, converge, part, reconciler, running, settle
 
 from tierd.core.planning.actions import Flush, Prune
 from tierd.core.planning.place import SPOOL

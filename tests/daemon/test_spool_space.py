@@ -11,7 +11,8 @@ import pytest
 from support.doubles import Double, contents
 from support.smalldisk import SmallDisk
 from support.timed import timed
-from support.world import Daemon, commit, converge, part, reconciler, running, steps_on, until, wait_until
+from support.waiting import until, wait_until
+from support.world import Daemon, commit, converge, part, reconciler, running, steps_on
 
 from tierd.core.errors import StoreUnavailable
 from tierd.ipc.client import Link

@@ -15,7 +15,8 @@ import pytest
 import torch
 from support.doubles import contents, flip, flipped, is_chunk
 from support.saved import files_of
-from support.world import Daemon, attempt, commit, corrupt, part, wait_until
+from support.waiting import wait_until
+from support.world import Daemon, attempt, commit, corrupt, part
 from torch.distributed import checkpoint as dcp
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as FormerProperties
 from torch.distributed.checkpoint.api import CheckpointException
@@ -395,7 +396,7 @@ def test_daemon_is_notified_of_a_save_that_dcp_could_not_write(daemon, spool, mo
             for tries, step in enumerate((1, 2, 3), 1):
                 with pytest.raises(CheckpointException, match="CorruptChunk"):
                     save(ckpt, step)
-                wait_until(lambda tries=tries: journal.counters["persist_failures"] == tries, 60)
+                wait_until(lambda tries=tries: journal.counters["persist_failures"] == tries)
         failed = [event for event in journal.events if event.what == "persist failed"]
         assert [(event.step, event.rank, event.why) for event in failed] == [(n, 0, "torn") for n in (1, 2, 3)]
         assert [alert.doing for alert in journal.alerts()] == ["save"]

@@ -18,7 +18,8 @@ import pytest
 from support.nursery import context as nursery
 from support.trainer import lines, main
 from support.training import same, tensors
-from support.world import Daemon, commit, part, wait_until
+from support.waiting import wait_until
+from support.world import Daemon, commit, part
 
 import tierd
 from tierd.core.errors import DaemonUnavailable
@@ -39,7 +40,7 @@ def start_daemon(spool: Path, tier: Path, *options: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "tierd", "run", "--spool", str(spool), "--to", f"file://{tier}", *options]
     process = subprocess.Popen(command, stdout=log, stderr=log)
     log.close()
-    wait_until(lambda: process.poll() is not None or answers(spool), 60)
+    wait_until(lambda: process.poll() is not None or answers(spool))
     return process
 
 
@@ -96,7 +97,7 @@ def test_nothing_acknowledged_is_ever_lost(tmp_path, seed):
                 return not trainer.is_alive() or sum(words[0] == "resumed" for words in lines(log)) > launches
 
             if noise.random() < 0.8:  # else it is killed while it starts, or restores
-                wait_until(resumed, 60)
+                wait_until(resumed)
             time.sleep(noise.random() * 0.4)
             if noise.random() < 0.4 and daemon.poll() is None:
                 end(daemon)
@@ -188,20 +189,20 @@ def test_a_daemon_started_by_a_trainer_outlives_it_until_all_is_flushed(tmp_path
     noise = random.Random(seed)
     trainer = start_trainer(spool, log, 10**6, [f"file://{tier}"], 1)
     try:
-        wait_until(lambda: sum(words[0] == "acked" for words in lines(log)) >= 2, 60)
+        wait_until(lambda: sum(words[0] == "acked" for words in lines(log)) >= 2)
         time.sleep(noise.random())
         pid = int((spool / ".tierd" / "lock").read_text())
         assert pid != trainer.pid and not gone(pid)
         if seed == 2:  # killed itself, it is replaced by the next save
             os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: gone(pid) and (spool / ".tierd" / "lock").read_text().strip() not in ("", str(pid)), 30)
-            wait_until(lambda: trainers(spool) == 1, 60)  # one that no trainer attached to waits two minutes for it
+            wait_until(lambda: gone(pid) and (spool / ".tierd" / "lock").read_text().strip() not in ("", str(pid)))
+            wait_until(lambda: trainers(spool) == 1)  # one that no trainer attached to waits two minutes for it
             pid = int((spool / ".tierd" / "lock").read_text())
     finally:
         trainer.kill()
         trainer.join(20)
     assert trainer.exitcode == -signal.SIGKILL
-    wait_until(lambda: gone(pid), 60)
+    wait_until(lambda: gone(pid))
     last = max(int(words[1]) for words in lines(log) if words[0] == "acked")
     shutil.rmtree(spool)
     assert from_the_tier(tier, tmp_path / "replaced") >= last

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from support.receiver import receiving
-from support.world import commit, part, wait_until
+from support.waiting import wait_until
+from support.world import commit, part
 
 import tierd
 from tierd.cli import run
@@ -63,18 +64,18 @@ def test_daemon_notifies_shows_its_alerts_and_prints_no_secret(
         commit(spool, part(0))  # what is there at the daemon's first look is no news; that it comes to a tier is
         daemon = subprocess.Popen(line, env=env, stdout=log, stderr=log, cwd=tmp_path)
         try:
-            wait_until(lambda: receiver.what() == ["durable"] or daemon.poll() is not None, 60)
+            wait_until(lambda: receiver.what() == ["durable"] or daemon.poll() is not None)
             commit(spool, part(1))
-            wait_until(lambda: receiver.what() == ["durable", "persisted", "durable"], 60)
+            wait_until(lambda: receiver.what() == ["durable", "persisted", "durable"])
             tier.rename(tmp_path / "away")
             commit(spool, part(2))
-            wait_until(lambda: "failing" in receiver.what() and heard.exists(), 60)
+            wait_until(lambda: "failing" in receiver.what() and heard.exists())
             assert receiver.asked[0][0] == f"/{SECRET}" and receiver.asked[0][1]["Authorization"] == SECRET
             said = command("status", "--spool", str(spool.root))
             assert "ALERT nfs: " in said and "notify[0]: to http://127.0.0.1" in said
             status = json.loads(command("status", "--json", "--spool", str(spool.root)))
             assert [one["place"] for one in status["alerts"]] == ["nfs"] and status["counters"]["alerts"] == 1
-            wait_until(lambda: heard.read_bytes().endswith(b"\n"), 60)
+            wait_until(lambda: heard.read_bytes().endswith(b"\n"))
             assert json.loads(heard.read_text().splitlines()[0])["what"] == "failing"
             for name in ("HOOK", "TOKEN"):
                 monkeypatch.setenv(name, env[name])

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from support import device_trainer
-from support.world import wait_until
+from support.waiting import wait_until
 
 gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU on this machine: a resume on one is untested here"
@@ -32,7 +32,7 @@ def said(log):
 
 def kill_after(lines, trainer, log):
     goal = len(said(log)) + lines
-    wait_until(lambda: len(said(log)) >= goal or trainer.poll() is not None, 120)
+    wait_until(lambda: len(said(log)) >= goal or trainer.poll() is not None)
     trainer.kill()
     assert trainer.wait(60) == -signal.SIGKILL, "it ended before it was killed"
 

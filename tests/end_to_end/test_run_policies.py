@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.world import RUN, attempt, commit, converge, hurry, part, wait_until
+from support.waiting import wait_until
+from support.world import RUN, attempt, commit, converge, hurry, part
 
 import tierd
 from tierd.cli import run
@@ -111,7 +112,7 @@ def test_tierd_run_without_a_policy_obeys_the_runs_own(
     for step in range(9, 13):
         commit(spool, part(step, launch), origin=origin)
     with Daemon(spool, place):
-        wait_until(lambda: steps(place) == list(range(3, 13)), 60)
+        wait_until(lambda: steps(place) == list(range(3, 13)))
         wait_until(lambda: is_idle(spool))
         found = status(spool)
         assert found and [one["given"] for one in found["policies"]] == ["configuration"]
@@ -124,11 +125,11 @@ def test_a_trainers_policy_without_any_file(tmp_path: Path, place: Path) -> None
     with tierd.Checkpointer(spool, run="r", to=[str(place)], retention=keep) as ckpt:
         for step in range(1, 6):
             ckpt.save(step, {"step": step}, metrics={"loss": abs(step - 2)}).wait("file", timeout=60)
-        wait_until(lambda: steps(place) == [2, 5], 60)
+        wait_until(lambda: steps(place) == [2, 5])
         (path,) = place.glob("r/retention/*.trainer.json")
         stored = json.loads(path.read_text())
         assert stored["retention"]["keep_best"]["metric"] == "loss" and stored["host"] == os.uname().nodename
-    wait_until(lambda: status(Spool(spool)) is None, 60)
+    wait_until(lambda: status(Spool(spool)) is None)
     with Daemon(Spool(spool), place):  # another daemon, without a trainer
         wait_until(lambda: is_idle(Spool(spool)))
         assert steps(place) == [2, 5]
@@ -239,7 +240,7 @@ def test_status_shows_policies_that_disagree(
     other = Spool(tmp_path / "other")
     commit(other, part(9, 2), origin=part(8).checkpoint)
     with Daemon(other, place, "--keep-last", "2"):
-        wait_until(lambda: len(list(place.glob(f"{RUN}/retention/*.json"))) == 2, 60)
+        wait_until(lambda: len(list(place.glob(f"{RUN}/retention/*.json"))) == 2)
         wait_until(lambda: is_idle(other))
         assert run(["status", "--spool", str(other.root)]) == 0
     said = capsys.readouterr().out

@@ -15,7 +15,8 @@ from urllib.parse import quote
 
 import pytest
 from support.s3stub import Bucket, serving
-from support.world import RUN, commit, part, wait_until
+from support.waiting import wait_until
+from support.world import RUN, commit, part
 
 import tierd
 from tierd.core.errors import ConfigError, DaemonUnavailable
@@ -98,7 +99,7 @@ def test_nothing_that_a_daemon_says_or_leaves_holds_a_secret(tmp_path: Path, env
                 except DaemonUnavailable:
                     return False
 
-            wait_until(answers, 60)
+            wait_until(answers)
             search("argv", Path(f"/proc/{daemon.pid}/cmdline").read_bytes())
             commit(spool, part(1))
             with Link(spool) as link:
@@ -116,7 +117,7 @@ def test_nothing_that_a_daemon_says_or_leaves_holds_a_secret(tmp_path: Path, env
                 assert commands(env, *asked) == [0] * len(asked)
                 bucket.refuse = lambda headers: "no, " + headers.get("Authorization", "")  # a signature is no secret
                 commit(spool, part(2))
-                wait_until(lambda: link.ask(Status())["status"]["tiers"][0]["last_error"], 60)
+                wait_until(lambda: link.ask(Status())["status"]["tiers"][0]["last_error"])
                 with serving(Bucket()) as gone:
                     pass  # nobody listens there any more
                 failing = [("ls", url, "--json"), ("status", "--json", "--spool", spool.root), ("ls", gone.url())]

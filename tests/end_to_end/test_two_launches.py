@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.world import commit, part, wait_until
+from support.waiting import wait_until
+from support.world import commit, part
 
 import tierd
 from tierd.client.ranks.other_launches import Beside
@@ -93,7 +94,7 @@ def end_daemon(spool: Path) -> None:
     if lock.exists() and line.exists() and (pid := lock.read_text().strip()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGTERM)
-        wait_until(lambda: not line.exists(), 60)
+        wait_until(lambda: not line.exists())
 
 
 def kept(home: Path) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
@@ -112,25 +113,25 @@ def status(home: Path) -> dict:
 def test_both_are_warned_and_neither_loses_anything_until_it_ends(launches, tmp_path, capsys) -> None:
     first, second = launches
     mine, other = {(first.attempt, 2), (first.attempt, 3)}, {(second.attempt, 12), (second.attempt, 13)}
-    wait_until(lambda: kept(tmp_path) == (mine | other, mine | other), 60)
+    wait_until(lambda: kept(tmp_path) == (mine | other, mine | other))
     for one, rival in ((first, second), (second, first)):
-        wait_until(lambda one=one, rival=rival: f"attempt {rival.attempt}, process" in one.log.read_text(), 30)
+        wait_until(lambda one=one, rival=rival: f"attempt {rival.attempt}, process" in one.log.read_text())
     reported = status(tmp_path)
     assert [(one["attempt"], one["pids"]) for one in reported["launches"]] == [
         (first.attempt, [first.process.pid]),
         (second.attempt, [second.process.pid]),
     ]
     assert [event["run"] for event in reported["events"] if event["what"] == "two launches"] == ["r"]
-    wait_until(lambda: not any(tier["pending_prunes"] for tier in status(tmp_path)["tiers"]), 60)
+    wait_until(lambda: not any(tier["pending_prunes"] for tier in status(tmp_path)["tiers"]))
     from tierd.cli import run
 
     assert run(["status", "--spool", str(tmp_path / "spool")]) == 0
     assert "2 launches of run r save at the same time" in " ".join(capsys.readouterr().out.split())
     first.save(4)  # it goes on as if it were alone
     mine = {(first.attempt, 3), (first.attempt, 4)}
-    wait_until(lambda: kept(tmp_path) == (mine | other, mine | other), 60)
+    wait_until(lambda: kept(tmp_path) == (mine | other, mine | other))
     first.end()
-    wait_until(lambda: kept(tmp_path)[1] == other, 60)
+    wait_until(lambda: kept(tmp_path)[1] == other)
     assert status(tmp_path)["launches"] == []
 
 
@@ -149,8 +150,8 @@ def test_launches_on_two_nodes_and_one_tier_are_warned_and_kept(tmp_path: Path) 
         first.save(4)  # after the second one began, which tells that one's node
         tier = {(first.attempt, 3), (first.attempt, 4), (second.attempt, 12), (second.attempt, 13)}
         for one, rival in ((first, second), (second, first)):
-            wait_until(lambda one=one, rival=rival: f"{rival.attempt} (on another node" in one.log.read_text(), 60)
-        wait_until(lambda: kept(nodes[0])[1] == tier, 60)
+            wait_until(lambda one=one, rival=rival: f"{rival.attempt} (on another node" in one.log.read_text())
+        wait_until(lambda: kept(nodes[0])[1] == tier)
         for one, node in zip(both, nodes, strict=True):
             assert {found["attempt"] for found in status(node)["launches"]} == {first.attempt, second.attempt}
             assert {step for attempt, step in kept(node)[0] if attempt == one.attempt} >= {
@@ -222,7 +223,7 @@ def test_a_forked_child_does_not_keep_its_trainers_lock(tmp_path) -> None:
         assert leases.trainers(spool.control, ["run"])
         trainer.kill()
         trainer.wait(30)
-        wait_until(lambda: leases.trainers(spool.control, ["run"]) == {}, 10)
+        wait_until(lambda: leases.trainers(spool.control, ["run"]) == {})
     finally:
         os.kill(child, signal.SIGKILL)
         trainer.kill()

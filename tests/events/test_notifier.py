@@ -15,7 +15,8 @@ import msgspec
 import pytest
 from support.doubles import Double, is_chunk
 from support.receiver import Receiver, receiving, wait_gone
-from support.world import commit, config, hurry, part, running, settle, until
+from support.waiting import until
+from support.world import commit, config, hurry, part, running, settle
 
 from tierd.core.config import NotifyConfig
 from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable
@@ -76,7 +77,7 @@ def test_a_webhook_hears_of_a_save_and_of_its_being_durable(spool, monkeypatch):
                 for rank in (0, 1):
                     commit(spool, part(7, rank=rank, world=2))
                 await settle(daemon)
-                await until(lambda: len(receiver.reported) == 4, PATIENT)
+                await until(lambda: len(receiver.reported) == 4)
                 assert sorted(receiver.what()) == ["durable", "durable", "persisted", "persisted"]
                 durable = next(one for one in receiver.reported if one["what"] == "durable")
                 size = 2 * daemon.inventory().spool.facts(part(7, rank=0, world=2)).size
@@ -116,7 +117,7 @@ def test_events_of_saves_and_flushes_carry_metrics(spool):
                 commit(spool, part(7), metrics={"loss": 0.25, "bad": "nan"})
                 daemon.taken(part(8), CommittedPart(3, direct=True, recycled=False, metrics={"loss": 0.125}))
                 await settle(daemon)
-                await until(lambda: len(receiver.reported) == 4, PATIENT)
+                await until(lambda: len(receiver.reported) == 4)
                 reported = {(one["what"], one["step"]): one.get("metrics") for one in receiver.reported}
                 assert reported.pop(("persisted", 8)) == {"loss": 0.125}
                 assert reported == {
@@ -132,11 +133,11 @@ def test_daemon_that_starts_notifies_of_no_earlier_state(spool):
         commit(spool, part(1))
         with receiving() as receiver:
             async with notifying(spool, {"tier": store}, hook(receiver)) as (daemon, _):
-                await until(lambda: receiver.what() == ["durable"], PATIENT)  # that became so under its eyes
+                await until(lambda: receiver.what() == ["durable"])  # that became so under its eyes
             async with notifying(spool, {"tier": store}, hook(receiver)) as (daemon, _):
                 commit(spool, part(2))
                 await settle(daemon)
-                await until(lambda: len(receiver.reported) == 3, PATIENT)
+                await until(lambda: len(receiver.reported) == 3)
                 assert {one["step"] for one in receiver.reported[1:]} == {2}
 
     asyncio.run(work())
@@ -155,7 +156,7 @@ def test_flushes_go_on_while_a_receiver_hangs(spool, answer):
                     commit(spool, part(step))
                 await settle(daemon, PATIENT)
                 assert daemon.journal.counters["flushed"] == 25 and not daemon.backlog.parts()
-                await until(lambda: receiver.asked, PATIENT)
+                await until(lambda: receiver.asked)
                 (one,) = notifier.status()
                 assert one.delivered == one.failures == 0 and one.held == 20 and one.queued == 29
                 assert len(receiver.asked) == 1
@@ -179,12 +180,12 @@ def test_a_receiver_that_fails_is_an_alert_until_it_works(spool, answer, caplog)
                 for step in (1, 2, 3):
                     commit(spool, part(step))
                 await settle(daemon, PATIENT)
-                await until(lambda: "failing" in good.what(), PATIENT)
+                await until(lambda: "failing" in good.what())
                 alert = next(one for one in good.reported if one["what"] == "failing")
                 assert (alert["place"], alert["doing"], alert["level"]) == ("notify[0]", "notify", "alert")
                 assert alert["tries"] == 3 and alert["subject"] == f"http://127.0.0.1:{port}/…"
                 assert [(one.place, one.doing) for one in daemon.journal.alerts()] == [("notify[0]", "notify")]
-                await until(lambda: notifier.status()[0].dropped == 6, PATIENT)
+                await until(lambda: notifier.status()[0].dropped == 6)
                 first, second = notifier.status()
                 asked = 6 if answer in (302, 404) else 8  # three times once, and then each once
                 assert first.failures == asked and first.last_error and not second.last_error
@@ -194,15 +195,15 @@ def test_a_receiver_that_fails_is_an_alert_until_it_works(spool, answer, caplog)
                     assert len(bad.asked) == (0 if answer == "refused" else asked)
                 assert not bad.reported
                 if answer == "drip":
-                    await until(lambda: len(bad.gone) == len(bad.asked), PATIENT)
+                    await until(lambda: len(bad.gone) == len(bad.asked))
                 bad.answer = 200
                 if answer == "refused":
                     notifier._channels[0]._receiver._url = bad.url()
                 commit(spool, part(4))
                 await settle(daemon)
-                await until(lambda: "works again" in good.what(), PATIENT)
+                await until(lambda: "works again" in good.what())
                 assert daemon.journal.alerts() == () and daemon.journal.counters["alerts"] == 1
-                await until(lambda: "works again" in bad.what() and "durable" in bad.what(), PATIENT)
+                await until(lambda: "works again" in bad.what() and "durable" in bad.what())
             assert bad.reported[-1]["what"] == "more"  # at the latest when the daemon ends
             assert bad.reported[-1]["counts"] == {"persisted": 3, "durable": 3}
             said = msgspec.json.encode([notifier.status(), list(daemon.journal.events), good.reported]).decode()
@@ -222,7 +223,7 @@ def test_events_beyond_the_rate_arrive_as_a_summary(spool):
                 for step in range(5):
                     commit(spool, part(step))
                 await settle(daemon)
-                await until(lambda: notifier.status()[0].held == 8 and len(receiver.reported) == 2, PATIENT)
+                await until(lambda: notifier.status()[0].held == 8 and len(receiver.reported) == 2)
             (more,) = receiver.reported[2:]
             assert more["subject"] == "8 more" and sum(more["counts"].values()) == 8
 
@@ -247,7 +248,7 @@ def test_a_command_gets_an_event_on_its_standard_input_and_nothing_else(spool, t
         async with notifying(spool, {"tier": MemoryStore()}, one) as (daemon, notifier):
             commit(spool, part(3))
             await settle(daemon)
-            await until(lambda: notifier.status()[0].delivered == 1, PATIENT)
+            await until(lambda: notifier.status()[0].delivered == 1)
         (line,) = (tmp_path / "told").read_text().splitlines()
         event, environment, where, nice = json.loads(line)
         assert (event["what"], event["step"], event["place"]) == ("durable", 3, "tier")
@@ -279,7 +280,7 @@ def test_no_process_of_a_command_outlives_its_time(spool, tmp_path, text):
         async with notifying(spool, {"tier": MemoryStore()}, one) as (daemon, notifier):
             commit(spool, part(3))
             daemon.wake()
-            await until(lambda: notifier.status()[0].delivered + notifier.status()[0].dropped, PATIENT)
+            await until(lambda: notifier.status()[0].delivered + notifier.status()[0].dropped)
             (found,) = notifier.status()
             assert found.last_error == (None if text is LEAVE else "it ran longer than 3 s")
         assert len(pids()) >= 4  # and once more to tell how much was not told
@@ -300,8 +301,8 @@ def test_end_of_the_daemon_gives_queued_events_a_short_time(spool, tmp_path, mon
             async with notifying(spool, {"tier": MemoryStore()}, *hooks) as (daemon, _):
                 commit(spool, part(1))
                 await settle(daemon)
-                await until(lambda: (tmp_path / "pids").exists() and hung.asked, PATIENT)
-                await until(lambda: (tmp_path / "pids").read_text().count("\n") == 4, PATIENT)
+                await until(lambda: (tmp_path / "pids").exists() and hung.asked)
+                await until(lambda: (tmp_path / "pids").read_text().count("\n") == 4)
             assert sorted(fine.what()) == ["durable", "persisted"]
             assert daemon.journal.alerts() == () and len(hung.asked) == 1
         wait_gone([int(line) for line in (tmp_path / "pids").read_text().splitlines()])
@@ -317,7 +318,7 @@ def test_a_command_that_fails_three_times_is_an_alert(spool, tmp_path):
             for step in (1, 2, 3):
                 commit(spool, part(step))
             await settle(daemon)
-            await until(lambda: len(daemon.journal.alerts()) == 2, PATIENT)
+            await until(lambda: len(daemon.journal.alerts()) == 2)
             whys = [one.last_error for one in notifier.status()]
             assert whys == ["it ended with 3", "it cannot be run: No such file or directory"]
             assert {one.subject for one in daemon.journal.alerts()} == {sys.executable, "/nowhere/at/all"}
@@ -348,17 +349,17 @@ def test_a_tier_that_fails_three_times_in_a_row_is_an_alert_until_it_works(spool
                     store.before = refuse
                 commit(spool, part(1))
                 daemon.wake()
-                await until(lambda: receiver.reported, PATIENT)
+                await until(lambda: receiver.reported)
                 (alert,) = receiver.reported
                 assert (alert["what"], alert["place"], alert["tries"]) == ("failing", "tier", 3)
                 assert alert["doing"] == ("observe" if all_of_it else "flush") and str(error) in alert["why"]
                 assert alert.get("step") == (None if all_of_it else 1) and alert["seconds"] >= 0
-                await until(lambda: daemon.journal.counters["errors"] > 6, PATIENT)
+                await until(lambda: daemon.journal.counters["errors"] > 6)
                 found = status(daemon, 0, 0, notifier.status())
                 assert [one.place for one in found.alerts] == ["tier"] and found.counters["alerts"] == 1
                 store.error = store.before = None
                 await settle(daemon, PATIENT)
-                await until(lambda: len(receiver.reported) == 2, PATIENT)
+                await until(lambda: len(receiver.reported) == 2)
                 assert receiver.reported[1]["what"] == "works again" and receiver.reported[1]["tries"] > 3
                 assert not daemon.journal.alerts()
 

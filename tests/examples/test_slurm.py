@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.world import commit, part, wait_until
+from support.waiting import wait_until
+from support.world import commit, part
 
 from tierd.core.config import from_toml
 from tierd.core.retention.policy import seconds
@@ -127,7 +128,7 @@ def test_a_job_finds_a_daemon_and_leaves_with_all_flushed(node: Node) -> None:
     assert stat.S_IMODE(node.spool.stat().st_mode) == 0o700
     config = from_toml(node.read(f"etc/{ACCOUNT}.toml"), "written by the prolog")
     assert config.spool == str(node.spool)
-    wait_until(lambda: (node.spool / ".tierd" / "control.sock").exists(), 100)
+    wait_until(lambda: (node.spool / ".tierd" / "control.sock").exists())
     node.job = "4712"
     assert node.run("prolog.sh") == 0 and node.read("units") == f"start tierd@{ACCOUNT}\n" * 2
 
@@ -145,7 +146,7 @@ def test_a_job_finds_a_daemon_and_leaves_with_all_flushed(node: Node) -> None:
 def test_epilog_with_an_unusable_tier_drains_no_node_and_stops_no_daemon(node: Node) -> None:
     (node.home / "tier").rmdir()
     assert node.run("prolog.sh") == 0
-    wait_until(lambda: (node.spool / ".tierd" / "control.sock").exists(), 100)
+    wait_until(lambda: (node.spool / ".tierd" / "control.sock").exists())
     commit(Spool(node.spool), part(1))
     assert node.run("epilog.sh", ("--deadline 4m", "--deadline 2s")) == 0
     assert "stop" not in node.read("units") and f"job {JOB} of {ACCOUNT}" in node.read("noted")
@@ -189,7 +190,7 @@ def test_a_job_near_its_limit_saves_is_queued_again_and_continues(node: Node) ->
             return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
     assert node.run("prolog.sh") == 0
-    wait_until(lambda: (node.spool / ".tierd" / "control.sock").exists(), 100)
+    wait_until(lambda: (node.spool / ".tierd" / "control.sock").exists())
     job = started()
     try:
         end = time.monotonic() + 400

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.world import wait_until
+from support.waiting import wait_until
 
 import tierd
 from tierd.adapters.last_save import LastSave

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from support.following import RUN, arrive, put
-from support.world import commit, content, part, wait_until
+from support.waiting import wait_until
+from support.world import commit, content, part
 
 import tierd
 from tierd.cli import run
@@ -326,7 +327,7 @@ def test_a_follower_of_a_run_that_begins_later_says_so_and_waits(full, tier, tmp
     try:
         assert "no place has a checkpoint of it" in follower.stderr.readline()
         arrive(full, tier, 1)
-        wait_until(lambda: log.exists() and log.read_text() == "1\n", timeout=120.0)
+        wait_until(lambda: log.exists() and log.read_text() == "1\n")
         assert follower.poll() is None
     finally:
         follower.terminate()

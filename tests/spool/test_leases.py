@@ -14,7 +14,8 @@ import pytest
 from support.doubles import Double
 from support.interrupted import at_line
 from support.training import tensors
-from support.world import Daemon, wait_until
+from support.waiting import wait_until
+from support.world import Daemon
 
 import tierd
 from tierd.client.ranks.launchers import slurm_attempt
@@ -59,7 +60,7 @@ def test_two_checkpointers_that_save_in_turns_are_both_warned(spool, caplog):
     save(first, 3)
     assert alive(spool) == sorted([first.attempt, second.attempt])
     for one in (first, second):
-        wait_until(lambda one=one: f"attempt {one.attempt}, another Checkpointer of this process" in caplog.text, 10)
+        wait_until(lambda one=one: f"attempt {one.attempt}, another Checkpointer of this process" in caplog.text)
     save(second, 4)
     save(first, 5)
     assert caplog.text.count("another Checkpointer of this process") == 2, "once for each"
@@ -107,7 +108,7 @@ def test_two_world_sizes_of_an_attempt_are_warned(spool, caplog):
         save(first, 1)
         assert caplog.text == ""
         save(second, 2)
-        wait_until(lambda: caplog.text.count(f"{attempt}, another Checkpointer of this process, as rank 0 of") == 2, 10)
+        wait_until(lambda: caplog.text.count(f"{attempt}, another Checkpointer of this process, as rank 0 of") == 2)
         assert "as rank 0 of 1; this" in caplog.text and "as rank 0 of 2; this" in caplog.text
 
 
@@ -251,7 +252,7 @@ def test_two_nodes_that_save_the_same_rank_of_an_attempt_are_warned(tmp_path):
             save(ckpt, step)
             one.settle()
             other.settle()
-        wait_until(lambda: rivals(nodes[1]) == [(attempt, "local"), (attempt, "tier")], 60)
+        wait_until(lambda: rivals(nodes[1]) == [(attempt, "local"), (attempt, "tier")])
         assert "two launches" in {event.what for event in other.reconciler.journal.events}
 
 
@@ -285,10 +286,10 @@ def test_array_tasks_on_two_nodes_with_one_run_name_are_both_warned_once_a_tier_
         one.settle()
         (second,) = saving((one, other), (1, 0, 1))
         save(second, 1)
-        wait_until(lambda: reported(caplog, second.attempt), 60)
+        wait_until(lambda: reported(caplog, second.attempt))
         assert not reported(caplog, first.attempt), "a launch that saves no more may have ended"
         save(first, 2)
-        wait_until(lambda: reported(caplog, first.attempt), 60)
+        wait_until(lambda: reported(caplog, first.attempt))
         for node in (one, other):
             shown = node.call(_launches(node))
             assert {rival.attempt for rival in shown} == {first.attempt, second.attempt}

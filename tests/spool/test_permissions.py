@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from support.doubles import Double
 from support.users import NOBODY, as_root, by_nobody
-from support.world import Daemon, commit, part, wait_until
+from support.waiting import wait_until
+from support.world import Daemon, commit, part
 
 from tierd.core.errors import DaemonUnavailable, SpoolUnusable
 from tierd.ipc import messages

@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-from support.world import wait_until
+from support.waiting import wait_until
 
 _ARGUMENTS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
@@ -96,7 +96,7 @@ def driver() -> Iterator[str]:
                 words = said.read().split("started successfully on port ")
                 return words[1].split(".")[0] if len(words) > 1 else ""
 
-            wait_until(port, 60)
+            wait_until(port)
             yield f"http://127.0.0.1:{port()}"
         finally:
             process.terminate()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from support.training import tensors
-from support.world import wait_until
+from support.waiting import wait_until
 
 import tierd
 from tierd.ipc.client import Link
@@ -28,7 +28,7 @@ def running(spool: Spool, tier: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "tierd", "run", "--spool", str(spool.root), "--to", f"file://{tier}"]
     process = subprocess.Popen([*command, "--keep-last", "1000"], cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
-        wait_until(spool.socket.exists, 60)  # which it makes last
+        wait_until(spool.socket.exists)  # which it makes last
         yield process
     finally:
         process.kill()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from support.world import until
+from support.waiting import until
 
 from tierd.core.config import from_toml
 from tierd.daemon import service

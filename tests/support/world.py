@@ -136,22 +136,6 @@ async def running(daemon: Reconciler) -> AsyncIterator[Reconciler]:
         await asyncio.gather(work, return_exceptions=True)
 
 
-async def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
-    """Wait until a condition holds; fail when it does not come to hold."""
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come to hold in time"
-        await asyncio.sleep(0.005)
-
-
-def wait_until(condition: Callable[[], object], timeout: float = 20.0) -> None:
-    """As `until`, where no loop runs."""
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come to hold in time"
-        time.sleep(0.01)
-
-
 async def settle(daemon: Reconciler, timeout: float = 60.0) -> None:
     """Until every place answers and, look after look, nothing is left to do."""
     end = time.monotonic() + timeout

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from support.saved import files_of, put
-from support.world import RUN, Daemon, commit, converge, part, reconciler, running, until
+from support.waiting import until
+from support.world import RUN, Daemon, commit, converge, part, reconciler, running
 
 import tierd
 from tierd.core.ids import CheckpointId, PartId

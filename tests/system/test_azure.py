@@ -24,8 +24,8 @@ import pytest
 from obstore.store import AzureStore
 from stores.conformance import Conformance, keys
 from support import layouts
+from support.waiting import wait_until
 from support.watched_run import files
-from support.world import wait_until
 
 from tierd.cli import run
 from tierd.core.errors import ObjectNotFound, StoreRefused
@@ -82,7 +82,7 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
     process = subprocess.Popen(command, env={**os.environ, "AZURITE_ACCOUNTS": f"{ACCOUNT}:{KEY}"})
     try:
         found = Azurite(port)
-        wait_until(found.is_up, 100)
+        wait_until(found.is_up)
         yield found
     finally:
         process.terminate()
@@ -180,4 +180,4 @@ assert (found.step, found.tier, back["weights"][0]) == (4, "az", 4.0), found
     async def manifests() -> list[str]:
         return [one for one in await keys(CloudStore(parse_url(url)), "run/manifests/") if one.endswith(".json")]
 
-    wait_until(lambda: len(asyncio.run(manifests())) == 3, 60)  # keep_last = 3 is the default
+    wait_until(lambda: len(asyncio.run(manifests())) == 3)  # keep_last = 3 is the default

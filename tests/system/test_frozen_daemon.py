@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.stopped import MOST_BLOCKED_S, check_nothing_failed, hand_over, running, save_all
 from support.training import restored, same
-from support.world import wait_until
+from support.waiting import wait_until
 
 import tierd
 from tierd.spool.spool import Spool
@@ -28,13 +28,13 @@ def group() -> Iterator[Path]:
     try:
         yield path
     finally:
-        wait_until(lambda: "populated 0" in (path / "cgroup.events").read_text(), 60)
+        wait_until(lambda: "populated 0" in (path / "cgroup.events").read_text())
         path.rmdir()
 
 
 def freeze(group: Path, *, on: bool) -> None:
     (group / "cgroup.freeze").write_text(f"{on:d}")
-    wait_until(lambda: f"frozen {on:d}" in (group / "cgroup.events").read_text(), 60)
+    wait_until(lambda: f"frozen {on:d}" in (group / "cgroup.events").read_text())
 
 
 def test_a_frozen_daemon_is_met_once_and_nothing_is_lost(
@@ -50,7 +50,7 @@ def test_a_frozen_daemon_is_met_once_and_nothing_is_lost(
                 assert save_all(ckpt, range(first, first + 40)) < MOST_BLOCKED_S
                 assert caplog.text.count("the daemon was silent") == 1 and ckpt.stats.failed == 0
                 freeze(group, on=False)
-            wait_until(lambda: len(list((tmp_path / "tier").glob("run/manifests/*/*.json"))) == first + 40, 60)
+            wait_until(lambda: len(list((tmp_path / "tier").glob("run/manifests/*/*.json"))) == first + 40)
             check_nothing_failed(spool)
         finally:
             freeze(group, on=False)

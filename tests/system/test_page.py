@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from support.browser import Browser, browsing, driver
 from support.daemon_fixtures import quick  # noqa: F401
+from support.waiting import wait_until
 from support.web import serving
-from support.world import attempt, commit, part, wait_until
+from support.world import attempt, commit, part
 
 from tierd.daemon.http.server import HttpServer
 from tierd.spool.spool import Spool
@@ -105,8 +106,8 @@ def observe(live: Live, spool: Spool, address: str, failures: list[BaseException
 
 def seen(browser: Browser, url: str, width: int) -> None:
     browser.open(url)
-    wait_until(lambda: "step 30 is on a tier" in browser.text() or "step 20 is on a tier" in browser.text(), 60)
-    wait_until(lambda: "disk: verified, 1 of 1 ranks" in browser.text(), 60)
+    wait_until(lambda: "step 30 is on a tier" in browser.text() or "step 20 is on a tier" in browser.text())
+    wait_until(lambda: "disk: verified, 1 of 1 ranks" in browser.text())
     text = browser.text()
     assert MARKUP in text and browser.run("return document.title") == "tierd"
     assert "[object" not in text and "undefined" not in text and "NaN" not in text
@@ -130,12 +131,12 @@ def seen(browser: Browser, url: str, width: int) -> None:
 def lives(browser: Browser, live: Live, spool: Spool) -> None:
     """What changes shows without a reload, and so does a daemon that ends."""
     commit(spool, part(40, launch=2), origin=part(10).checkpoint)
-    wait_until(lambda: "step 40 is on a tier" in browser.text(), 60)
+    wait_until(lambda: "step 40 is on a tier" in browser.text())
     for _ in range(3):  # of a thing that the daemon does not know, because its own worker works and ends the alert
         live.call(lambda: live.journal.failed(("test", "disk"), "prune", "disk", "backlog", "503 Slow Down"))
-    wait_until(lambda: "failed 3 times in a row: 503 Slow Down" in browser.text(), 60)
+    wait_until(lambda: "failed 3 times in a row: 503 Slow Down" in browser.text())
     live.end()
-    wait_until(lambda: "The daemon does not answer for" in browser.text(), 60)
+    wait_until(lambda: "The daemon does not answer for" in browser.text())
     assert "step 40 is on a tier" in browser.text()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.world import wait_until
+from support.waiting import wait_until
 
 import tierd
 
@@ -35,8 +35,8 @@ def test_every_save_on_a_small_disk_succeeds(small: Path, tmp_path: Path) -> Non
         for step in range(1, 19):
             ckpt.save(step, {"x": torch.full((600_000,), float(step))}).wait(timeout=60)
         assert ckpt.stats.failed == 0
-    wait_until(lambda: len(list(tier.glob("run/manifests/*18.*/*.json"))) == 1, 60)
-    wait_until(lambda: not (small / "spool" / ".tierd" / "control.sock").exists(), 60)
+    wait_until(lambda: len(list(tier.glob("run/manifests/*18.*/*.json"))) == 1)
+    wait_until(lambda: not (small / "spool" / ".tierd" / "control.sock").exists())
 
 
 def test_job_after_job_on_one_small_disk(small: Path, tmp_path: Path) -> None:
@@ -48,4 +48,4 @@ def test_job_after_job_on_one_small_disk(small: Path, tmp_path: Path) -> None:
             for step in (1, 2):
                 ckpt.save(step, {"x": torch.full((300_000,), float(step))}).wait(timeout=60)
             assert ckpt.stats.failed == 0, f"job {job}"
-    wait_until(lambda: not (small / "spool" / ".tierd" / "control.sock").exists(), 60)
+    wait_until(lambda: not (small / "spool" / ".tierd" / "control.sock").exists())

@@ -14,8 +14,8 @@ import pytest
 from msgspec.structs import replace
 from support import layouts
 from support.timed import Ticking, timed
+from support.waiting import wait_until
 from support.watched_run import RUN, watching
-from support.world import wait_until
 
 from tierd.cli import run
 from tierd.core.errors import StoreUnavailable
@@ -365,7 +365,7 @@ def test_a_second_command_on_another_directory_ends_with_3(
     (home / "second").mkdir()
     layouts.torch_save(home / "second")
     with watching(home, "one"):
-        wait_until(lambda: list((home / "tier" / RUN).glob("watching/*")), 60)
+        wait_until(lambda: list((home / "tier" / RUN).glob("watching/*")))
         assert run(["watch", str(home / "second"), "--run", RUN, "--to", f"file://{home}/tier", "--until-idle"]) == 3
     reported = capsys.readouterr().err
     assert all(text in reported for text in (f":{root},", f":{home}/second ", "--run")), reported

@@ -9,8 +9,8 @@ import pytest
 import torch
 from support import layouts
 from support.timed import timed
+from support.waiting import wait_until
 from support.watched_run import watched, watching
-from support.world import wait_until
 
 from tierd.cli import run
 from tierd.daemon.status import status
@@ -86,26 +86,26 @@ def events(daemon: object) -> list[str]:
 def test_watch_that_takes_nothing_for_long_warns_once_until_it_takes_something(root: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     timed(monkeypatch, untaken_s=0.3)
     with watching(root.parent, "spool") as daemon:
-        wait_until(lambda: not daemon.intake.busy, 60)  # type: ignore[attr-defined]
+        wait_until(lambda: not daemon.intake.busy)  # type: ignore[attr-defined]
         assert problems(daemon) == []
         unknown(root)
-        wait_until(lambda: problems(daemon) != [], 60)
+        wait_until(lambda: problems(daemon) != [])
         assert "weights0.bag" in problems(daemon)[0] and "--explain" in problems(daemon)[0]
         assert events(daemon) == ["nothing taken"]
         layouts.torch_save(root)
-        wait_until(lambda: problems(daemon) == [], 60)
+        wait_until(lambda: problems(daemon) == [])
         assert events(daemon) == ["nothing taken"]
 
 
 def test_watch_does_not_warn_of_an_empty_directory_or_before_the_time(root: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     timed(monkeypatch, untaken_s=0.0)
     with watching(root.parent, "spool") as daemon:
-        wait_until(lambda: not daemon.intake.busy, 60)  # type: ignore[attr-defined]
+        wait_until(lambda: not daemon.intake.busy)  # type: ignore[attr-defined]
         assert problems(daemon) == []
     timed(monkeypatch, untaken_s=600.0)
     unknown(root)
     with watching(root.parent, "spool") as daemon:
-        wait_until(lambda: not daemon.intake.busy, 60)  # type: ignore[attr-defined]
+        wait_until(lambda: not daemon.intake.busy)  # type: ignore[attr-defined]
         assert problems(daemon) == []
 
 
@@ -114,7 +114,7 @@ def test_status_shows_passed_over_files_and_why(root: Path, capsys) -> None:  # 
     (layouts.trainer(root) / "checkpoint-is-incomplete.txt").write_text("")
     layouts.torch_save(root)
     with watching(root.parent, "spool") as daemon:
-        wait_until(lambda: not daemon.intake.busy, 60)  # type: ignore[attr-defined]
+        wait_until(lambda: not daemon.intake.busy)  # type: ignore[attr-defined]
         assert run(["status", "--spool", str(root.parent / "spool")]) == 0
         shown = capsys.readouterr().out
         assert run(["status", "--spool", str(root.parent / "spool"), "--json"]) == 0
@@ -130,7 +130,7 @@ def test_status_shows_passed_over_files_and_why(root: Path, capsys) -> None:  # 
 
 def test_status_shows_no_watch_that_was_taken_out(root: Path) -> None:
     with watching(root.parent, "spool") as daemon:
-        wait_until(lambda: len(status(daemon.reconciler, 0, 0).watches) == 1, 60)
+        wait_until(lambda: len(status(daemon.reconciler, 0, 0).watches) == 1)
     assert status(daemon.reconciler, 0, 0).watches == ()
 
 

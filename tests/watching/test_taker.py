@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.timed import Ticking, timed
+from support.waiting import wait_until
 from support.watched_run import RUN, flush, take, watching
-from support.world import Daemon, wait_until
+from support.world import Daemon
 
 from tierd.core.errors import DeleteRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId
@@ -232,11 +233,11 @@ def test_each_unit_is_read_by_one_of_two_nodes(root: Path, reads: Counter[str], 
     (home / "tier").mkdir()
     save(root, 1, 2, 3)
     with watching(home, "one") as one, watching(home, "two") as two:
-        wait_until(lambda: manifests(home) == 3 and settled(one, two), 60)
+        wait_until(lambda: manifests(home) == 3 and settled(one, two))
         for count in (4, 5, 6):
             save(root, count)
-            wait_until(lambda n=count: manifests(home) == n and settled(one, two), 60)
-        wait_until(lambda: not list((home / "tier" / RUN).glob("flushing/*/*")), 60)
+            wait_until(lambda n=count: manifests(home) == n and settled(one, two))
+        wait_until(lambda: not list((home / "tier" / RUN).glob("flushing/*/*")))
     assert set(reads.values()) == {1} and len(reads) == 6
     found = [CheckpointId.parse(RUN, path.name) for path in (home / "tier" / RUN / "manifests").iterdir()]
     assert len({one.attempt for one in found if one}) == 1, "all are of one attempt, because the nodes take turns"
@@ -276,7 +277,7 @@ def test_a_node_that_is_killed_while_it_takes_is_followed_by_another(
             assert not two.intake.busy or not reads  # type: ignore[attr-defined]
             killed.send_signal(signal.SIGKILL)
             killed.wait()
-            wait_until(lambda: manifests(home) == 1 and settled(two), 60)
+            wait_until(lambda: manifests(home) == 1 and settled(two))
     assert reads == {"model_step1.pt": 1}
 
 
@@ -297,11 +298,11 @@ def test_node_lists_the_units_of_another_taker_while_it_waits_for_its_turn(
     with watching(home, "two", rescan="1s") as two:
         for step in (1, 2):
             save(root, step)
-            wait_until(lambda: two.intake.busy, 60)  # type: ignore[attr-defined]
+            wait_until(lambda: two.intake.busy)  # type: ignore[attr-defined]
             other = Spool(home / f"other{step}")
             take(other, root)
             flush(other, home / "tier")
-            wait_until(lambda: settled(two), 10)
+            wait_until(lambda: settled(two))
         assert not list(two.spool.parts(RUN))
 
 
@@ -321,7 +322,7 @@ def test_a_tier_that_is_down_loses_nothing(root: Path, reads: Counter[str], monk
         monkeypatch.setattr(FileStore, name, failing)
     (home / "tier").mkdir()
     with watching(home, "one") as one, watching(home, "two") as two:
-        wait_until(lambda: reads["model_step1.pt"] == 2, 60)
+        wait_until(lambda: reads["model_step1.pt"] == 2)
         down.clear()
-        wait_until(lambda: manifests(home) == 1 and settled(one, two), 60)
+        wait_until(lambda: manifests(home) == 1 and settled(one, two))
     assert manifests(home) == 1

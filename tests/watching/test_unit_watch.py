@@ -13,8 +13,9 @@ import pytest
 import torch
 from support import layouts
 from support.timed import timed
+from support.waiting import wait_until
 from support.watched_run import RUN, Reported, files, flush, observed, take
-from support.world import Daemon, wait_until
+from support.world import Daemon
 
 from tierd.core.config import WatchConfig, from_toml, from_urls
 from tierd.core.errors import ConfigError, SpoolFull
@@ -401,7 +402,7 @@ def test_a_daemon_takes_and_flushes_and_follows_its_configuration(root: Path, tm
         layouts.torchtitan(root)
         path = layouts.torch_save(root).rename(root / "model_step7.pt")
         path.write_bytes(path.read_bytes()[:-50])
-        wait_until(lambda: daemon.reconciler.journal.counters["flushed"] == 1, 60)
+        wait_until(lambda: daemon.reconciler.journal.counters["flushed"] == 1)
         wait_until(lambda: not daemon.intake.busy)  # type: ignore[attr-defined]
         events = {event.what for event in daemon.reconciler.journal.events}
         daemon.call(end())

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 from support import layouts
 from support.timed import timed
+from support.waiting import wait_until
 from support.watched_run import watched, watching
-from support.world import Daemon, commit, part, wait_until
+from support.world import Daemon, commit, part
 
 from tierd.core.config import WatchConfig
 from tierd.daemon.intake import intake, unit_watch, watch_at_work
@@ -80,10 +81,10 @@ def test_status_names_units_that_are_not_taken_or_listed(root: Path) -> None:
             daemon.task.cancel()  # type: ignore[attr-defined]
 
         daemon.call(begin())
-        wait_until(lambda: len(problems()) == 1, 60)
+        wait_until(lambda: len(problems()) == 1)
         assert "is not taken: it is damaged" in problems()[0]
         path.write_bytes(whole)
-        wait_until(lambda: problems() == [], 60)
+        wait_until(lambda: problems() == [])
         daemon.call(end())
 
 
@@ -103,9 +104,9 @@ def test_the_alert_of_a_watch_that_was_taken_out_ends(root: Path) -> None:
             daemon.task.cancel()  # type: ignore[attr-defined]
 
         daemon.call(begin())
-        wait_until(lambda: [one.doing for one in reconciler.journal.alerts()] == ["observe"], 60)
+        wait_until(lambda: [one.doing for one in reconciler.journal.alerts()] == ["observe"])
         daemon.call(take_out())
-        wait_until(lambda: reconciler.journal.alerts() == (), 60)
+        wait_until(lambda: reconciler.journal.alerts() == ())
         daemon.call(end())
 
 
@@ -200,23 +201,23 @@ def test_a_dead_mount_is_reported_until_it_answers(root: Path, dead: tuple[Event
     layouts.torch_save(root)
     with watching(root.parent, "spool") as daemon:
         journal, at_work = daemon.reconciler.journal, daemon.intake  # type: ignore[attr-defined]
-        wait_until(lambda: not at_work.busy, 60)
+        wait_until(lambda: not at_work.busy)
         dies.set()
         (one,) = at_work._watching.values()
-        wait_until(lambda: not one.idle and [alert.doing for alert in journal.alerts()] == ["observe"], 20)
-        wait_until(lambda: "has not answered for" in str(at_work.failure), 20)
+        wait_until(lambda: not one.idle and [alert.doing for alert in journal.alerts()] == ["observe"])
+        wait_until(lambda: "has not answered for" in str(at_work.failure))
         answers.set()
-        wait_until(lambda: not at_work.busy and at_work.failure is None and journal.alerts() == (), 60)
+        wait_until(lambda: not at_work.busy and at_work.failure is None and journal.alerts() == ())
 
 
 def test_a_dead_mount_does_not_keep_a_daemon_from_its_end(root: Path, dead: tuple[Event, Event], monkeypatch) -> None:  # type: ignore[no-untyped-def]
     dies, answers = dead
     monkeypatch.setattr(watch_at_work, "_END_S", 0.1)
     with watching(root.parent, "spool") as daemon:
-        wait_until(lambda: not daemon.intake.busy, 60)  # type: ignore[attr-defined]
+        wait_until(lambda: not daemon.intake.busy)  # type: ignore[attr-defined]
         dies.set()
         (one,) = daemon.intake._watching.values()  # type: ignore[attr-defined]
-        wait_until(lambda: (one.silent_s or 0.0) > 0.3, 60)
+        wait_until(lambda: (one.silent_s or 0.0) > 0.3)
     assert not answers.is_set(), "the end did not wait for the mount"
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support import layouts
 from support.timed import timed
+from support.waiting import wait_until
 from support.watched_run import watching
-from support.world import wait_until
 
 from tierd.cli import run
 from tierd.daemon.status import status
@@ -44,9 +44,9 @@ def test_job_that_starts_watch_and_program_at_once_is_backed_up(below: str, home
     directory = home / below
 
     def train() -> None:
-        wait_until(lambda: "waiting for it" in caplog.text, 60)
+        wait_until(lambda: "waiting for it" in caplog.text)
         directory.mkdir(parents=True)
-        wait_until(lambda: "is there now" in caplog.text, 60)
+        wait_until(lambda: "is there now" in caplog.text)
         threading.Event().wait(1.0)  # the program trains; a watch that had nothing to wait for would end meanwhile
         layouts.torch_save(directory)
 
@@ -71,7 +71,7 @@ def test_directory_that_appears_empty_ends_until_idle(home: Path, monkeypatch, c
     caplog.set_level("INFO")
 
     def make() -> None:
-        wait_until(lambda: "waiting for it" in caplog.text, 60)
+        wait_until(lambda: "waiting for it" in caplog.text)
         (home / "out").mkdir()
 
     program = threading.Thread(target=make)
@@ -84,31 +84,31 @@ def test_directory_that_appears_empty_ends_until_idle(home: Path, monkeypatch, c
 def test_link_whose_target_is_yet_to_be_made_is_waited_for(home: Path) -> None:
     (home / "out").symlink_to(home / "scratch")
     with watching(home, "spool") as daemon:
-        wait_until(lambda: problems(daemon) != [], 60)
+        wait_until(lambda: problems(daemon) != [])
         (home / "scratch").mkdir()
         layouts.torch_save(home / "scratch")
-        wait_until(lambda: len(manifests(home)) == 1, 60)
+        wait_until(lambda: len(manifests(home)) == 1)
 
 
 def test_status_shows_directory_that_is_waited_for_until_it_appears(home: Path) -> None:
     with watching(home, "spool") as daemon:
-        wait_until(lambda: problems(daemon) != [], 60)
+        wait_until(lambda: problems(daemon) != [])
         assert problems(daemon) == [("warning", f"{home}/out does not exist yet, and is waited for")]
         (home / "out").mkdir()
-        wait_until(lambda: problems(daemon) == [], 60)
+        wait_until(lambda: problems(daemon) == [])
         layouts.torch_save(home / "out")
-        wait_until(lambda: len(manifests(home)) == 1, 60)
+        wait_until(lambda: len(manifests(home)) == 1)
 
 
 def test_directory_that_disappears_is_alert_until_it_returns(home: Path) -> None:
     (home / "out").mkdir()
     layouts.torch_save(home / "out")
     with watching(home, "spool") as daemon:
-        wait_until(lambda: len(manifests(home)) == 1, 60)
+        wait_until(lambda: len(manifests(home)) == 1)
         (home / "out").rename(home / "elsewhere")
-        wait_until(lambda: "alert" in dict(problems(daemon)), 60)
+        wait_until(lambda: "alert" in dict(problems(daemon)))
         (home / "elsewhere").rename(home / "out")
-        wait_until(lambda: problems(daemon) == [], 60)
+        wait_until(lambda: problems(daemon) == [])
 
 
 def test_directory_that_was_missing_for_a_day_is_taken_up(home: Path) -> None:
@@ -116,31 +116,31 @@ def test_directory_that_was_missing_for_a_day_is_taken_up(home: Path) -> None:
     (home / "out").mkdir()
     with watching(home, "spool") as daemon:
         (one,) = daemon.intake._watching.values()  # type: ignore[attr-defined]
-        wait_until(lambda: one.was_there, 60)
+        wait_until(lambda: one.was_there)
         (home / "out").rmdir()
-        wait_until(lambda: one.tries > 0, 60)
+        wait_until(lambda: one.tries > 0)
         one.tries = 3000
-        wait_until(lambda: one.tries > 3000, 60)
+        wait_until(lambda: one.tries > 3000)
         (home / "out").mkdir()
         layouts.torch_save(home / "out")
-        wait_until(lambda: len(manifests(home)) == 1, 90)
+        wait_until(lambda: len(manifests(home)) == 1)
 
 
 def test_directory_that_earlier_daemon_watched_is_alert_while_it_is_missing(home: Path) -> None:
     (home / "out").mkdir()
     layouts.torch_save(home / "out")
     with watching(home, "spool"):
-        wait_until(lambda: len(manifests(home)) == 1, 60)
+        wait_until(lambda: len(manifests(home)) == 1)
     (home / "out").rename(home / "elsewhere")
     with watching(home, "spool") as daemon:
-        wait_until(lambda: "alert" in dict(problems(daemon)), 60)
+        wait_until(lambda: "alert" in dict(problems(daemon)))
 
 
 def test_directory_that_appears_as_link_into_spool_is_not_watched(home: Path) -> None:
     with watching(home, "spool") as daemon:
-        wait_until(lambda: problems(daemon) != [], 60)
+        wait_until(lambda: problems(daemon) != [])
         (home / "out").symlink_to(home / "spool")
-        wait_until(lambda: "alert" in dict(problems(daemon)), 60)
+        wait_until(lambda: "alert" in dict(problems(daemon)))
         assert "nothing is written to a watched directory" in str(problems(daemon))
 
 

@@ -24,7 +24,8 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent)]
 
 import torch  # noqa: E402
 from support.doubles import Double  # noqa: E402
-from support.world import Daemon, commit, part, wait_until  # noqa: E402
+from support.waiting import wait_until  # noqa: E402
+from support.world import Daemon, commit, part  # noqa: E402
 
 import tierd  # noqa: E402
 from tierd.client.checkpointer import made_of  # noqa: E402

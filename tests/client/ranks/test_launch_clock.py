@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 from support.training import tensors
-from support.world import wait_until
+from support.waiting import wait_until
 
 import tierd
 from tierd.client.ranks.launch_clock import LaunchClock
@@ -70,7 +70,7 @@ def test_clock_set_year_forward_empties_no_rule_of_its_launch(spool, tmp_path, m
         for step in range(1, 7):
             ahead_s = YEAR if step in (3, 4) else 0.0
             ckpt.save(step, tensors(step)).wait("file", timeout=60)
-        wait_until(lambda: len(manifests()) == 6, 60)
+        wait_until(lambda: len(manifests()) == 6)
     assert "set 31536000 s forward" in caplog.text
     time.sleep(2)  # in which a daemon that took them for old would prune them
     assert len(manifests()) == 6

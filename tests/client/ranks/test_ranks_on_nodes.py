@@ -21,7 +21,8 @@ from support.doubles import Counting
 from support.ranks import environment, is_launchers, processes
 from support.s3stub import Bucket, serving
 from support.training import tensors
-from support.world import Daemon, wait_until
+from support.waiting import wait_until
+from support.world import Daemon
 
 import tierd
 from tierd.client.checkpointer import made_of

@@ -13,7 +13,8 @@ import torch
 from support.doubles import Double, contents, flip, flipped, is_chunk
 from support.timed import timed_client
 from support.training import fresh, same, tensors, train
-from support.world import Daemon, attempt, hurry, listing, wait_until
+from support.waiting import wait_until
+from support.world import Daemon, attempt, hurry, listing
 
 import tierd
 from tierd.core.errors import (
@@ -329,7 +330,7 @@ def test_daemon_is_notified_of_samples_that_come_twice(spool):
         watch = tierd.SampleWatch(checkpointer)
         assert watch.see(6, [3, 4], 0) == 0 and watch.see(7, [4, 5], 0) == 1
         journal = daemon.reconciler.journal
-        wait_until(lambda: "samples leaked" in [event.what for event in journal.events], 60)
+        wait_until(lambda: "samples leaked" in [event.what for event in journal.events])
         (reported,) = [event for event in journal.events if event.what == "samples leaked"]
         assert (reported.step, reported.rank, reported.level) == (7, 0, "error")
         assert reported.why == "1 samples of step 7 came twice in epoch 0: 4"
@@ -347,7 +348,7 @@ def test_daemon_is_notified_of_checkpoints_that_a_restore_passed_over_and_of_sav
             if is_chunk(key) and "000000000002." in key:
                 daemon.call(store.put(key, flipped(data)))
         assert resume(spool, to=None)[0].step == 1
-        wait_until(lambda: "fell back" in [event.what for event in journal.events], 60)
+        wait_until(lambda: "fell back" in [event.what for event in journal.events])
         (reported,) = [event for event in journal.events if event.what == "fell back"]
         assert (reported.step, reported.run, reported.rank) == (1, "run", None) and "step 2" in reported.why
 
@@ -361,7 +362,7 @@ def test_daemon_is_notified_of_checkpoints_that_a_restore_passed_over_and_of_sav
                 handle = checkpointer.save(step, tensors(step))
                 with pytest.raises(SaveFailed):
                     handle.wait()
-        wait_until(lambda: journal.alerts(), 60)
+        wait_until(lambda: journal.alerts())
         failed = [event for event in journal.events if event.what == "persist failed"]
         assert [(event.step, event.rank) for event in failed] == [(3, 0), (4, 0), (5, 0)]
         assert [(alert.doing, alert.place) for alert in journal.alerts()] == [("save", "local")]
@@ -379,7 +380,7 @@ def test_daemon_is_notified_of_a_stage_that_could_not_be_written(spool, monkeypa
                 raise error
 
         fails(1, RuntimeError("the other library came to a bad end"))
-        wait_until(lambda: failed() == [(1, "the other library came to a bad end")], 60)
+        wait_until(lambda: failed() == [(1, "the other library came to a bad end")])
         fails(2, KeyboardInterrupt())  # somebody's decision
         with checkpointer.stage(3) as directory:
             (directory / "weights").write_bytes(b"right")
@@ -391,7 +392,7 @@ def test_daemon_is_notified_of_a_stage_that_could_not_be_written(spool, monkeypa
             for step in (4, 5, 6):
                 with pytest.raises(SpoolFull), checkpointer.stage(step):
                     pass
-                wait_until(lambda step=step: failed()[-1][0] == step, 60)
+                wait_until(lambda step=step: failed()[-1][0] == step)
         assert [step for step, _ in failed()] == [1, 4, 5, 6] and "no space" in failed()[-1][1].lower()
         assert [(alert.doing, alert.tries) for alert in journal.alerts()] == [("save", 3)]
         with checkpointer.stage(7) as directory:

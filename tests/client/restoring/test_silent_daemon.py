@@ -17,7 +17,7 @@ import pytest
 from support.ranks import Group
 from support.stopped import running
 from support.training import restored, tensors
-from support.world import wait_until
+from support.waiting import wait_until
 
 import tierd
 from tierd.client import attachment
@@ -37,7 +37,7 @@ def stopped(spool, tmp_path) -> Iterator:
     """A daemon with a tier, which has all of step 1, and is stopped."""
     with running(spool, tmp_path / "tier") as process:
         save(spool, 1)
-        wait_until(lambda: list((tmp_path / "tier").glob("run/manifests/*/*.json")), 60)
+        wait_until(lambda: list((tmp_path / "tier").glob("run/manifests/*/*.json")))
         process.send_signal(signal.SIGSTOP)
         yield process
 
@@ -84,10 +84,10 @@ def test_restore_of_the_spool_needs_no_silent_daemon_and_attaches_to_it_when_it_
     for step in (2, 3):
         ckpt.save(step, state).wait(timeout=30)
     stopped.send_signal(signal.SIGCONT)
-    wait_until(made_of(ckpt).daemon._link.heard, 60)  # it is awake
+    wait_until(made_of(ckpt).daemon._link.heard)  # it is awake
     ckpt.save(4, state).wait(timeout=30)
-    wait_until(lambda: status(spool).get("trainers") == 1, 60)
-    wait_until(lambda: len(list((tmp_path / "tier").glob("run/manifests/*/*.json"))) == 4, 60)
+    wait_until(lambda: status(spool).get("trainers") == 1)
+    wait_until(lambda: len(list((tmp_path / "tier").glob("run/manifests/*/*.json"))) == 4)
     ckpt.close()
 
 
@@ -96,11 +96,11 @@ def test_next_daemon_is_started_once_the_stopped_daemon_was_ended(spool, tmp_pat
         stopped.kill()
         stopped.wait()
         ckpt.save(2, tensors(2)).wait(timeout=30)
-        wait_until(lambda: status(spool).get("trainers") == 1, 90)
+        wait_until(lambda: status(spool).get("trainers") == 1)
         pid = status(spool)["pid"]
         assert pid != stopped.pid
     os.kill(pid, signal.SIGTERM)
-    wait_until(lambda: not spool.socket.exists(), 60)
+    wait_until(lambda: not spool.socket.exists())
 
 
 @pytest.mark.parametrize("left", [[], [1]])

@@ -11,7 +11,8 @@ import threading
 
 import pytest
 from support.doubles import Double, flipped, is_chunk
-from support.world import commit, part, wait_until
+from support.waiting import wait_until
+from support.world import commit, part
 
 from tierd.client.restoring import streaming as arriving_module
 from tierd.client.restoring.streaming import StreamedPart

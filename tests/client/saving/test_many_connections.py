@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from support.timed import timed_client
 from support.training import restored, same, tensors
-from support.world import wait_until
+from support.waiting import wait_until
 
 import tierd
 from tierd.daemon import handoff_lines

@@ -21,7 +21,7 @@ from support.smalldisk import SmallDisk
 from support.stopped import MOST_BLOCKED_S, check_nothing_failed, hand_over, held_bytes, running, save_all
 from support.timed import timed_client
 from support.training import restored, same, tensors
-from support.world import wait_until
+from support.waiting import wait_until
 
 import tierd
 from tierd.client import attachment
@@ -93,7 +93,7 @@ def test_a_stopped_daemon_is_met_once_and_nothing_is_lost(spool, tmp_path, caplo
         check_nothing_failed(spool)
         assert [one.checkpoint.step for one in spool.parts()] == list(range(last))
         # 44 flushes, which took 2.5 s each where others wrote to the disk.
-        wait_until(lambda: len(list((tmp_path / "tier").glob("run/manifests/*/*.json"))) == last, 150)
+        wait_until(lambda: len(list((tmp_path / "tier").glob("run/manifests/*/*.json"))) == last)
         check_nothing_failed(spool)
     for step in (first - 1, first, first + 1, first + 39, last - 1):
         assert same(restored(spool, step)[1], step)
@@ -153,7 +153,7 @@ def test_memory_that_a_stopped_daemon_holds_is_bounded_and_released_when_it_wake
             process.send_signal(signal.SIGCONT)
             assert before is None, "it is used again only after its greeting"
         made_of(ckpt).handoff.not_before = time.monotonic() + 3600
-        wait_until(lambda: held_bytes(process) == 0, 60)
+        wait_until(lambda: held_bytes(process) == 0)
         check_nothing_failed(spool)
         assert ckpt.stats.failed == 0
     assert len(spool.parts()) == step
@@ -200,7 +200,7 @@ def test_a_daemon_that_reads_a_packet_a_second_is_met_once(spool, daemon, monkey
         assert save_all(ckpt, range(20)) < MOST_BLOCKED_S
         assert caplog.text.count("the daemon was silent") == 1
         assert (ckpt.stats.failed, ckpt.stats.handed_over) == (0, 0)
-    wait_until(lambda: not daemon.handoff.busy, 60)
+    wait_until(lambda: not daemon.handoff.busy)
     assert daemon.handoff.handed_over_bytes() == 0
     check_nothing_failed(spool)
 
@@ -220,7 +220,7 @@ def test_a_full_socket_is_waited_for_by_nobody(spool, daemon, monkeypatch, waits
         reading.go.set()
         made_of(ckpt).handoff.not_before = 0.0
         hand_over(ckpt, 5)
-    wait_until(lambda: not daemon.handoff.busy, 60)
+    wait_until(lambda: not daemon.handoff.busy)
 
 
 def test_who_falls_silent_again_and_again_is_left_alone_ever_longer(spool):

@@ -11,8 +11,9 @@ import subprocess
 import sys
 
 import msgspec
+from support.waiting import until
 from support.web import get, serving
-from support.world import attempt, commit, part, until
+from support.world import attempt, commit, part
 
 # -- JSON, probes, page -----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ import pytest
 from support.bad_readers import BadDisk, BadNetwork
 from support.doubles import Double, is_chunk, is_manifest
 from support.timed import timed
-from support.world import RUN, commit, content, converge, corrupt, part, read, reconciler, running, until
+from support.waiting import until
+from support.world import RUN, commit, content, converge, corrupt, part, read, reconciler, running
 
 from tierd.client.restoring.source import NodeSource
 from tierd.core.corruption import UnstableRead

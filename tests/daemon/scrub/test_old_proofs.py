@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from daemon.transfer.test_relay import daemon as of_tiers
 from support.doubles import Double, contents, flip, flipped, is_chunk, is_manifest
-from support.world import commit, converge, corrupt, part, read, reconciler, running, steps_in, steps_on, until
+from support.waiting import until
+from support.world import commit, converge, corrupt, part, read, reconciler, running, steps_in, steps_on
 
 from tierd.core.errors import CorruptChunk, StoreUnavailable
 from tierd.core.manifest_codec import decode, encode

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from support.doubles import contents
-from support.world import commit, converge, corrupt, part, read, reconciler, running, steps_on, until
+from support.waiting import until
+from support.world import commit, converge, corrupt, part, read, reconciler, running, steps_on
 
 from tierd.core.manifest import MANIFEST_NAME
 from tierd.spool.spool import Spool

@@ -7,6 +7,7 @@ import gc
 
 import pytest
 from support.doubles import Double, contents, flip, flipped, is_chunk, is_manifest
+from support.waiting import until
 from support.world import (
     commit,
     content,
@@ -19,7 +20,6 @@ from support.world import (
     settle,
     steps_in,
     steps_on,
-    until,
 )
 
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
@@ -96,7 +96,7 @@ def test_part_that_cannot_be_repaired_yet_holds_up_neither_flushes_nor_evictions
         for step in range(4):
             commit(spool, part(step))
         async with running(reconciler(spool, {"down": down, "up": up}, keep=100, keep_local=1)) as daemon:
-            await until(lambda: daemon.wake() or steps_in(spool) == [3, 9], 10)
+            await until(lambda: daemon.wake() or steps_in(spool) == [3, 9])
             assert steps_on(await contents(up)) == [0, 1, 2, 3]
 
     asyncio.run(work())

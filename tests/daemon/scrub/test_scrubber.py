@@ -14,7 +14,8 @@ import msgspec
 import pytest
 from support.doubles import Double, contents, damage, flip, flipped, is_chunk, is_manifest
 from support.timed import timed
-from support.world import commit, content, converge, corrupt, part, read, reconciler, running, settle, until
+from support.waiting import until
+from support.world import commit, content, converge, corrupt, part, read, reconciler, running, settle
 
 from benchmarks.scrub import run
 from tierd.codec import codec

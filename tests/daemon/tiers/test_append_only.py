@@ -14,7 +14,8 @@ from stores.s3.test_s3_store import credentials
 from support.doubles import Double, contents, flip, is_chunk
 from support.s3stub import Bucket, serving
 from support.timed import timed
-from support.world import commit, converge, part, reconciler, running, settle, steps_in, steps_on, until
+from support.waiting import until
+from support.world import commit, converge, part, reconciler, running, settle, steps_in, steps_on
 
 from tierd.cli import run
 from tierd.cli.reading.status import COLUMNS

@@ -14,7 +14,8 @@ import pytest
 from stores.s3.test_s3_store import credentials
 from support.doubles import Double, contents
 from support.s3stub import Bucket, serving
-from support.world import commit, converge, part, running, settle, steps_on, until
+from support.waiting import until
+from support.world import commit, converge, part, running, settle, steps_on
 
 import tierd
 from tierd.cli import run as command

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from support.doubles import Double, contents, is_manifest
 from support.timed import NEVER_MS, Ticking, standing, timed
-from support.world import CHUNK, RUN, commit, config, converge, part, reconciler, running, until
+from support.waiting import until
+from support.world import CHUNK, RUN, commit, config, converge, part, reconciler, running
 
 from tierd.core.errors import ObjectNotFound, StoreUnavailable, TierdError
 from tierd.core.ids import PartId

@@ -7,7 +7,8 @@ import asyncio
 import msgspec
 from daemon.transfer.test_relay import daemon as of_tiers
 from support.doubles import Double, is_chunk
-from support.world import RUN, commit, converge, part, reconciler, running, settle, steps_on, until
+from support.waiting import until
+from support.world import RUN, commit, converge, part, reconciler, running, settle, steps_on
 
 from tierd.core.errors import DeleteRefused, StoreUnavailable
 from tierd.core.planning.pruning import PruneBacklog

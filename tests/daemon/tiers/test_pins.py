@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 from support.doubles import Double
 from support.timed import QUICK
-from support.world import commit, converge, part, until
+from support.waiting import until
+from support.world import commit, converge, part
 
 from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.core.ids import pin_key

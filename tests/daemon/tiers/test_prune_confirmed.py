@@ -8,7 +8,8 @@ import pytest
 from daemon.transfer.test_relay import daemon as of_tiers
 from support.doubles import Double, flip, is_chunk, is_manifest
 from support.timed import timed
-from support.world import RUN, commit, converge, part, reconciler, running, settle, steps_on, until
+from support.waiting import until
+from support.world import RUN, commit, converge, part, reconciler, running, settle, steps_on
 
 from tierd.core.errors import DeleteRefused, StoreUnavailable
 from tierd.core.ids import pin_key

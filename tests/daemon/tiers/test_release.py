@@ -7,7 +7,8 @@ import errno
 
 import pytest
 from support.doubles import Double, Killed, contents, dying, flip, is_chunk
-from support.world import RUN, commit, converge, part, reconciler, running, steps_on, until
+from support.waiting import until
+from support.world import RUN, commit, converge, part, reconciler, running, steps_on
 
 from tierd.core.errors import FormatTooNew, StoreUnavailable
 from tierd.daemon.tiers.objects import read_manifest

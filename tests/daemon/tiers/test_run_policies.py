@@ -10,7 +10,8 @@ import logging
 import msgspec
 import pytest
 from support.doubles import Double, contents
-from support.world import RUN, commit, config, converge, part, reconciler, running, settle, steps_in, steps_on, until
+from support.waiting import until
+from support.world import RUN, commit, config, converge, part, reconciler, running, settle, steps_in, steps_on
 
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import retention_key

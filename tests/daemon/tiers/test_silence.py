@@ -18,7 +18,8 @@ import pytest
 from support.doubles import Double
 from support.s3stub import Bucket, serving
 from support.timed import QUICK, timed
-from support.world import commit, part, reconciler, running, settle, until
+from support.waiting import until
+from support.world import commit, part, reconciler, running, settle
 
 from tierd.core.urls import parse_url
 from tierd.daemon.reconcile import Reconciler

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 from support.doubles import Double, contents, is_chunk
 from support.timed import timed
-from support.world import attempt, commit, config, converge, part, running, settle, steps_on, until
+from support.waiting import until
+from support.world import attempt, commit, config, converge, part, running, settle, steps_on
 
 from tierd.core.config import Config, TierConfig, from_toml
 from tierd.core.errors import ConfigError, StoreUnavailable

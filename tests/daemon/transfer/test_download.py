@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from support.doubles import Double, damage, flipped, is_chunk
 from support.timed import timed
-from support.world import CHUNK, RUN, commit, content, listing, part, read, reconciler, running, settle, until
+from support.waiting import until
+from support.world import CHUNK, RUN, commit, content, listing, part, read, reconciler, running, settle
 
 from tierd.codec.codec import CODECS, encode
 from tierd.core.errors import CorruptChunk, SpoolFull, SpoolUnusable, StoreUnavailable

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 from support.doubles import Double, is_chunk
-from support.world import CHUNK, commit, content, part, reconciler, running, settle, until
+from support.waiting import until
+from support.world import CHUNK, commit, content, part, reconciler, running, settle
 
 from tierd.daemon.transfer import flush_pacing
 from tierd.daemon.transfer.flush import flush
@@ -126,7 +127,7 @@ def test_a_daemon_spreads_the_newest_until_somebody_waits(saved_often, monkeypat
             await asyncio.sleep(0.1)
             assert not daemon.tiers.observed.has(part(9), "tier")
             hurry(daemon, how)
-            await until(lambda: daemon.tiers.observed.has(part(9), "tier"), timeout=5)
+            await until(lambda: daemon.tiers.observed.has(part(9), "tier"))
 
     asyncio.run(work())
 
@@ -137,7 +138,7 @@ def test_a_backlog_is_sent_at_once(spool, saved_often):
     async def work() -> None:
         daemon = saved_often()
         async with running(daemon):
-            await until(lambda: daemon.tiers.observed.has(part(9), "tier"), timeout=5)
+            await until(lambda: daemon.tiers.observed.has(part(9), "tier"))
             daemon.requests.attended = lambda: False
             await settle(daemon)
 

@@ -10,17 +10,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from support.doubles import Double, contents, flip, is_chunk, is_manifest
-from support.world import (
-    commit,
-    config,
-    content,
-    part,
-    running,
-    settle,
-    steps_in,
-    steps_on,
-    until,
-)
+from support.waiting import until
+from support.world import commit, config, content, part, running, settle, steps_in, steps_on
 
 from tierd.core.config import TierConfig
 from tierd.core.errors import DeleteRefused, StoreFull, StoreUnavailable

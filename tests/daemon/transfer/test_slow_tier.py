@@ -9,7 +9,8 @@ from itertools import count
 
 import pytest
 from support.doubles import Double
-from support.world import commit, corrupt, hurry, part, reconciler, running, settle, steps_in, steps_on, until
+from support.waiting import until
+from support.world import commit, corrupt, hurry, part, reconciler, running, settle, steps_in, steps_on
 
 from tierd.core.errors import StoreUnavailable
 from tierd.core.planning.place import SPOOL

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 from support.doubles import Double, flip, flipped, is_chunk
-from support.world import CHUNK, RUN, Daemon, commit, content, part, read, wait_until
+from support.waiting import wait_until
+from support.world import CHUNK, RUN, Daemon, commit, content, part, read
 
 from tierd.core.errors import ConfigError, CorruptChunk
 from tierd.core.manifest import DRAFT_NAME
