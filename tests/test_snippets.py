@@ -17,19 +17,21 @@ from support.waiting import wait_until
 import tierd
 
 _HOWTO = ROOT / "docs" / "howto"
+_CALL = re.compile(r"\btierd\.[\w.]+\(")  # most code calls nothing of tierd, and parsing takes seconds
 _VALUES = ("Best", "EarlyStopping", "Retention", "When")  # classes that check their arguments, and do nothing else
 
 
 def shown() -> Iterator[tuple[str, ast.Call]]:
     """Each call of tierd that a page or a docstring shows, with where it is shown."""
     for page in PAGES:
-        for code in (*blocks(page), *spans(page.read_text())):
+        for code in filter(_CALL.search, (*blocks(page), *spans(page.read_text()))):
             yield from ((page.name, call) for call in calls(code))
     for source in sorted((ROOT / "tierd").rglob("*.py")):
-        for node in ast.walk(ast.parse(source.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and "tierd." in node.value:
+        text = source.read_text()
+        for node in ast.walk(ast.parse(text)) if _CALL.search(text) else ():
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and _CALL.search(node.value):
                 texts = (*spans(node.value), *(line.strip() for line in node.value.splitlines()))
-                yield from ((source.name, call) for code in texts for call in calls(code))
+                yield from ((source.name, call) for code in filter(_CALL.search, texts) for call in calls(code))
 
 
 def called(name: str) -> Any:

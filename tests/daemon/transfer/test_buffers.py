@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from array import array
 
 import pytest
 from support.doubles import Double, is_chunk
@@ -21,7 +22,7 @@ from tierd.spool.direct_io import LARGE
 from tierd.spool.spool import Spool
 
 PART = part(7)
-NUMBERS = b"".join(number.to_bytes(4, "little") for number in range(6 * LARGE // 4))
+NUMBERS = array("I", range(6 * LARGE // 4)).tobytes()
 FILES = {"noise": random.Random(1).randbytes(6 * LARGE + 777), "numbers": NUMBERS, "small": b"small"}
 
 
