@@ -53,7 +53,7 @@ def tree(root: Path) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def on_tier(part: PartId) -> Manifest:
+def fixture_manifest(part: PartId) -> Manifest:
     return decode((TIER / part.manifest_key).read_bytes(), part)
 
 
@@ -64,7 +64,7 @@ def restored(part: PartId) -> dict[str, bytes]:
         file.path: b"".join(
             bytes(codec.decode(chunk, (run / chunk.stored.key).read_bytes(), "v1")) for chunk in file.chunks
         )
-        for file in on_tier(part).files
+        for file in fixture_manifest(part).files
     }
 
 
@@ -75,7 +75,7 @@ def test_fixture_has_every_feature_of_the_format():
     """Both codecs, several chunks, a borrowed one, an origin, non-finite metrics, a pin: else the rest proves less."""
     names = tree(V1)
     assert {name.rsplit(".", 1)[1] for name in names if "/chunks/" in name} == {"raw", "zst"}
-    first, second = map(on_tier, PARTS)
+    first, second = map(fixture_manifest, PARTS)
     assert max(len(file.chunks) for file in second.files) == 3
     assert ManifestFacts.of(second).bases == {A}
     assert (first.origin, second.origin) == (None, A)
@@ -89,7 +89,9 @@ def test_fixture_has_every_feature_of_the_format():
 def test_a_tier_of_version_1_is_read_and_verified(part):
     files = restored(part)
     assert set(files) == {"state.json", "tensors.safetensors"}
-    assert {file.path: file.size for file in on_tier(part).files} == {name: len(data) for name, data in files.items()}
+    assert {file.path: file.size for file in fixture_manifest(part).files} == {
+        name: len(data) for name, data in files.items()
+    }
 
 
 def test_a_spool_of_version_1_is_read_and_verified(tmp_path):
@@ -97,7 +99,7 @@ def test_a_spool_of_version_1_is_read_and_verified(tmp_path):
     spool = Spool(tmp_path / "spool")
     assert spool.parts() == PARTS[1:]
     manifest = spool.manifest(PARTS[1])
-    assert manifest.same_content(on_tier(PARTS[1]))
+    assert manifest.same_content(fixture_manifest(PARTS[1]))
     assert spool.read(PARTS[1], manifest) == restored(PARTS[1])
 
 
@@ -362,8 +364,8 @@ def test_the_documented_program_notices_a_flip_in_anything_that_it_reads(by_hand
     data[len(data) // 2] ^= 1
     (tier / name).write_bytes(data)
     status, output, wrote = by_hand(tier)
-    read = {PARTS[1].manifest_key, *(f"demo/{chunk.stored.key}" for chunk in on_tier(PARTS[1]).chunks())}
-    both = {PARTS[0].manifest_key, *(f"demo/{chunk.stored.key}" for chunk in on_tier(PARTS[0]).chunks())}
+    read = {PARTS[1].manifest_key, *(f"demo/{chunk.stored.key}" for chunk in fixture_manifest(PARTS[1]).chunks())}
+    both = {PARTS[0].manifest_key, *(f"demo/{chunk.stored.key}" for chunk in fixture_manifest(PARTS[0]).chunks())}
     if name in read & both:  # nothing is right any more
         assert (status, wrote) == (1, {}) and "not restored: " in output
         return
@@ -377,7 +379,7 @@ def test_the_documented_program_refuses_another_version_and_an_unknown_run(by_ha
     tier = tmp_path / "tier"
     shutil.copytree(TIER, tier)
     path = tier / PARTS[1].manifest_key
-    path.write_bytes(seal(msgspec.structs.replace(on_tier(PARTS[1]), version=2)))
+    path.write_bytes(seal(msgspec.structs.replace(fixture_manifest(PARTS[1]), version=2)))
     assert by_hand(tier)[:1] == (1,)
     assert "has version 2" in by_hand(tier)[1]
     (tier / "empty" / "manifests").mkdir(parents=True)

@@ -8,10 +8,9 @@ import shutil
 import pytest
 from support.doubles import Double, contents, flip, is_chunk, is_manifest
 from support.waiting import until
-from support.world import commit, content, converge, corrupt, part, read, reconciler, running, steps_in
+from support.world import commit, content, converge, corrupt, manifest_on, part, read, reconciler, running, steps_in
 
 from tierd.core.errors import FormatTooNew, ManifestError, StoreRefused, StoreUnavailable, WrongKey
-from tierd.core.manifest_codec import decode
 from tierd.core.seal import seal
 from tierd.daemon.tiers.overview import check_key
 from tierd.daemon.tiers.prune import prune, quarantine
@@ -32,10 +31,6 @@ PART = part(7)
 
 def tier(inner=None, key=KEY) -> EncryptedStore:
     return EncryptedStore(inner or MemoryStore(), key)
-
-
-async def manifest_on(store, which=PART):
-    return decode(bytes(await store.get(which.manifest_key)), which)
 
 
 async def restored(spool: Spool, which=PART, **stores) -> dict[str, bytes]:
@@ -62,7 +57,7 @@ def test_each_tier_has_its_own_key_and_all_describe_the_same_stored_bytes(spool)
     async def work():
         stores = {"a": tier(), "b": tier(key=OTHER), "plain": MemoryStore()}
         await converge(spool, stores)
-        reported = [await manifest_on(store) for store in stores.values()]
+        reported = [await manifest_on(store, PART) for store in stores.values()]
         assert reported[0] == reported[1] == reported[2]
         for chunk in reported[0].chunks():
             key = f"run/{chunk.stored.key}"
@@ -132,7 +127,7 @@ def test_spool_is_repaired_from_an_encrypted_tier_and_that_tier_from_another(spo
         bad = (await verify(stores["one"], PART, lambda size: None))[1]
         assert len(bad) == len(victims) and all("under this name" in why for why in bad)
         shutil.rmtree(spool.path(PART))
-        manifest = await manifest_on(stores["one"])
+        manifest = await manifest_on(stores["one"], PART)
         places = [(n, i) for n, file in enumerate(manifest.files) for i, _ in enumerate(file.chunks)]
         work = await daemon._repairer.repair("one", PART, manifest, places)
         assert (work.repaired, work.lost) == (len(victims), [])

@@ -21,8 +21,9 @@ gpu = pytest.mark.skipif(
 def start(place, name, steps, device):
     (place / f"{name}-tier").mkdir(exist_ok=True)
     arguments = [place / f"{name}-spool", place / f"{name}-tier", place / name, steps, device]
-    environment = dict(os.environ, CUBLAS_WORKSPACE_CONFIG=":4096:8")  # torch asks for it where a step must repeat
-    return subprocess.Popen([sys.executable, device_trainer.__file__, *map(str, arguments)], env=environment)
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch asks for it where a step must repeat
+    return subprocess.Popen([sys.executable, "-m", device_trainer.__name__, *map(str, arguments)], env=environment)
 
 
 def said(log):

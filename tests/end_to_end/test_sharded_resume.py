@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support import sharded_trainer
+from support.by_hand import parts_on
 from support.ranked import Directory, Node
 from support.sharded_trainer import RUN, Orders, Reported, reported
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -46,18 +47,17 @@ class Job:
         return [reported(self.log(rank, name)) for rank in range(world)]
 
     def until(self, reached: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE_S
-        while not reached():
-            for path in self.base.glob("*.log"):
-                assert not reported(path).died, reported(path).died
-            assert time.monotonic() < end, [path.read_text()[-300:] for path in self.base.glob("*.log")]
-            time.sleep(0.02)
+        wait_until(lambda: self.died() or reached(), pause_s=0.02)
+        assert not self.died(), self.died()
+
+    def died(self) -> list[str]:
+        return [error for path in self.base.glob("*.log") if (error := reported(path).died)]
 
     def kill(self) -> None:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.join(30)
+            process.join(60)
 
     def end(self) -> None:
         for process in self.processes:
@@ -96,10 +96,6 @@ def kill_at(job: Job, number: int, world: int, halt: str) -> None:
     job.kill()
 
 
-def on_tier(node: Node, step: int, world: int) -> bool:
-    return len(list(node.tier.path.glob(f"{RUN}/manifests/{step:012}.*/*-of-{world:05}.json"))) == world
-
-
 @pytest.mark.parametrize(
     ("place", "world", "halt", "comes_back"),
     [
@@ -113,7 +109,8 @@ def test_killed_job_continues_exactly(job, node, place, world, halt, comes_back)
     expected = uninterrupted(job, world)
     first = job.launch(world, home.spool, halt)
     if place == "file":
-        job.until(lambda: on_tier(home, comes_back, world))
+        tier = home.tier.path
+        job.until(lambda: [part[0] for part in parts_on(tier, RUN)].count(comes_back) == world)
     kill_at(job, first, world, halt)
     if place == "local":
         home.kill()

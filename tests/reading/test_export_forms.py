@@ -14,18 +14,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.bundles import write_bundle
-from support.watched_run import RUN
+from support.watched_run import RUN, tier_of
 
 from tierd.cli import run
-
-
-def on_tier(tmp_path: Path, write: Callable[[Path], object]) -> Path:
-    """A tier with what a program wrote, as step 10."""
-    for name in ("out", "tier"):
-        (tmp_path / name).mkdir()
-    write(tmp_path / "out")
-    assert run(["import", str(tmp_path / "out"), "--run", RUN, "--to", str(tmp_path / "tier"), "--step", "10"]) == 0
-    return tmp_path / "tier"
 
 
 def exported(tier: Path, format: str = "safetensors", *more: str) -> Path:
@@ -55,7 +46,7 @@ def header(path: Path) -> dict:
 
 
 def test_tensors_of_newer_dtypes_are_exported_as_they_were(tmp_path: Path) -> None:
-    tier = on_tier(tmp_path, lambda out: save_file(TENSORS, out / "model-10.safetensors"))
+    tier = tier_of(lambda out: save_file(TENSORS, out / "model-10.safetensors"), tmp_path)
     for format in ("safetensors", "hf"):
         found = load_file(exported(tier, format) / "model.safetensors")
         assert found.keys() == TENSORS.keys() and all(same(found[name], one) for name, one in TENSORS.items())
@@ -78,7 +69,7 @@ def six_bits(out: Path) -> None:
 def test_dtypes_that_torch_lacks_are_exported_to_safetensors_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tier = on_tier(tmp_path, six_bits)
+    tier = tier_of(six_bits, tmp_path)
     path = exported(tier) / "model.safetensors"
     found = header(path)
     for name, data in (("a", bytes(range(6))), ("b", bytes([6]))):
@@ -100,7 +91,7 @@ def metadata(path: Path) -> dict[str, str]:
 
 def test_metadata_of_safetensors_survives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = {"format": "tf", "modelspec.title": 'é \n " title', "ss_steps": "10"}
-    tier = on_tier(tmp_path, lambda out: save_file({"w": torch.ones(3)}, out / "lora-10.safetensors", texts))
+    tier = tier_of(lambda out: save_file({"w": torch.ones(3)}, out / "lora-10.safetensors", texts), tmp_path)
     assert metadata(exported(tier) / "model.safetensors") == texts
     assert metadata(exported(tier, "hf", "--dtype", "fp16", "--only", "model") / "model.safetensors") == texts
     capsys.readouterr()
@@ -117,7 +108,7 @@ def test_metadata_that_differs_between_files_is_named(tmp_path: Path, capsys: py
             save_file({f"w{number}": torch.ones(3)}, out / f"net{number}-step10.safetensors", texts)
 
     capsys.readouterr()
-    out = exported(on_tier(tmp_path, write))
+    out = exported(tier_of(write, tmp_path))
     assert metadata(out / "model.safetensors") == {"format": "pt"}
     assert "__metadata__.part" in capsys.readouterr().out
 
@@ -131,7 +122,7 @@ def test_null_metadata_and_unaligned_tensors_are_exported(tmp_path: Path) -> Non
         data = len(text).to_bytes(8, "little") + text + b"\x07" + torch.tensor([2.5]).numpy().tobytes()
         (out / "model-10.safetensors").write_bytes(data)
 
-    found = load_file(exported(on_tier(tmp_path, write), "safetensors", "--dtype", "fp16") / "model.safetensors")
+    found = load_file(exported(tier_of(write, tmp_path), "safetensors", "--dtype", "fp16") / "model.safetensors")
     assert found["a"].item() == 7 and same(found["b"], torch.tensor([2.5], dtype=torch.float16))
 
 
@@ -203,7 +194,7 @@ FORMS = {
 def test_form_that_is_not_converted_is_named_with_the_program_that_reads_it(
     write: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tier = on_tier(tmp_path, write)
+    tier = tier_of(write, tmp_path)
     capsys.readouterr()
     for format in ("safetensors", "torch"):
         assert run(["export", str(tier), "--run", RUN, "--to", str(tmp_path / "new"), "--format", format]) != 0

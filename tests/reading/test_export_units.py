@@ -9,12 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import layouts
-from support.watched_run import RUN, flush, take
+from support.watched_run import RUN, tier_of
 from torch.distributed import checkpoint as dcp
 
 import tierd
 from tierd.core.errors import StateMismatch, StateRefused
-from tierd.spool.spool import Spool
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -25,16 +24,6 @@ def first_version() -> Iterator[None]:
     layouts.version = 0.0
 
 
-def on_tier(write: Callable[[Path], object], home: Path) -> Path:
-    """A tier with what a program wrote."""
-    root, spool = home / "out", Spool(home / "spool")
-    root.mkdir()
-    write(root)
-    assert take(spool, root).parts
-    flush(spool, home / "tier")
-    return home / "tier"
-
-
 def exported(tier: Path, format: str, **options: str) -> Path:
     target = tier.parent / format
     with tierd.open(f"file://{tier}", RUN) as reader:
@@ -43,7 +32,7 @@ def exported(tier: Path, format: str, **options: str) -> Path:
 
 
 def test_a_trainers_shards_become_one_model(tmp_path: Path) -> None:
-    tier = on_tier(layouts.trainer, tmp_path)
+    tier = tier_of(layouts.trainer, tmp_path)
     weights = load_file(exported(tier, "hf", dtype="bf16") / "model.safetensors")
     assert weights.keys() == {"a.weight", "b.weight"}
     assert all(torch.equal(one, layouts.weight().bfloat16()) for one in weights.values())
@@ -55,7 +44,7 @@ def test_a_trainers_shards_become_one_model(tmp_path: Path) -> None:
     "write", [layouts.plain_dcp, layouts.torchtitan, layouts.lightning_sharded, layouts.megatron, layouts.nemo]
 )
 def test_directories_of_dcp_are_read_where_they_lie(write: Callable[[Path], Path], tmp_path: Path) -> None:
-    tier = on_tier(write, tmp_path)
+    tier = tier_of(write, tmp_path)
     weights = load_file(exported(tier, "safetensors", only="model") / "model.safetensors")
     assert weights.keys() == {"weight"} and torch.equal(weights["weight"], layouts.weight())
     state = {"model": {"weight": torch.zeros(300)}, "optimizer": {"lr": torch.zeros(20)}}
@@ -74,7 +63,7 @@ def write_ckpt(root: Path) -> None:
 
 
 def test_an_archive_has_the_entries_of_its_mapping(tmp_path: Path) -> None:
-    tier = on_tier(write_ckpt, tmp_path)
+    tier = tier_of(write_ckpt, tmp_path)
     saved = torch.load(tmp_path / "out" / "epoch=1-step=20.ckpt", weights_only=True)
     weights = load_file(exported(tier, "safetensors", only="state_dict", strip="net.") / "model.safetensors")
     assert weights.keys() == {"a", "tied", "row", "none"}
@@ -89,7 +78,7 @@ def test_an_archive_has_the_entries_of_its_mapping(tmp_path: Path) -> None:
 def test_a_file_of_torch_save_and_one_of_safetensors(tmp_path: Path) -> None:
     for name in ("torch_save", "safetensors"):
         (tmp_path / name).mkdir()
-        tier = on_tier(getattr(layouts, name), tmp_path / name)
+        tier = tier_of(getattr(layouts, name), tmp_path / name)
         weights = load_file(exported(tier, "hf") / "model.safetensors")
         assert weights.keys() == {"weight"} and torch.equal(weights["weight"], layouts.weight())
 
@@ -107,7 +96,7 @@ def test_a_tensor_that_is_lazily_conjugated_or_negated_is_refused(how: str, tmp_
     def write(root: Path) -> None:
         torch.save({"weight": LAZY[how]}, root / "model_step1.pt")
 
-    tier = on_tier(write, tmp_path)
+    tier = tier_of(write, tmp_path)
     with pytest.raises(StateRefused, match=r"'weight': .*lazily conjugated or negated"):
         exported(tier, "torch")
 
@@ -115,14 +104,14 @@ def test_a_tensor_that_is_lazily_conjugated_or_negated_is_refused(how: str, tmp_
 def test_export_names_the_reason_of_a_refusal(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
     with pytest.raises(StateMismatch, match="2 files of another program, and none in a form that is exported"):
-        exported(on_tier(layouts.composer, tmp_path / "ranks"), "torch")
+        exported(tier_of(layouts.composer, tmp_path / "ranks"), "torch")
 
     def columns(root: Path) -> None:
         torch.save({"weight": torch.arange(6.0).view(2, 3).t()}, root / "model_step1.pt")
 
     (tmp_path / "columns").mkdir()
     with pytest.raises(StateRefused, match="the tensor is not row-major"):
-        exported(on_tier(columns, tmp_path / "columns"), "torch")
+        exported(tier_of(columns, tmp_path / "columns"), "torch")
 
     def twice(root: Path) -> None:
         home = root / "checkpoints" / "checkpoint_1"
@@ -131,7 +120,7 @@ def test_export_names_the_reason_of_a_refusal(tmp_path: Path) -> None:
 
     (tmp_path / "twice").mkdir()
     with pytest.raises(StateMismatch, match="'weight' is in two files"):
-        exported(on_tier(twice, tmp_path / "twice"), "hf")
+        exported(tier_of(twice, tmp_path / "twice"), "hf")
     with pytest.raises(StateMismatch, match="'optimizer' not in the checkpoint; it has model"):
-        tier = on_tier(layouts.hf_model, tmp_path)
+        tier = tier_of(layouts.hf_model, tmp_path)
         exported(tier, "torch", only="optimizer")

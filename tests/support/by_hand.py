@@ -6,10 +6,13 @@ import functools
 import json
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+_MANIFEST = re.compile(r"([^/]+)/manifests/(\d{12})\.([0-9a-f-]{21})/(\d{5})-of-(\d{5})\.json")
 _FORMAT = Path(__file__).parents[2] / "tierd" / "FORMAT.md"
 
 
@@ -61,6 +64,24 @@ def program() -> Any:
     assert work, "FORMAT.md's first program is no longer the one that restores"
     exec(functions, found.__dict__)
     return found
+
+
+def digest(data: bytes) -> str:
+    """The digest by which manifests name files, chunks and objects."""
+    return str(xxhash.xxh3_128_hexdigest(data))
+
+
+def parts_on(tier: Path, run: str) -> Iterator[tuple[int, str, int, int]]:
+    """Step, attempt, rank and world size of each manifest of a run on a directory tier."""
+    names = (path.relative_to(tier).as_posix() for path in tier.glob(f"{run}/manifests/*/*"))
+    return parts_named(names, run)
+
+
+def parts_named(names: Iterable[str], run: str) -> Iterator[tuple[int, str, int, int]]:
+    """Step, attempt, rank and world size of each manifest of a run among objects' names."""
+    for name in names:
+        if (match := _MANIFEST.fullmatch(name)) and match[1] == run:
+            yield int(match[2]), match[3], int(match[4]), int(match[5])
 
 
 def chain(chunk: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

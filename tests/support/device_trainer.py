@@ -5,10 +5,10 @@ It saves every third step, and writes a line to LOG for each step's loss and for
 
 from __future__ import annotations
 
-import hashlib
 import sys
 
 import torch
+from support.state_digests import state_digest
 from torch import nn
 
 import tierd
@@ -20,17 +20,6 @@ def learn(model: nn.Module, device: str, order: torch.Generator, width: int) -> 
     batch = torch.randn(64, width, generator=order).to(device, non_blocking=True)
     with torch.autocast(device, dtype=torch.float16 if device == "cuda" else torch.bfloat16):
         return (model(batch) - batch).square().mean()
-
-
-def digest(state: dict[str, object]) -> str:
-    """SHA-256 of the bytes of all tensors, and of the text of all other leaves."""
-    whole = hashlib.sha256()
-    for leaf in torch.utils._pytree.tree_leaves([state[key].state_dict() for key in ("model", "mean", "optimizer")]):
-        if torch.is_tensor(leaf) and leaf.numel():
-            whole.update(leaf.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        else:
-            whole.update(repr(leaf).encode())
-    return whole.hexdigest()
 
 
 def main(spool: str, tier: str, log: str, steps: int, device: str) -> None:
@@ -63,7 +52,7 @@ def main(spool: str, tier: str, log: str, steps: int, device: str) -> None:
             if step % EVERY == 0:
                 checkpointer.save(step, state)
             print(step, loss.item().hex(), file=out)
-        print("end", digest(state), file=out)
+        print("end", state_digest([state[name].state_dict() for name in ("model", "mean", "optimizer")]), file=out)
 
 
 if __name__ == "__main__":

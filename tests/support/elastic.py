@@ -7,7 +7,6 @@ spool of its node; the tier is one.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from support.launched import NODE, timed
+from support.state_digests import state_digest
 from support.trainer import note
 from torch import distributed
 
@@ -39,10 +39,6 @@ def advance(state: dict[str, torch.Tensor]) -> None:
     state["momentum"].mul_(0.9).add_(gradient)
     state["weights"].sub_(0.1 * state["momentum"])
     state["step"] += 1
-
-
-def digest(state: dict[str, torch.Tensor]) -> str:
-    return hashlib.blake2b(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
 
 
 def main(home: Path, steps: int) -> None:
@@ -68,7 +64,7 @@ def main(home: Path, steps: int) -> None:
     checkpointer.close()
     distributed.barrier()
     if rank == 0:
-        (home / "final").write_text(digest(state))
+        (home / "final").write_text(state_digest([state[name] for name in sorted(state)]))
     distributed.destroy_process_group()
 
 

@@ -10,7 +10,6 @@ from tierd, which is to find it by itself.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.state_digests import state_digest
 from support.trainer import note
 from torch import distributed
 
@@ -155,11 +155,7 @@ class Training:
         state["step"] += 1
 
     def digest(self) -> str:
-        state = self.state
-        found = hashlib.blake2b(repr((state["rank"], state["step"], [loss.hex() for loss in state["losses"]])).encode())
-        for tensor in (state["weights"], state["momentum"], state["noise"].get_state()):
-            found.update(tensor.numpy().tobytes())
-        return found.hexdigest()
+        return state_digest(self.state | {"noise": self.state["noise"].get_state()})
 
 
 def uninterrupted(steps: int, averaged: bool) -> list[str]:

@@ -12,7 +12,6 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from support import ranked_trainer
+from support.by_hand import parts_named
 from support.nursery import context as nursery
 from support.ranked_trainer import RUN, WORLD, Orders
 
@@ -35,9 +35,6 @@ from tierd.spool.spool import Spool
 KEEP = 3  # checkpoints that retention leaves on the tier
 KEEP_LOCAL = 2  # and in a spool
 PATIENCE = 240.0  # seconds
-
-_MANIFEST = re.compile(rf"{RUN}/manifests/(\d{{12}})\.([0-9a-f-]{{21}})/(\d{{5}})-of-(\d{{5}})\.json")
-_PART = re.compile(r"(\d{12})\.([0-9a-f-]{21})/(\d{5})-of-(\d{5})")
 
 
 class Point(NamedTuple):
@@ -74,21 +71,21 @@ class Directory:
 
 
 def on_tier(tier: Tier) -> dict[Point, set[int]]:
-    return _seen(match for key in tier.listing() if (match := _MANIFEST.fullmatch(key)))
+    return _seen(parts_named(tier.listing(), RUN))
 
 
 def in_spool(spool: Path) -> dict[Point, set[int]]:
     """What is committed: a part's directory appears whole, by one rename."""
     names = glob.glob("*/*/manifest.json", root_dir=spool / RUN)
-    return _seen(match for name in names if (match := _PART.fullmatch(str(Path(name).parent))))
+    return _seen(parts_named((f"{RUN}/manifests/{Path(name).parent}.json" for name in names), RUN))
 
 
-def _seen(matches: Iterable[re.Match[str]]) -> dict[Point, set[int]]:
-    found: dict[Point, set[int]] = {}
-    for match in matches:
-        assert int(match[4]) == WORLD, f"a part of another world size: {match[0]}"
-        found.setdefault(Point(match[2], int(match[1])), set()).add(int(match[3]))
-    return found
+def _seen(parts: Iterable[tuple[int, str, int, int]]) -> dict[Point, set[int]]:
+    ranks: dict[Point, set[int]] = {}
+    for step, attempt, rank, world in parts:
+        assert world == WORLD, f"a part of another world size: rank {rank} of {world} at step {step} of {attempt}"
+        ranks.setdefault(Point(attempt, step), set()).add(rank)
+    return ranks
 
 
 def complete(seen: Seen) -> set[Point]:
@@ -138,7 +135,7 @@ class Node:
         """SIGKILL the daemon."""
         if self.daemon is not None and self.daemon.poll() is None:
             self.daemon.kill()
-            self.daemon.wait(30)
+            self.daemon.wait(60)
 
     def lose(self) -> None:
         """The daemon and the disk are gone. The ranks have to be killed before."""
@@ -160,7 +157,7 @@ class Node:
             return None
         try:
             with Link(Spool(self.spool)) as link:
-                return link.ask(Status(), 10)["status"]
+                return link.ask(Status(), 60)["status"]
         except (DaemonUnavailable, TimeoutError):
             return None
 
@@ -189,7 +186,7 @@ class Launch:
         for rank in ranks or range(len(self.processes)):
             self.processes[rank].kill()
         for rank in ranks or range(len(self.processes)):
-            self.processes[rank].join(30)
+            self.processes[rank].join(60)
             assert not self.processes[rank].is_alive()
 
     def signal(self, number: int) -> None:
@@ -237,7 +234,7 @@ class Cluster:
             for process in launch.processes:
                 if process.is_alive():
                     process.kill()
-                    process.join(30)
+                    process.join(60)
         for node in self.nodes.values():
             node.kill()
 

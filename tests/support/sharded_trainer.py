@@ -11,7 +11,6 @@ hexadecimal, which keeps every bit, the digest of this rank's shards, or with `a
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import time
@@ -138,21 +137,20 @@ def _resume(checkpointer: Any, state: dict[str, Any]) -> str:
 
 def _digest(model: Any, optimizer: Any, whole: bool) -> str:
     """Of every tensor of the model and of the optimizer's state."""
-    import torch
+    from support.state_digests import state_digest
     from torch.distributed.tensor import DTensor
-
-    found = hashlib.sha256()
 
     def tensors() -> Iterator[Any]:
         yield from model.parameters()
         for parameter in model.parameters():
             yield from optimizer.state[parameter].values()
 
-    for tensor in tensors():
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor() if whole else tensor.to_local()
-        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+    def held(tensor: Any) -> Any:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        return tensor.full_tensor() if whole else tensor.to_local()
+
+    return state_digest([held(tensor) for tensor in tensors()])[:16]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The tests' waits: for a condition, never for a time.
 
-Invariant: no test fails because its machine is slow. `BOUND_S` is many times as long as any condition takes. It is there
-because a test that waits in vain should say where, before pytest's own limit ends it.
+Invariant: no test fails because its machine is slow. `BOUND_S` is many times as long as any condition takes. It is
+there because a test that waits in vain should say where, before pytest's own limit ends it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,6 +51,16 @@ class Reported:
 def watched(root: Path, *more: str) -> int:
     """Watch a directory until it is idle, with the tier beside it; return the exit code."""
     return run(["watch", str(root), "--run", RUN, "--to", f"file://{root.parent}/tier", "--until-idle", *more])
+
+
+def tier_of(write: Callable[[Path], object], home: Path) -> Path:
+    """A new tier below `home` with the checkpoints that a program wrote and a watch took."""
+    root, spool = home / "out", Spool(home / "spool")
+    root.mkdir()
+    write(root)
+    assert take(spool, root).parts
+    flush(spool, home / "tier")
+    return home / "tier"
 
 
 def observed(spool: Spool, run: str = RUN) -> History:

@@ -16,6 +16,7 @@ from support.timed import QUICK
 from tierd.core.config import Config, TierConfig
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import VERSION, Manifest, Origin
+from tierd.core.manifest_codec import decode
 from tierd.core.planning.plan import plan
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.daemon.control import Control
@@ -105,11 +106,11 @@ def config(
     keep: int | None = 100,
     keep_local: int | None = None,
     every: int | None = None,
-    rescan: str = "60s",
+    rescan: str = "1h",
     **more: object,
 ) -> Config:
     """`keep`, `keep_local`: `keep_last` on every tier and in the spool; without `keep`, nobody configured any. `every`:
-    the tiers' `keep_every_steps`."""
+    the tiers' `keep_every_steps`. `rescan` is far beyond the tests' waits, because an event has to wake the daemon."""
     policy = RetentionPolicy(keep_last=keep, keep_every_steps=every) if keep else None
     local = keep_local or keep
     return Config(
@@ -134,6 +135,10 @@ async def running(daemon: Reconciler) -> AsyncIterator[Reconciler]:
     finally:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
+
+
+async def manifest_on(store: Store, part: PartId) -> Manifest:
+    return decode(bytes(await store.get(part.manifest_key)), part)
 
 
 async def settle(daemon: Reconciler, timeout: float = 60.0) -> None:
@@ -199,7 +204,7 @@ class Daemon:
 
     def __enter__(self) -> Daemon:
         self._thread.start()
-        assert self._ready.wait(20), "the daemon did not come up"
+        assert self._ready.wait(60), "the daemon did not come up"
         if self._failure:
             raise self._failure
         return self
@@ -210,7 +215,7 @@ class Daemon:
     def stop(self) -> None:
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join(20)
+            self._thread.join(60)
             assert not self._thread.is_alive()
 
     def call(self, coroutine, timeout: float = 20.0):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.by_hand import parts_on
 from support.watched_run import RUN, files
 from support.whole_layouts import pt, write
 
@@ -27,9 +28,8 @@ def save(root: Path, step: int, *names: str) -> None:
     write(root, {f"{name}/step_{step}/w.pt": pt(step, len(name)) for name in names}, 1_000_000 + step)
 
 
-def on_tier(tier: Path) -> list[CheckpointId]:
-    found = (CheckpointId.parse(RUN, path.name) for path in (tier / RUN / "manifests").iterdir())
-    return [one for one in found if one is not None]
+def checkpoints_on(tier: Path) -> list[CheckpointId]:
+    return [CheckpointId(RUN, attempt, step) for step, attempt, _, _ in parts_on(tier, RUN)]
 
 
 def test_series_that_is_saved_seldom_is_not_deleted_by_another_series(root: Path, tier: Path) -> None:
@@ -39,7 +39,7 @@ def test_series_that_is_saved_seldom_is_not_deleted_by_another_series(root: Path
         save(root, step, "actor")
         watched(root, tier)
     watched(root, tier)
-    assert sorted(one.step for one in on_tier(tier)) == [1, 4, 5]
+    assert sorted(one.step for one in checkpoints_on(tier)) == [1, 4, 5]
     assert run(["restore", str(tier), "--run", RUN, "--into", str(root.parent / "new")]) == 0
     assert files(root.parent / "new") == {"actor/step_5/w.pt": pt(5, 5), "best/step_1/w.pt": pt(1, 4)}
 
@@ -56,13 +56,13 @@ def test_first_watch_keeps_each_series(root: Path, tier: Path) -> None:
 def test_pin_of_a_person_is_kept(root: Path, tier: Path) -> None:
     save(root, 1, "actor", "best")
     watched(root, tier)
-    pinned = next(one for one in on_tier(tier) if (tier / pin_key(one)).read_bytes() == TEXT)
+    pinned = next(one for one in checkpoints_on(tier) if (tier / pin_key(one)).read_bytes() == TEXT)
     (tier / pin_key(pinned)).write_bytes(b"")  # as `tierd pin` puts it
     for step in (2, 3, 4):
         save(root, step, "actor", "best")
         watched(root, tier)
     watched(root, tier)
-    assert pinned in on_tier(tier) and sorted(one.step for one in on_tier(tier)) == [1, 3, 3, 4, 4]
+    assert pinned in checkpoints_on(tier) and sorted(one.step for one in checkpoints_on(tier)) == [1, 3, 3, 4, 4]
 
 
 def test_one_series_is_not_pinned(root: Path, tier: Path) -> None:

@@ -9,12 +9,11 @@ import shutil
 
 import pytest
 from support.doubles import Double, contents, flip, flipped, is_chunk
-from support.world import CHUNK, commit, converge, part, read, steps_on
+from support.world import CHUNK, commit, converge, manifest_on, part, read, steps_on
 
 from tierd.codec.patch import BLOCK
 from tierd.core.errors import CorruptChunk, StoreUnavailable
 from tierd.core.manifest import PATCHED, Chunk, Manifest
-from tierd.core.manifest_codec import decode
 from tierd.core.planning import sharing
 from tierd.core.planning.scrub_schedule import ScrubbedCopy
 from tierd.daemon.tiers.prune import prune
@@ -57,12 +56,8 @@ async def sent(spool: Spool, store, *steps: int) -> list[Flushed]:
     done, before = [], None
     for step in steps:
         done.append(await flush(spool, part(step), Route(store), base=before))
-        before = await on_tier(store, step)
+        before = await manifest_on(store, part(step))
     return done
-
-
-async def on_tier(store, step: int) -> Manifest:
-    return decode(bytes(await store.get(part(step).manifest_key)), part(step))
 
 
 def chain(manifest: Manifest) -> list[int]:
@@ -87,7 +82,7 @@ def test_changed_row_is_the_only_data_sent_and_the_patch_restores_it(spool):
     async def work():
         first, second, third = await sent(spool, store, 1, 2, 3)
         assert second.sent < first.sent / 4 and third.sent < first.sent / 4
-        manifest = await on_tier(store, 3)
+        manifest = await manifest_on(store, part(3))
         assert manifest.version == PATCHED and chain(manifest) == [3] * 4
         assert manifest.owners == {part(step).checkpoint for step in (1, 2, 3)}
         for step in (3, 2, 1):
@@ -103,7 +98,7 @@ def test_a_chain_of_patches_ends_and_a_whole_chunk_begins_the_next(spool, monkey
 
     async def work():
         await sent(spool, store, *range(1, 10))
-        assert [chain(await on_tier(store, step))[0] for step in range(1, 10)] == [1, 2, 3, 4, 1, 2, 3, 4, 1]
+        assert [chain(await manifest_on(store, part(step)))[0] for step in range(1, 10)] == [1, 2, 3, 4, 1, 2, 3, 4, 1]
         assert await fetched(spool, 8, tier=store) == table(8)
 
     asyncio.run(work())
@@ -116,11 +111,11 @@ def test_whole_chunks_are_sent_where_the_older_copy_has_left_the_spool_or_is_cor
     async def work():
         await sent(spool, store, 1)
         (spool.path(part(1)) / "table").write_bytes(table(2)["table"])  # a patch of that would be empty
-        await flush(spool, part(2), Route(store), base=await on_tier(store, 1))
-        assert chain(await on_tier(store, 2)) == [1] * 4
+        await flush(spool, part(2), Route(store), base=await manifest_on(store, part(1)))
+        assert chain(await manifest_on(store, part(2))) == [1] * 4
         shutil.rmtree(spool.path(part(2)))
-        await flush(spool, part(3), Route(store), base=await on_tier(store, 2))
-        assert chain(await on_tier(store, 3)) == [1] * 4
+        await flush(spool, part(3), Route(store), base=await manifest_on(store, part(2)))
+        assert chain(await manifest_on(store, part(3))) == [1] * 4
         assert await fetched(spool, 3, tier=store) == table(3)
 
     asyncio.run(work())
@@ -135,8 +130,8 @@ def test_a_fifo_in_the_place_of_the_older_copy_is_not_waited_for(spool):
         await sent(spool, store, 1)
         (spool.path(part(1)) / "table").unlink()
         os.mkfifo(spool.path(part(1)) / "table")
-        await flush(spool, part(2), Route(store), base=await on_tier(store, 1))
-        assert chain(await on_tier(store, 2)) == [1] * 4
+        await flush(spool, part(2), Route(store), base=await manifest_on(store, part(1)))
+        assert chain(await manifest_on(store, part(2))) == [1] * 4
 
     asyncio.run(work())
 
@@ -147,11 +142,11 @@ def test_bases_are_needed_on_the_tier_and_their_loss_is_noticed_before_the_manif
 
     async def work():
         await sent(spool, store, 1, 2)
-        base = await on_tier(store, 2)
+        base = await manifest_on(store, part(2))
         gone = next(key for key in await contents(store) if is_chunk(key) and part(1).checkpoint.name in key)
         await store.delete([gone])
         await flush(spool, part(3), Route(store), base=base)
-        assert sorted(chain(await on_tier(store, 3))) == [1, 3, 3, 3]
+        assert sorted(chain(await manifest_on(store, part(3)))) == [1, 3, 3, 3]
 
     asyncio.run(work())
 
@@ -178,7 +173,7 @@ def test_verify_names_a_corrupt_base_and_a_restore_does_not_return_its_bytes(spo
 
     async def work():
         await sent(spool, store, 1, 2)
-        base = next(iter(list(of_table(await on_tier(store, 2))[0].objects())[1:])).key
+        base = next(iter(list(of_table(await manifest_on(store, part(2)))[0].objects())[1:])).key
         await flip(store, f"run/{base}")
         assert [base in one for one in (await verify(store, part(2), lambda size: None))[1]] == [True]
         with pytest.raises(CorruptChunk):
@@ -201,7 +196,7 @@ def test_a_scrub_repairs_a_corrupt_base_or_patch_where_it_lies(spool, bad, order
         if source == "other":
             spool.remove([part(1), part(2)])  # so the scrub finds the newest there alone
         store = stores["tier"]
-        objects = list(of_table(await on_tier(store, 3))[0].objects())
+        objects = list(of_table(await manifest_on(store, part(3)))[0].objects())
         pristine = await contents(store)
         assert len(objects) == 3
         for one in bad:
@@ -225,7 +220,8 @@ def test_links_of_one_chain_may_come_from_different_tiers(spool):
     async def work():
         await sent(spool, near, 1, 2, 3)
         await sent(spool, far, 1, 2, 3)
-        for base, patch in zip(of_table(await on_tier(near, 1)), of_table(await on_tier(far, 2)), strict=True):
+        bases, patches = of_table(await manifest_on(near, part(1))), of_table(await manifest_on(far, part(2)))
+        for base, patch in zip(bases, patches, strict=True):
             await flip(near, f"run/{base.stored.key}")
             await flip(far, f"run/{patch.stored.key}")
         for step in (3, 2, 1):
@@ -243,7 +239,7 @@ def test_a_tier_that_cannot_be_asked_may_have_the_base(spool):
     async def work():
         await sent(spool, near, 1, 2)
         await sent(spool, far, 1)
-        for base in of_table(await on_tier(near, 1)):
+        for base in of_table(await manifest_on(near, part(1))):
             await flip(near, f"run/{base.stored.key}")
         far.before = _refuse
         with pytest.raises(StoreUnavailable):
@@ -265,7 +261,7 @@ def test_a_relay_and_a_copy_put_whole_chunks_where_the_bases_are_not(spool):
     async def work():
         await sent(spool, store, 1, 2, 3)
         await relay({"tier": store}, part(3), Route(other))
-        assert chain(await on_tier(other, 3)) == [1] * 4
+        assert chain(await manifest_on(other, part(3))) == [1] * 4
         assert await fetched(spool, 3, other=other) == table(3)
         await copy_run(store, third, "run", "run", None, None, Progress())
         for step in (1, 2, 3):
@@ -280,8 +276,8 @@ def test_a_second_tier_does_not_take_over_patches_whose_bases_it_lacks(spool):
 
     async def work():
         await sent(spool, store, 1, 2)
-        await flush(spool, part(2), Route(other), twin=Twin(store, await on_tier(store, 2)))
-        assert chain(await on_tier(other, 2)) == [1] * 4
+        await flush(spool, part(2), Route(other), twin=Twin(store, await manifest_on(store, part(2))))
+        assert chain(await manifest_on(other, part(2))) == [1] * 4
         assert await fetched(spool, 2, other=other) == table(2)
 
     asyncio.run(work())
@@ -293,11 +289,11 @@ def test_two_flushes_of_one_part_with_different_bases_do_not_overwrite_each_othe
 
     async def work():
         await sent(spool, store, 1, 2)
-        base_copies = [await on_tier(store, step) for step in (1, 2)]
+        base_copies = [await manifest_on(store, part(step)) for step in (1, 2)]
         kept = []
         for base in base_copies:
             await flush(spool, part(3), Route(store), base=base)
-            kept.append((bytes(await store.get(part(3).manifest_key)), await on_tier(store, 3)))
+            kept.append((bytes(await store.get(part(3).manifest_key)), await manifest_on(store, part(3))))
         for data, manifest in kept:  # as if each of them had been the last
             await store.put(part(3).manifest_key, data)
             assert manifest.version == PATCHED
@@ -312,7 +308,7 @@ def test_any_flipped_bit_of_a_patch_is_detected(spool):
 
     async def work():
         await sent(spool, store, 1, 2)
-        stored = of_table(await on_tier(store, 2))[0].stored
+        stored = of_table(await manifest_on(store, part(2)))[0].stored
         before = bytes(await store.get(f"run/{stored.key}"))
         for byte in range(stored.size):
             await store.put(f"run/{stored.key}", flipped(before, byte))

@@ -6,8 +6,9 @@ import json
 import random
 from collections.abc import Callable, Iterable
 
-from faults.corruption.judge import SEAL, digest
+from faults.corruption.judge import SEAL
 from faults.corruption.places import TIERS, Places
+from support.by_hand import digest
 
 from tierd.core.ids import PartId
 

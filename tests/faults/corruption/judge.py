@@ -12,20 +12,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import xxhash
 import zstandard
 from faults.corruption.cipher import UNREADABLE
 from faults.corruption.places import ORIGIN, RUN, TIERS, WORLD, Places
-from support.by_hand import chain, program, raw
+from support.by_hand import chain, digest, program, raw
 
 from tierd.core.ids import PartId
 
 SEAL = 46  # bytes, FORMAT.md
 Piece = tuple[int, int, str]  # offset, size, digest of the raw bytes
-
-
-def digest(data: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 def _is_entry(chunk: Mapping[str, Any]) -> bool:

@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from faults.corruption.harms import LOCAL
-from faults.corruption.judge import digest
 from faults.corruption.places import OTHER, RUN, TIERS, WORLD, Places
 from faults.corruption.remembered import HEAD
 from faults.corruption.trials import PLACES
+from support.by_hand import digest
 from support.world import attempt
 
 from tierd.core.ids import CheckpointId, PartId

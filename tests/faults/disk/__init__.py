@@ -30,9 +30,10 @@ from pathlib import Path
 from faults.disk import failures as faults
 from faults.disk import traced
 from faults.disk.calls import Calls
-from faults.disk.node import DEADLINE, Node, hurry, until
+from faults.disk.node import DEADLINE, Node, hurry
 from faults.disk.volumes import Volume, own_mounts
 from faults.rounds import Lost, Round
+from support.waiting import holds
 
 UNIT, SHORT, GATE = "disk faults", 45, 1_000
 _SORTS = ("a call fails", "so many bytes", "full", "out of inodes", "no larger file", "read-only", "vanished")
@@ -235,9 +236,9 @@ def _suffer(node: Node, fault: faults.Fault, doing: str, rng: random.Random) -> 
         if fault.place.name == "nfs":
             node.ask_tier(newest)
         if doing == "save" and not node.alone:  # that it meets the flush, too, however busy the machine is
-            until(lambda: fault.hit or node.recent or node.is_on("other", max(node.saved)), 5.0)
+            holds(lambda: fault.hit or node.recent or node.is_on("other", max(node.saved)), 5.0)
         if fault.lasting:
-            until(lambda: fault.hit or node.recent, 0.2)
+            holds(lambda: fault.hit or node.recent, 0.2)
             time.sleep(rng.uniform(0.02, 0.3))
     finally:
         fault.end()
@@ -291,7 +292,7 @@ def _let_go(node: Node) -> None:
         gc.collect()  # a file that nobody knows any more is closed
         return [link for fd in Path("/proc/self/fd").iterdir() for link in [_link(fd)] if home in link]
 
-    if not until(lambda: not held(), 30):  # the thread of a call that was cancelled ends by itself
+    if not holds(lambda: not held(), 30):  # the thread of a call that was cancelled ends by itself
         raise Lost(f"still open: {held()}")
 
 

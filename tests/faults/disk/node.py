@@ -11,7 +11,7 @@ import math
 import struct
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import xxhash
 from faults.rounds import Lost
 from support import by_hand
 from support.timed import HASTE, give, give_client
+from support.waiting import holds
 from support.world import Daemon, settle
 
 import tierd
@@ -145,7 +146,7 @@ def read_tier(root: Path, big: int) -> tuple[set[int], set[str]]:
     return steps, named
 
 
-def on_tier(root: Path, big: int) -> set[int]:
+def verified_steps(root: Path, big: int) -> set[int]:
     """The steps of the checkpoints on a tier, all of them read and compared; nothing else may lie there."""
     home = root / "run"
     steps, named = read_tier(root, big)
@@ -371,8 +372,8 @@ class Node:
             if counters[name]:
                 raise Lost(f"an error counted as corruption: {name}; {self.lines[-20:]}")
         known = self.saved
-        until(lambda: not any(any((root / ".tmp").iterdir()) for root in self.tiers.values()), 60.0)  # puts under way
-        places = {name: on_tier(root, self.big) for name, root in self.tiers.items()}
+        holds(lambda: not any(any((root / ".tmp").iterdir()) for root in self.tiers.values()), 60.0)  # puts under way
+        places = {name: verified_steps(root, self.big) for name, root in self.tiers.items()}
         places["spool"] = in_spool(self.spool, self.big)
         on_tiers = set.intersection(*(places[name] for name in self.tiers))
         for name, steps in places.items():
@@ -395,13 +396,3 @@ def limited(doing: str) -> Iterator[None]:
     yield
     if time.monotonic() - begun > DEADLINE / 2:
         raise Lost(f"{doing} took {time.monotonic() - begun:.0f} s")
-
-
-def until(condition: Callable[[], object], seconds: float) -> bool:
-    """Whether it came to hold."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.005)
-    return True

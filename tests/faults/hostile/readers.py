@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 import torch
 import zstandard
-from faults.corruption.judge import digest
 from faults.hostile.mutation import NUMBERS, dumped, mutated, spoiled, text
 from faults.rounds import Lost
 from support import dcp_pickles
+from support.by_hand import digest
 from support.world import attempt, part
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo

@@ -18,7 +18,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import xxhash
 from faults.rounds import Lost
 from faults.simulation.store import Bucket
 from support import by_hand
@@ -61,10 +60,6 @@ def table(name: str, step: int, launch: int) -> bytes:
     return bytes(data)
 
 
-def digest(data: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(data)
-
-
 def part_of(key: str) -> tuple[str, Part] | None:
     """Where a manifest lies, and whose it is."""
     found = _KEY.fullmatch(key)
@@ -74,7 +69,7 @@ def part_of(key: str) -> tuple[str, Part] | None:
 @lru_cache(maxsize=4096)
 def _parsed(data: bytes) -> dict[str, Any] | None:
     """A manifest whose seal holds."""
-    if data[-_SEALED:] != f',"digest":"{digest(data[:-_SEALED])}"}}\n'.encode():
+    if data[-_SEALED:] != f',"digest":"{by_hand.digest(data[:-_SEALED])}"}}\n'.encode():
         return None
     found = json.loads(data)
     return found if isinstance(found, dict) else None
@@ -88,7 +83,7 @@ def _describes(manifest: dict[str, Any], part: Part) -> bool:
     for file in manifest["files"]:
         at, data = 0, files[file["path"]]
         for chunk in file["chunks"]:
-            if digest(data[at : at + chunk["size"]]) != chunk["xxh3_128"]:
+            if by_hand.digest(data[at : at + chunk["size"]]) != chunk["xxh3_128"]:
                 return False
             at += chunk["size"]
         if at != len(data) or file["size"] != len(data):
@@ -179,14 +174,14 @@ class Truth:
         name = tuple(one["stored"]["xxh3_128"] for one in by_hand.chain(chunk))
         if name not in self._raws:
             raw = by_hand.raw(chunk, lambda key: bucket.objects[f"{RUN}/{key}"][0])
-            self._raws[name] = digest(raw)
+            self._raws[name] = by_hand.digest(raw)
         return self._raws[name] == chunk["xxh3_128"]
 
     def _is_as_reported(self, bucket: Bucket, chunk: dict[str, Any]) -> bool:
         """Whether a chunk's own object is what the manifest says of it."""
         stored = chunk["stored"]
         data, _ = bucket.objects.get(f"{RUN}/{stored['key']}", (None, 0))
-        return data is not None and len(data) == stored["size"] and digest(data) == stored["xxh3_128"]
+        return data is not None and len(data) == stored["size"] and by_hand.digest(data) == stored["xxh3_128"]
 
     def in_spool(self, spool: Path, version: int) -> set[Part]:
         """The parts that are right there."""
