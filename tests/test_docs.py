@@ -155,7 +155,7 @@ def test_the_readme_s_quickstart_resumes(tmp_path: Path) -> None:
     code = README.read_text().split("```python\n")[1].split("```")[0]
     assert code.count("\n") <= 20
 
-    def until(last: int, spool: str) -> list[float]:
+    def trained(last: int, spool: str) -> list[float]:
         torch.manual_seed(0)
         found: dict[str, object] = {}
         exec(
@@ -164,9 +164,9 @@ def test_the_readme_s_quickstart_resumes(tmp_path: Path) -> None:
         )
         return found["model"].weight.tolist()[0]  # type: ignore[attr-defined]
 
-    whole = until(100, "whole")
-    until(40, "killed")
-    assert until(100, "killed") == whole
+    whole = trained(100, "whole")
+    trained(40, "killed")
+    assert trained(100, "killed") == whole
 
 
 def test_gate_page_shows_the_results_of_the_last_full_rounds() -> None:

@@ -52,7 +52,7 @@ async def _flush_all(spool: Path, tier: Path) -> None:
     async with AsyncExitStack() as stack:
         reconciler = Reconciler(config, Spool(spool), await open_tiers(config, stack))
         work = asyncio.ensure_future(reconciler.run())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while reconciler.journal.counters["flushed"] < 3 or reconciler.backlog.parts():
                 await asyncio.sleep(0.02)
         work.cancel()

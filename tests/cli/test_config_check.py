@@ -117,7 +117,7 @@ def test_directories_that_are_not_apart_are_refused(tmp_path: Path, monkeypatch,
 def test_a_directory_that_does_not_answer_is_judged_by_its_text(monkeypatch) -> None:
     """A hung mount keeps no daemon from its other tiers."""
     hung = threading.Event()
-    monkeypatch.setattr(directory_overlap, "_inspect", lambda path: hung.wait(30))
+    monkeypatch.setattr(directory_overlap, "_inspect", lambda path: hung.wait(60))
     monkeypatch.setattr(directory_overlap, "_ANSWER", 0.1)
     tiers = [TierConfig(name=name, url=f"/{name}") for name in ("a", "b")]
     asyncio.run(directory_overlap.check_apart(Config(spool="/s", tier=tuple(tiers))))

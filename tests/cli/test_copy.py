@@ -10,11 +10,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.doubles import damage
+from support.waiting import wait_until
 from support.world import RUN, commit, content, part
 
 from tierd.cli import run
@@ -119,10 +119,10 @@ def test_a_process_that_is_killed_costs_nothing(tiers, tmp_path: Path, capsys) -
     for _ in range(KILLS):
         wanted = len(list(Path(target).rglob("*/chunks/*/*/*"))) + chance.randrange(1, 90)
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until = time.monotonic() + 100
-        while len(list(Path(target).rglob("*/chunks/*/*/*"))) < wanted and process.poll() is None:
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        wait_until(
+            lambda: len(list(Path(target).rglob("*/chunks/*/*/*"))) >= wanted or process.poll() is not None,  # noqa: B023
+            pause_s=0.001,
+        )
         process.send_signal(signal.SIGKILL)
         process.wait()
         if list(Path(target).glob(f"{RUN}/manifests/*/*")):

@@ -115,7 +115,7 @@ def test_a_daemon_that_is_about_to_listen_is_waited_for(
     daemon = Daemon(spool.root, {"tier": Double()})
     starting = threading.Thread(target=daemon.__enter__)
     starting.start()
-    assert held.wait(20)
+    assert held.wait(60)
     assert answer(capsys, "pause", "--spool", str(spool.root))["paused"] == "until resumed"
     starting.join()
     assert daemon.reconciler.pause.paused

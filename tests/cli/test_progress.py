@@ -86,7 +86,7 @@ def test_progress_bar_on_a_terminal_is_erased_at_the_end(quick, monkeypatch) -> 
         with progress("restoring") as meter:
             meter.update(GIB, 4 * GIB)
             wait_until(lambda: b"1.0/4.0 GiB" in b"".join(said))
-    reads.join(20)
+    reads.join(60)
     os.close(ours)
     text = b"".join(said).decode()
     assert "restoring" in text and text.rstrip().endswith("\x1b[2K")  # the line is erased at the end

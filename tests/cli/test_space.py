@@ -34,7 +34,7 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
             with tierd.Checkpointer(spool, run=name) as ckpt:
                 for step in steps:
                     state = {"frozen": torch.arange(2e6), "weights": torch.full((600_000,), float(step))}
-                    ckpt.save(step, state).wait("file", timeout=30)
+                    ckpt.save(step, state).wait("file", timeout=60)
         daemon.settle()
     return spool, tier
 

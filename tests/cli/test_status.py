@@ -114,7 +114,7 @@ def test_after_the_daemon_has_ended_its_last_state_is_shown(
 
     async def work() -> None:
         async with serving(spool, tmp_path / "tier") as http:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while "durable" not in [one.what for one in http._views._reconciler.journal.events]:
                     await asyncio.sleep(0.05)
 

@@ -10,12 +10,12 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from support.doubles import Double
+from support.waiting import wait_until
 from support.world import Daemon, commit, part
 
 from tierd.cli import run
@@ -107,10 +107,8 @@ def test_top_shows_problems_and_transfers_under_way(spool: Spool, monkeypatch: p
     with Daemon(spool.root, {"disk": store}) as daemon:
         for _ in range(3):
             daemon.reconciler.journal.failed(("lane", "disk"), "prune", "disk", "backlog", "503 Slow Down")
-        seen, end = Seen(spool), time.monotonic() + 30
-        while not re.search(r"flush of rank 0 to disk \d+%", "\n".join(lines(seen, 200))):
-            assert time.monotonic() < end, lines(seen)
-            time.sleep(0.05)
+        seen = Seen(spool)
+        wait_until(lambda: re.search(r"flush of rank 0 to disk \d+%", "\n".join(lines(seen, 200))), pause_s=0.05)
         assert "ALERT disk: prune backlog failed 3 times in a row: 503 Slow Down" in lines(seen)
 
 
@@ -158,10 +156,8 @@ def test_a_tier_that_fails_has_its_error(spool: Spool) -> None:
     store = Double()
     store.error = StoreUnavailable("503 Slow Down")
     with Daemon(spool.root, {"disk": store}):
-        seen, end = Seen(spool), time.monotonic() + 30
-        while "disk: 503 Slow Down" not in lines(seen):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        seen = Seen(spool)
+        wait_until(lambda: "disk: 503 Slow Down" in lines(seen), pause_s=0.05)
 
 
 # -- without a terminal -----------------------------------------------------------------------------------------------
@@ -204,11 +200,9 @@ class Terminal:
         last = self._said.rpartition("\x1b[H")[2]  # where each drawing begins
         return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in last.replace("\r", "").split("\n")]
 
-    def wait(self, words: str, timeout_s: float = 100.0) -> list[str]:
-        end = time.monotonic() + timeout_s
-        while words not in "\n".join(self.screen):
-            assert self.process.poll() is None and time.monotonic() < end, self.screen
-            time.sleep(0.05)
+    def wait(self, words: str) -> list[str]:
+        wait_until(lambda: self.process.poll() is not None or words in "\n".join(self.screen), pause_s=0.05)
+        assert words in "\n".join(self.screen), self.screen
         return self.screen
 
     def press(self, key: bytes) -> None:
@@ -244,10 +238,7 @@ def test_it_lives_on_a_terminal_through_an_end_of_the_daemon(spool: Spool) -> No
             assert "step 40 is on a tier" in "\n".join(terminal.screen)
             with Daemon(spool.root, {"disk": Double()}) as another:
                 another.settle()
-                end = time.monotonic() + 60
-                while "does not answer" in "\n".join(terminal.screen):
-                    assert time.monotonic() < end
-                    time.sleep(0.05)
+                wait_until(lambda: "does not answer" not in "\n".join(terminal.screen), pause_s=0.05)
                 terminal.wait("half: on no tier")
                 terminal.press(b"q")
                 assert terminal.ended() == 0

@@ -53,7 +53,7 @@ def mortal(monkeypatch):
 def saved(spool, *steps: int) -> tierd.Checkpointer:
     checkpointer = tierd.Checkpointer(spool.root, "run")
     for step in steps:
-        checkpointer.save(step, tensors(step)).wait(timeout=20)
+        checkpointer.save(step, tensors(step)).wait(timeout=60)
     return checkpointer
 
 
@@ -98,7 +98,7 @@ def test_a_wait_of_the_wrong_kind_is_refused_and_closes_nothing(spool, wait, tim
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         with pytest.raises(ConfigError, match=r"wait=|timeout="):
             checkpointer.close(wait=wait, timeout=timeout)
-        checkpointer.save(1, tensors(1)).wait(timeout=20)
+        checkpointer.save(1, tensors(1)).wait(timeout=60)
 
 
 def test_a_tier_that_is_not_there_is_refused(spool):
@@ -152,15 +152,15 @@ def test_a_save_that_failed_is_on_no_tier(spool, monkeypatch):
         checkpointer = tierd.Checkpointer(spool.root, "run")
         for step in (1, 2):
             with pytest.raises(SaveFailed):
-                checkpointer.save(step, tensors(step)).wait(timeout=20)
+                checkpointer.save(step, tensors(step)).wait(timeout=60)
         for _ in range(2):
             with pytest.raises(SaveFailed, match=r"s3: 2 saves \(steps 1, 2\) are not there, because saving failed: "):
                 checkpointer.close(wait="s3", timeout=60)
         checkpointer = tierd.Checkpointer(spool.root, "run")
         with pytest.raises(SaveFailed):
-            checkpointer.save(3, tensors(3)).wait(timeout=20)
+            checkpointer.save(3, tensors(3)).wait(timeout=60)
         disk.size_bytes = 1 << 30
-        checkpointer.save(3, tensors(3)).wait(timeout=20)  # it is saved after all
+        checkpointer.save(3, tensors(3)).wait(timeout=60)  # it is saved after all
         checkpointer.close(wait="s3", timeout=60)
         assert [daemon.reconciler.tiers.observed.has(one, "s3") for one in spool.parts()] == [True]
 
@@ -171,7 +171,7 @@ def test_a_daemon_that_hangs_costs_a_bounded_wait_and_the_steps_are_named(spool,
         checkpointer = saved(spool, 1, 2)
         hung, go_on = threading.Event(), threading.Event()
         daemon.loop.call_soon_threadsafe(lambda: (hung.set(), go_on.wait(60)))
-        assert hung.wait(20)
+        assert hung.wait(60)
         begun_s = time.monotonic()
         try:
             if how:
@@ -233,7 +233,7 @@ def test_close_raises_for_lost_saves_although_a_daemon_runs(spool, monkeypatch):
         checkpointer = tierd.Checkpointer(spool.root, "run")
         save_all(checkpointer, *range(7))
         with pytest.raises(SaveFailed, match=r"7 saves \(steps 0, 1, 2, 3, 4, 5, 6\) are in no place"):
-            checkpointer.close(timeout=10)
+            checkpointer.close(timeout=60)
 
 
 def test_close_raises_nothing_if_a_later_save_became_durable(spool, alone, monkeypatch):
@@ -355,7 +355,7 @@ def test_a_signal_handler_renews_while_the_thread_that_it_interrupts_does(spool,
     for times in (1, 2):
         training = threading.Thread(target=attachment.renew, daemon=True)
         training.start()
-        training.join(20)
+        training.join(60)
         assert not training.is_alive()
         assert len(attached) == times, "the handler leaves it to the call that it interrupted"
 

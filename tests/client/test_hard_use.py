@@ -14,6 +14,7 @@ import torch
 from support.doubles import Double
 from support.timed import timed_client
 from support.training import restored, same, tensors
+from support.waiting import wait_until
 from support.world import Daemon, hurry
 
 import tierd
@@ -52,8 +53,8 @@ def test_a_signal_handler_may_save_while_a_save_is_copying(spool, local, slow):
     """Preemption: SIGTERM comes when it likes, and its handler saves."""
     saved = []
     after(0.1, lambda *_: saved.append(local.save(2, tensors(2))))
-    local.save(1, tensors(1)).wait(timeout=20)
-    saved[0].wait(timeout=20)
+    local.save(1, tensors(1)).wait(timeout=60)
+    saved[0].wait(timeout=60)
     for step in (1, 2):
         assert same(restored(spool, step)[1], step)
 
@@ -70,7 +71,7 @@ def test_interrupted_save_is_no_checkpoint_and_blocks_no_later_save(spool, local
         local.save(1, state)
     for tensor in state.values():
         tensor.zero_()
-    local.save(1, tensors(1)).wait(timeout=20)
+    local.save(1, tensors(1)).wait(timeout=60)
     assert same(restored(spool, 1)[1], 1)
 
 
@@ -91,7 +92,7 @@ def test_a_save_that_is_interrupted_while_it_streams_is_no_checkpoint(spool, loc
         begun.extend([file] if len(piece) >= 4096 else [])  # not the file of other values
         if begun.count(file) == number and len(set(begun)) == errors + 1:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
-            changed.wait(20)
+            changed.wait(60)
 
     def fail_at_first(file):
         done = finish(file)
@@ -112,7 +113,7 @@ def test_a_save_that_is_interrupted_while_it_streams_is_no_checkpoint(spool, loc
     assert not spool.parts() and not list((spool.control / "stage").iterdir())
     assert begun.count(begun[-1]) == number  # it ended soon, because a later save waits for it
     assert local.stats.failed == errors  # the step was given up, or had been claimed and has failed
-    local.save(1, tensors(1)).wait(timeout=20)
+    local.save(1, tensors(1)).wait(timeout=60)
     assert same(restored(spool, 1)[1], 1)
 
 
@@ -124,8 +125,8 @@ def test_copy_that_fails_is_a_value_and_blocks_no_later_save(spool, local, monke
         patch.setattr(Snapshot, "copy", fails)
         save = local.save(1, tensors(1))
         with pytest.raises(SaveFailed, match="no room"):
-            save.wait(timeout=20)
-    local.save(1, tensors(1)).wait(timeout=20)
+            save.wait(timeout=60)
+    local.save(1, tensors(1)).wait(timeout=60)
     assert (local.stats.saves, local.stats.failed) == (2, 1)
 
 
@@ -134,7 +135,7 @@ def test_a_tree_that_is_too_large_is_the_callers_to_hear_of(spool, local, monkey
         patch.setattr("tierd.state.values.MAX_TREE", 100)
         with pytest.raises(StateRefused, match="100 at most"):
             local.save(1, {"text": "x" * 200})
-    local.save(1, tensors(1)).wait(timeout=20)
+    local.save(1, tensors(1)).wait(timeout=60)
 
 
 def child(work) -> int:
@@ -171,15 +172,12 @@ def test_a_forked_child_does_not_keep_its_parent_attached(spool):
         link.ask(Attach())
         pid = os.fork()
         if pid == 0:
-            time.sleep(20)
+            time.sleep(600)
             os._exit(0)
         try:
             assert daemon.control.trainers == 1
             link.close()
-            end = time.monotonic() + 8
-            while daemon.control.trainers and time.monotonic() < end:
-                time.sleep(0.02)
-            assert daemon.control.trainers == 0
+            wait_until(lambda: not daemon.control.trainers)
         finally:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

@@ -136,7 +136,7 @@ def test_a_handler_may_save_at_any_line_of_the_schedule(spool):
     def save() -> None:
         step = next(steps)
         checkpointer.due(step, metrics={"loss": -step})
-        checkpointer.save(step, tensors(1), {"loss": -step}).wait(timeout=20)
+        checkpointer.save(step, tensors(1), {"loss": -step}).wait(timeout=60)
 
     with made(spool, tierd.When(steps=1, best="loss")) as checkpointer:
         for moment in range(200):

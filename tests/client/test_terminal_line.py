@@ -51,7 +51,7 @@ class Screen:
         return b"".join(self._said).decode()
 
     def close(self) -> None:
-        self._reads.join(20)
+        self._reads.join(60)
         os.close(self._ours)
 
 

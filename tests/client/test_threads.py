@@ -50,7 +50,7 @@ def test_threads_that_name_the_attempt_at_once_get_the_same_name(tmp_path):
     listing = threading.Barrier(3)
 
     def seen() -> set[str]:
-        listing.wait(10)  # every thread has found that there is no attempt yet
+        listing.wait(60)  # every thread has found that there is no attempt yet
         return set()
 
     launch = Launch(Spool(tmp_path), "run", Ranks(0, 1), None, seen)
@@ -176,7 +176,7 @@ def test_save_whose_attempt_is_named_while_another_thread_restores_is_refused(tm
 
     def seen() -> set[str]:
         naming.set()
-        restored.wait(10)
+        restored.wait(60)
         return set()
 
     launch = Launch(Spool(tmp_path), "run", Ranks(0, 1), None, seen)
@@ -190,7 +190,7 @@ def test_save_whose_attempt_is_named_while_another_thread_restores_is_refused(tm
 
     thread = threading.Thread(target=save)
     thread.start()
-    assert naming.wait(10)
+    assert naming.wait(60)
     origin = CheckpointId("run", tierd.new_attempt(), 1)
     with launch.restoring():
         launch.go_on_from(origin, [origin.attempt], [launch.clock()])

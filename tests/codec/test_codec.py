@@ -283,10 +283,10 @@ def test_a_child_of_a_fork_decodes_although_every_core_was_busy() -> None:
     made = encoded(raw)
     assert made.stored.codec == codec.PLANES
     busy = codec._cores
-    assert all(busy.acquire(timeout=5) for _ in range(codec._CORES))
+    assert all(busy.acquire(timeout=60) for _ in range(codec._CORES))
     try:
         if not (child := os.fork()):
-            signal.alarm(10)
+            signal.alarm(60)
             os._exit(bytes(codec.decode(made.chunk, made.data, "t")) != raw)
         assert os.waitpid(child, 0)[1] == 0
     finally:

@@ -42,7 +42,7 @@ def down() -> Double:
 def raw(spool: Spool, data: bytes, *, half: bool = False) -> bytes:
     """What the daemon sends to a peer that sends `data` and, unless `half`, nothing more."""
     with socket.socket(socket.AF_UNIX) as peer:
-        peer.settimeout(10)
+        peer.settimeout(60)
         peer.connect(str(spool.socket))
         try:
             peer.sendall(data)
@@ -85,7 +85,7 @@ def test_garbage_does_not_disturb_the_daemon(spool, kind):
             assert b'"ok":true' not in answer
         assert link.ask(Status())["status"]["trainers"] == 1
         assert not daemon.reconciler.requests.held
-        link.ask(Wait(part=part(1), tier="tier", timeout_s=10))
+        link.ask(Wait(part=part(1), tier="tier", timeout_s=60))
         wait_until(lambda: len(daemon.control._connections) == 1)
 
 
@@ -96,7 +96,7 @@ def test_many_silent_peers_do_not_disturb_it(spool):
             for peer in peers:
                 peer.connect(str(spool.socket))
             with Link(spool) as link:
-                assert link.ask(Status(), 10)["status"]["pid"] == os.getpid()
+                assert link.ask(Status(), 60)["status"]["pid"] == os.getpid()
         finally:
             for peer in peers:
                 peer.close()
@@ -115,7 +115,7 @@ def test_a_removal_is_logged_if_anything_was_removed(spool, caplog):
     commit(spool, part(1))
     with Daemon(spool.root, {"tier": Double()}), Link(spool) as link:
         for run in ("nope", part(1).checkpoint.run):
-            assert link.ask(Remove(run=run), 20)["ok"]
+            assert link.ask(Remove(run=run), 60)["ok"]
             said = [record.getMessage() for record in caplog.records if "was deleted, as asked" in record.getMessage()]
             assert len(said) == (run != "nope")
 
@@ -127,7 +127,7 @@ def opened(spool) -> Iterator[Callable[[], socket.socket]]:
 
         def opened() -> socket.socket:
             peer = stack.enter_context(socket.socket(socket.AF_UNIX))
-            peer.settimeout(10)
+            peer.settimeout(60)
             peer.connect(str(spool.socket))
             return peer
 
@@ -234,7 +234,7 @@ def test_wait_answers_when_the_tier_has_verified_it(spool):
     store = Double()
     commit(spool, part(1))
     with Daemon(spool.root, {"tier": store}) as daemon, Link(spool) as link:
-        assert link.ask(Wait(part=part(1), tier="tier", timeout_s=10))["ok"]
+        assert link.ask(Wait(part=part(1), tier="tier", timeout_s=60))["ok"]
         assert part(1).manifest_key in daemon.call(contents(store.inner))
 
 
@@ -245,13 +245,13 @@ def test_a_flush_that_is_waited_for_is_not_spread(spool):
         now = [0.0]
         daemon.reconciler._live.cadence = Cadence(lambda: now[0])
         for step in range(4):
-            now[0] += 60.0
+            now[0] += 3600.0
             daemon.reconciler._live.cadence.saw([part(step)])
         commit(spool, part(9))
         daemon.loop.call_soon_threadsafe(daemon.reconciler.wake)
         wait_until(lambda: store.puts(is_chunk))
         assert not store.puts(is_manifest)
-        assert link.ask(Wait(part=part(9), tier="tier", timeout_s=10))["ok"]
+        assert link.ask(Wait(part=part(9), tier="tier", timeout_s=60))["ok"]
         assert not daemon.reconciler.requests.awaited
 
 
@@ -266,10 +266,10 @@ def test_wait_for_a_checkpoint_that_will_never_be_on_the_tier_ends(spool):
             link.ask(Wait(part=part(0), tier="tier", timeout_s=0.3))
         threading.Timer(0.3, lambda: setattr(store, "error", None)).start()
         with pytest.raises(CheckpointNotFound, match="will not come"):
-            link.ask(Wait(part=part(0), tier="tier"), 20)
-        link.ask(Wait(part=part(2), tier="tier"), 20)
+            link.ask(Wait(part=part(0), tier="tier"), 60)
+        link.ask(Wait(part=part(2), tier="tier"), 60)
         with pytest.raises(CheckpointNotFound, match="will not come"):
-            link.ask(Wait(part=part(9), tier="tier"), 20)
+            link.ask(Wait(part=part(9), tier="tier"), 60)
 
 
 def test_wait_outlasts_a_tier_that_is_down_and_says_why_when_it_does_not(spool):
@@ -280,7 +280,7 @@ def test_wait_outlasts_a_tier_that_is_down_and_says_why_when_it_does_not(spool):
         with pytest.raises(TimeoutError, match="no route to host"):
             link.ask(Wait(part=part(1), tier="tier", timeout_s=0.3))
         threading.Timer(0.3, lambda: setattr(store, "error", None)).start()
-        assert link.ask(Wait(part=part(1), tier="tier", timeout_s=10))["ok"]
+        assert link.ask(Wait(part=part(1), tier="tier", timeout_s=60))["ok"]
 
 
 def test_wait_raises_at_once_where_the_tier_refuses(spool):
@@ -288,7 +288,7 @@ def test_wait_raises_at_once_where_the_tier_refuses(spool):
     store.error = StoreRefused("403 Forbidden")
     commit(spool, part(1))
     with Daemon(spool.root, {"tier": store}), Link(spool) as link, pytest.raises(StoreRefused, match="403"):
-        link.ask(Wait(part=part(1), tier="tier"), 10)
+        link.ask(Wait(part=part(1), tier="tier"), 60)
 
 
 def test_wait_for_a_tier_that_is_not_there_names_those_that_are(spool):
@@ -297,7 +297,7 @@ def test_wait_for_a_tier_that_is_not_there_names_those_that_are(spool):
         Link(spool) as link,
         pytest.raises(ConfigError, match="local, tier"),
     ):
-        link.ask(Wait(part=part(1), tier="s3"), 10)
+        link.ask(Wait(part=part(1), tier="s3"), 60)
 
 
 def test_a_daemon_that_works_for_long_shows_so(spool, monkeypatch):
@@ -339,7 +339,7 @@ def test_daemon_that_stops_during_a_request_is_unavailable(spool):
     with Daemon(spool.root, {"tier": down()}) as daemon, Link(spool) as link:
         threading.Timer(0.2, daemon.stop).start()
         with pytest.raises(DaemonUnavailable):
-            link.ask(Wait(part=part(1), tier="tier"), 10)
+            link.ask(Wait(part=part(1), tier="tier"), 60)
         assert not link.alive()
 
 

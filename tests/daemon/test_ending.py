@@ -42,7 +42,7 @@ def serve_and_stop(spool, stores, ready, **options):
         await until(spool.socket.exists)
         await until(ready)
         os.kill(os.getpid(), signal.SIGTERM)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             return await daemon
 
     return asyncio.run(work())

@@ -149,7 +149,7 @@ def test_an_abstract_socket_is_understood(monkeypatch):
     name = f"tierd-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
         supervisor.bind("\0" + name)
-        supervisor.settimeout(5)
+        supervisor.settimeout(60)
         monkeypatch.setenv("NOTIFY_SOCKET", "@" + name)
         notify("READY=1")
         assert supervisor.recv(100) == b"READY=1"
@@ -198,7 +198,7 @@ def test_an_idle_daemon_ends_when_the_last_trainer_has_gone_and_all_is_flushed(s
         assert not daemon.done(), "a trainer is there"
         commit(spool, part(1))
         link.close()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await daemon
 
     asyncio.run(work())
@@ -213,7 +213,7 @@ def test_an_idle_daemon_that_no_trainer_started_ends_when_all_is_flushed(spool, 
         commit(spool, part(step))
 
     async def work():
-        async with asyncio.timeout(20):  # and not the 120 s that a trainer has
+        async with asyncio.timeout(60):  # and not the 120 s that a trainer has
             assert await service.serve(served(spool, tmp_path), until_idle=True) == ()
 
     asyncio.run(work())
@@ -240,7 +240,7 @@ def test_idle_daemon_runs_while_a_part_is_left_to_flush(spool, monkeypatch):
         await asyncio.sleep(1.5)
         assert not daemon.done()
         store.error = None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await daemon
 
     asyncio.run(work())

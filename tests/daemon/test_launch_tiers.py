@@ -44,7 +44,7 @@ async def serving(spool: Spool, urls: list[str], *, by_trainer: bool = True) -> 
     finally:
         if not daemon.done():
             os.kill(os.getpid(), signal.SIGTERM)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await daemon
 
 
@@ -58,7 +58,7 @@ def attached(spool: Spool) -> Link:
 
 
 async def attach(link: Link, *to: str) -> dict:
-    return await asyncio.to_thread(link.ask, Attach(run="run", to=to), 20.0)
+    return await asyncio.to_thread(link.ask, Attach(run="run", to=to), 60.0)
 
 
 def manifests(tier: Path) -> int:
@@ -143,7 +143,7 @@ def test_unusable_tiers_of_launch_change_nothing(spool, tmp_path):
                 assert list(answer["tiers"]) == ["file"] and str(spool.root) in answer["refused"]
                 commit(spool, part(1))
                 await until(lambda: manifests(tmp_path / "a") == 1)
-                status = (await asyncio.to_thread(link.ask, Status(), 20.0))["status"]
+                status = (await asyncio.to_thread(link.ask, Status(), 60.0))["status"]
                 assert [tier["name"] for tier in status["tiers"]] == ["file"]
 
     asyncio.run(work())

@@ -81,7 +81,7 @@ async def history(spool: Spool, home: Path, seed: int) -> int:
     async with serving(spool, to, keep), contextlib.AsyncExitStack() as beside:
         if rng.random() < 0.3:  # another trainer of the spool, attached for the whole history
             trainer = beside.enter_context(contextlib.closing(Link(spool)))
-            await asyncio.to_thread(trainer.ask, Attach(run=RUN, to=urls(to)), 20.0)
+            await asyncio.to_thread(trainer.ask, Attach(run=RUN, to=urls(to)), 60.0)
         for launch in range(1, rng.randint(3, 6)):
             if launch > 1:
                 to = rng.choice(([a], [b], [a, b]))
@@ -92,7 +92,7 @@ async def history(spool: Spool, home: Path, seed: int) -> int:
                 if tier not in named:
                     named.append(tier)
             with contextlib.closing(Link(spool)) as link:
-                await asyncio.to_thread(link.ask, Attach(run=RUN, to=urls(to)), 20.0)
+                await asyncio.to_thread(link.ask, Attach(run=RUN, to=urls(to)), 60.0)
                 for _ in range(rng.randint(1, 3)):
                     if rng.random() < 0.4:
                         rng.choice(named).turn()

@@ -135,7 +135,7 @@ def test_list_of_daemon_shows_checkpoints_of_launch_without_tiers_as_kept(spool)
     with Daemon(spool.root, {"tier": Double()}, keep=1) as daemon:
         daemon.settle()
         with Link(spool) as link:
-            found = link.ask(Report(run=RUN), 20.0)["report"]["checkpoints"]
+            found = link.ask(Report(run=RUN), 60.0)["report"]["checkpoints"]
     assert [one["step"] for one in found] == [3, 2, 1]
     assert all(copy["keep"] and "no tier" in copy["reasons"][0] for one in found for copy in one["copies"])
 
@@ -154,5 +154,5 @@ def test_removed_run_leaves_no_record(spool):
     with Daemon(spool.root, {"tier": Double()}) as daemon:
         daemon.settle()
         with Link(spool) as link:
-            link.ask(Remove(run=RUN), 20.0)
+            link.ask(Remove(run=RUN), 60.0)
     assert not (spool.control / "local-only" / f"{RUN}.json").exists()

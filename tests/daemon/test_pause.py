@@ -38,7 +38,7 @@ from tierd.spool.spool import Spool
 
 def ask(spool: Spool, request) -> dict:
     with Link(spool) as link:
-        return link.ask(request, 20)
+        return link.ask(request, 60)
 
 
 def paused(spool: Spool) -> str | None:
@@ -119,7 +119,7 @@ def test_waiter_of_a_pause_continues_when_it_is_resumed_or_shortened(spool):
             await asyncio.sleep(0.05)
             assert not any(one.done() for one in waiting)
             await change()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await asyncio.gather(*waiting)
 
     asyncio.run(work())
@@ -144,7 +144,7 @@ def test_paused_nothing_is_flushed_and_resumed_it_is(spool):
         assert not store.puts()
         assert paused(spool) == "until resumed"
         assert ask(spool, Resume()) == {"ok": True, "paused": None}
-        assert ask(spool, Wait(part=part(1), tier="tier", timeout_s=20))["ok"]
+        assert ask(spool, Wait(part=part(1), tier="tier", timeout_s=60))["ok"]
         assert paused(spool) is None
 
 
@@ -156,7 +156,7 @@ def test_a_pause_with_an_end_ends_by_itself_however_seldom_the_daemon_looks(spoo
         assert abs(datetime.fromisoformat(ends) - datetime.now(UTC)) < timedelta(seconds=10)
         commit(spool, part(1))
         daemon.loop.call_soon_threadsafe(daemon.reconciler.wake)
-        assert ask(spool, Wait(part=part(1), tier="tier", timeout_s=20))["ok"]
+        assert ask(spool, Wait(part=part(1), tier="tier", timeout_s=60))["ok"]
         assert not daemon.reconciler.pause.paused
 
 
@@ -263,7 +263,7 @@ def test_sigterm_while_paused_ends_at_once_and_the_pause_is_kept(spool, store):
         daemon = asyncio.ensure_future(service.serve(config(spool, "tier", drain="1d")))
         await until(spool.socket.exists)
         os.kill(os.getpid(), signal.SIGTERM)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await daemon
 
     asyncio.run(work())
@@ -285,7 +285,7 @@ def test_a_paused_daemon_with_a_backlog_does_not_end_idle(spool, store, backlog)
             await asyncio.sleep(1.5)
             assert not daemon.done() and not store.puts()
             await asyncio.to_thread(ask, spool, Resume())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await daemon
 
     asyncio.run(work())

@@ -38,7 +38,7 @@ class Node:
         self.configure("a")
 
     def configure(self, *tiers: str, more: str = "", each: str = "") -> None:
-        text = f'spool = "{self.spool.root}"\nrescan = "60s"\ndrain = "5s"\nscrub = "0s"\n{more}\n'
+        text = f'spool = "{self.spool.root}"\nrescan = "1h"\ndrain = "5s"\nscrub = "0s"\n{more}\n'
         for name in tiers:
             (self._tmp / name).mkdir(exist_ok=True)
             text += f'[[tier]]\nname = "{name}"\nurl = "file://{self._tmp / name}"\n{each}\n'
@@ -56,7 +56,7 @@ class Node:
             yield
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 await daemon
 
 
@@ -111,7 +111,7 @@ def test_handed_over_snapshots_survive_a_reload(node, spool, said):
             for step in range(4):
                 save = await asyncio.to_thread(ckpt.save, step, tensors(step))
                 await reload(said)
-                await asyncio.to_thread(save.wait, "a", 30)
+                await asyncio.to_thread(save.wait, "a", 60)
             assert ckpt.stats.handed_over == 4
             await asyncio.to_thread(ckpt.close)
 

@@ -56,7 +56,7 @@ def test_fetch_whose_caller_disconnects_ends_its_hold(spool):
         wait_until(lambda: not daemon.reconciler.requests.held)
         store.delay = 0.0
         with Link(spool) as again:
-            assert again.ask(Fetch(part=part(0)), 20)["ok"]
+            assert again.ask(Fetch(part=part(0)), 60)["ok"]
         assert read(spool, part(0)) == content(0)
 
 
@@ -64,7 +64,7 @@ def test_a_part_that_nobody_has_is_not_there_and_not_corrupt(spool):
     """It may have been pruned since it was seen."""
     with Daemon(spool.root, {"tier": Double()}) as daemon, Link(spool) as link:
         with pytest.raises(ObjectNotFound, match="neither the spool nor any tier has a copy"):
-            link.ask(Fetch(part=part(9)), 10)
+            link.ask(Fetch(part=part(9)), 60)
         assert link.ask(Status())["ok"]
         assert not daemon.reconciler.journal.counters["corruptions"]
 

@@ -276,23 +276,23 @@ class Slow(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans):
         self.reached.set()
-        assert self.go.wait(20)
+        assert self.go.wait(60)
         return super().create_global_plan(all_plans)
 
 
 def test_an_async_save_is_of_the_moment_when_it_was_called(local, spool):
     writer, planner = tierd.dcp.StorageWriter(local, metrics={"loss": 1.0}), Slow()
     first = dcp.async_save(state(1), checkpoint_id="step-1", storage_writer=writer, planner=planner)
-    assert planner.reached.wait(20)
+    assert planner.reached.wait(60)
     writer.metrics = {"loss": 2.0}
     with pytest.raises(ConfigError, match="still saves step 1: wait for it"):
         dcp.async_save(state(2), checkpoint_id="step-2", storage_writer=writer)
     with pytest.raises(ConfigError, match="still saves step 1: wait for it"):
         dcp.save(state(2), checkpoint_id="step-2", storage_writer=writer)
     planner.go.set()
-    first.result(20)
+    first.result(60)
     for step in (2, 3):
-        dcp.async_save(state(step), checkpoint_id=f"step-{step}", storage_writer=writer).result(20)
+        dcp.async_save(state(step), checkpoint_id=f"step-{step}", storage_writer=writer).result(60)
     found = [(one.checkpoint.step, spool.manifest(one).numbers["loss"]) for one in spool.parts()]
     assert found == [(1, 1.0), (2, 2.0), (3, 2.0)]
 
@@ -301,11 +301,11 @@ def test_an_async_save_over_a_load_is_of_no_attempt(local, spool):
     save(local, 1)
     planner = Slow()
     pending = dcp.async_save(state(9), storage_writer=tierd.dcp.StorageWriter(local, 9), planner=planner)
-    assert planner.reached.wait(20)
+    assert planner.reached.wait(60)
     assert tierd.dcp.load(empty(), local).step == 1
     planner.go.set()
     with pytest.raises(CheckpointException, match="went on from another checkpoint while this was being saved"):
-        pending.result(20)
+        pending.result(60)
     assert [one.checkpoint.step for one in spool.parts()] == [1]
 
 
@@ -383,7 +383,7 @@ def test_a_stream_that_fails_in_any_thread_fails_the_save(local, spool, monkeypa
         save(local, 3, thread_count=threads)
     for thread in threading.enumerate():  # whom torch does not wait for
         if "_write_files" in thread.name:
-            thread.join(20)
+            thread.join(60)
     assert spool.parts() == []
     assert spool.leftovers() == [f"stage/{path.name}" for path in (spool.control / "stage").iterdir()]
 

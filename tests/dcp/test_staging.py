@@ -51,7 +51,7 @@ class Slow(DefaultSavePlanner):
         self.go = threading.Event()
 
     def create_global_plan(self, all_plans):
-        assert self.go.wait(20)
+        assert self.go.wait(60)
         return super().create_global_plan(all_plans)
 
 
@@ -81,8 +81,8 @@ def test_staged_state_is_the_state_at_the_call(local, attached):
         planner.go.set()
         job.step()
         if step < 2:
-            pending[-1].result(20)
-    pending[-1].result(20)
+            pending[-1].result(60)
+    pending[-1].result(60)
     assert local.stats.blocked_s > 0
     for step in range(3):
         assert alike(saved(local, step), expected[step])
@@ -96,7 +96,7 @@ def test_a_write_behind_an_async_save_fails_it(local, spool):
         job.model[0].weight.add_(1.0)
     job.step()
     with pytest.raises(CheckpointException) as reported:
-        pending.result(20)
+        pending.result(60)
     assert isinstance(reported.value.failures[0][0], TornSnapshot)
     assert not spool.parts()
     expected = job.copy()
@@ -104,7 +104,7 @@ def test_a_write_behind_an_async_save_fails_it(local, spool):
     with torch.no_grad():
         job.model[0].weight.add_(1.0)  # that one is copied early from now on
     job.step()
-    pending.result(20)
+    pending.result(60)
     assert alike(saved(local, 2), expected)
 
 
@@ -126,12 +126,12 @@ def test_memory_is_used_again_only_when_it_was_written(local):
 
         writer.stage = stage
     first = dcp.async_save(job.state(), storage_writer=writers[0], planner=planner)
-    dcp.async_save(job.state(), storage_writer=writers[1]).result(20)
-    dcp.async_save(job.state(), storage_writer=writers[2]).result(20)
+    dcp.async_save(job.state(), storage_writer=writers[1]).result(60)
+    dcp.async_save(job.state(), storage_writer=writers[2]).result(60)
     assert seen[0] != seen[1] == seen[2]
     planner.go.set()
-    first.result(20)
-    dcp.async_save(job.state(), storage_writer=writers[3]).result(20)
+    first.result(60)
+    dcp.async_save(job.state(), storage_writer=writers[3]).result(60)
     assert seen[3] in (seen[0], seen[1])
 
 
@@ -142,7 +142,7 @@ def test_a_save_that_nobody_ends_holds_up_no_other(local):
     for writer in writers:
         writer.stage(job.state())
     save = local.save(5, job.state())
-    save.wait(timeout=20)
+    save.wait(timeout=60)
     assert save.done()
 
 
@@ -186,7 +186,7 @@ def test_pickling_waits_for_the_copy(local, monkeypatch):
     reading = threading.Thread(target=lambda: found.append(pickle.loads(pickle.dumps(staged))))
     reading.start()
     job.step()
-    reading.join(20)
+    reading.join(60)
     assert len(waited) == 1
     assert type(found[0]) is dict and alike(found[0], expected)
     assert writer._copies.room is None  # not used again: pickling may have moved it
@@ -199,6 +199,6 @@ def test_where_memory_is_short_torch_stages(local, monkeypatch):
     expected = job.copy()
     pending = dcp.async_save(job.state(), storage_writer=tierd.dcp.StorageWriter(local, 1))
     job.step()
-    pending.result(20)
+    pending.result(60)
     monkeypatch.undo()
     assert alike(saved(local, 1), expected)

@@ -187,7 +187,7 @@ def answering(head: bytes, context=None) -> Iterator[int]:
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
-        thread.join(5)
+        thread.join(60)
 
 
 def way(url: str, authorities: str = "") -> dict[str, str]:

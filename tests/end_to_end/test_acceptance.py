@@ -48,7 +48,7 @@ def trainers(spool: Path) -> int | None:
     """How many trainers are attached to the daemon; None where none answers."""
     try:
         with Link(Spool(spool)) as link:
-            return link.ask(Status(), 10)["status"]["trainers"]
+            return link.ask(Status(), 60)["status"]["trainers"]
     except DaemonUnavailable:
         return None
 
@@ -104,7 +104,7 @@ def test_nothing_acknowledged_is_ever_lost(tmp_path, seed):
                 killed += 1
                 time.sleep(noise.random() * 0.3)
             trainer.kill()
-            trainer.join(20)
+            trainer.join(60)
             assert trainer.exitcode == -signal.SIGKILL, f"{here}: it ended by itself: {lines(log)[-3:]}"
             killed += 1
             for words in lines(log):
@@ -200,7 +200,7 @@ def test_a_daemon_started_by_a_trainer_outlives_it_until_all_is_flushed(tmp_path
             pid = int((spool / ".tierd" / "lock").read_text())
     finally:
         trainer.kill()
-        trainer.join(20)
+        trainer.join(60)
     assert trainer.exitcode == -signal.SIGKILL
     wait_until(lambda: gone(pid))
     last = max(int(words[1]) for words in lines(log) if words[0] == "acked")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from support.waiting import wait_until
 from support.web import get, serving
 
 import tierd
@@ -45,10 +45,8 @@ def observed_first(monkeypatch: pytest.MonkeyPatch) -> None:
         last[0] = spool
 
     def written(spool: Spool, manifest: Manifest, files: dict[str, memoryview]) -> CommittedPart:
-        outcome, end = write_part(spool, manifest, files), time.monotonic() + 30
-        while not last[0].lists(manifest.part):
-            assert time.monotonic() < end, "the daemon does not observe the part"
-            time.sleep(0.01)
+        outcome = write_part(spool, manifest, files)
+        wait_until(lambda: last[0].lists(manifest.part))
         return outcome
 
     monkeypatch.setattr(SaveEvents, "came", noted)

@@ -88,7 +88,7 @@ def test_daemon_notifies_shows_its_alerts_and_prints_no_secret(
             assert daemon.wait(100) == 0
         finally:
             daemon.kill()
-            daemon.wait(20)
+            daemon.wait(60)
     assert SECRET.encode() not in (tmp_path / "log").read_bytes()
     for path in spool.root.rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path

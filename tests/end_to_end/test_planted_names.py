@@ -163,7 +163,7 @@ def test_status_drain_and_the_log_escape_a_servers_text(tmp_path, capsys, caplog
     spool = Spool(tmp_path / "spool")
     with Daemon(spool.root, lambda: {"tier": Refusing(tmp_path / "tier")}) as daemon:
         with tierd.Checkpointer(spool.root, "r") as ckpt:
-            ckpt.save(1, {"w": torch.ones(3)}).wait(timeout=20)
+            ckpt.save(1, {"w": torch.ones(3)}).wait(timeout=60)
         for _ in range(600):
             if daemon.reconciler.journal.alerts():
                 break

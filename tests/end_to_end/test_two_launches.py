@@ -68,7 +68,7 @@ class Launch:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(60)
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
@@ -106,7 +106,7 @@ def kept(home: Path) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
 
 def status(home: Path) -> dict:
     with Link(Spool(home / "spool")) as link:
-        return link.ask(Status(), 30)["status"]
+        return link.ask(Status(), 60)["status"]
 
 
 @pytest.mark.timeout(300)
@@ -214,7 +214,7 @@ def test_a_forked_child_does_not_keep_its_trainers_lock(tmp_path) -> None:
         "child = os.fork()\n"
         "if child:\n"
         "    print(child, flush=True)\n"  # one of the two prints: the lines of both may run into each other
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
@@ -222,7 +222,7 @@ def test_a_forked_child_does_not_keep_its_trainers_lock(tmp_path) -> None:
     try:
         assert leases.trainers(spool.control, ["run"])
         trainer.kill()
-        trainer.wait(30)
+        trainer.wait(60)
         wait_until(lambda: leases.trainers(spool.control, ["run"]) == {})
     finally:
         os.kill(child, signal.SIGKILL)

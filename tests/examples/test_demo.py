@@ -36,7 +36,7 @@ def ended(process, tmp_path, timeout=250):
         code = process.wait(timeout)
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
     return code, (tmp_path / "out").read_text()
 
 

@@ -215,7 +215,7 @@ def test_two_takers_do_not_get_the_same_file(spool, monkeypatch):
 
     def seen(self, owner):
         found = real(self, owner)
-        both.wait(30)  # both have seen it before either takes it
+        both.wait(60)  # both have seen it before either takes it
         return found
 
     monkeypatch.setattr(Spool, "recycled", seen)

@@ -341,7 +341,7 @@ def test_work_ahead_ends_with_the_block_and_its_error_is_raised_in_turn():
 
     def items():
         yield 1
-        going.wait(30)
+        going.wait(60)
         yield 2
         raise OSError(errno.EIO, "Input/output error")
 
@@ -699,7 +699,7 @@ def test_an_opener_in_the_moment_of_the_lease_kills_nobody(disk, monkeypatch):
     fd = os.open(disk, os.O_WRONLY)
     assert direct_io.is_spare(fd)
     os.close(fd)
-    assert openers[0].wait(30) == 0
+    assert openers[0].wait(60) == 0
 
 
 def _waits_in(pid):

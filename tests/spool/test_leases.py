@@ -41,7 +41,7 @@ def made(spool: Spool, **options) -> tierd.Checkpointer:
 
 def save(ckpt: tierd.Checkpointer, *steps: int) -> None:
     for step in steps:
-        ckpt.save(step, tensors(step)).wait(timeout=30)
+        ckpt.save(step, tensors(step)).wait(timeout=60)
 
 
 def alive(spool: Spool) -> list[str]:
@@ -174,7 +174,7 @@ def test_same_rank_of_the_same_attempt_in_another_process_is_refused_until_that_
                 ckpt.save(2, tensors(2))
             assert [part.checkpoint.step for part in spool.parts()] == [1]
             other.kill()
-            other.wait(30)
+            other.wait(60)
             save(ckpt, 2)
     assert [part.checkpoint.step for part in spool.parts()] == [1, 2]
 

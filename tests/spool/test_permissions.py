@@ -184,7 +184,7 @@ def test_the_daemon_turns_another_user_away_and_takes_no_descriptor(tmp_path: Pa
         def visit() -> int:
             packets = name.startswith("hand")
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET if packets else socket.SOCK_STREAM) as peer:
-                peer.settimeout(10)
+                peer.settimeout(60)
                 peer.connect(f"/proc/self/fd/{there}/{name}")
                 try:
                     if packets:
@@ -240,7 +240,7 @@ def test_daemon_of_a_deleted_spool_leaves_the_sockets_of_the_new_spools_daemon(t
         after.__enter__()
         before.stop()
         with Link(after.spool) as link:
-            assert link.ask(messages.Status(), 10)
+            assert link.ask(messages.Status(), 60)
         assert after.spool.handoff_socket.exists()
     finally:
         for daemon in (before, after):

@@ -519,7 +519,7 @@ def test_a_hung_device_does_not_hold_a_cancelled_call(tmp_path: Path, monkeypatc
     def hang(fd: int, data: memoryview, offset: int) -> int:
         if bytes(data[:3]) == b"new":
             hung.set()
-            go_on.wait(20)
+            go_on.wait(60)
         return write(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", hang)
@@ -528,9 +528,9 @@ def test_a_hung_device_does_not_hold_a_cancelled_call(tmp_path: Path, monkeypatc
         store = FileStore(tmp_path)
         await store.put("k", b"old")
         task = asyncio.create_task(store.put("k", b"new"))
-        await asyncio.to_thread(hung.wait, 10)
+        await asyncio.to_thread(hung.wait, 60)
         task.cancel()
-        done, _ = await asyncio.wait([task], timeout=5)
+        done, _ = await asyncio.wait([task], timeout=60)
         assert done
         assert task.cancelled()
         go_on.set()
@@ -551,7 +551,7 @@ def test_a_cancelled_put_that_wakes_up_late_replaces_nothing(tmp_path: Path, mon
     def hang(fd: int) -> None:
         if not hung.is_set() and "/.tmp/" in os.readlink(f"/proc/self/fd/{fd}"):
             hung.set()
-            go_on.wait(20)
+            go_on.wait(60)
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", hang)
@@ -559,7 +559,7 @@ def test_a_cancelled_put_that_wakes_up_late_replaces_nothing(tmp_path: Path, mon
     async def whole() -> None:
         store = FileStore(tmp_path)
         task = asyncio.create_task(store.put("k", b"first"))
-        await asyncio.to_thread(hung.wait, 10)
+        await asyncio.to_thread(hung.wait, 60)
         task.cancel()
         await asyncio.wait([task])
         await store.put("k", b"second")
@@ -582,7 +582,7 @@ def test_a_cancelled_deletion_that_wakes_up_late_removes_nothing_more(
 
     def hang(name: str, *, dir_fd: int) -> None:
         hung.set()
-        go_on.wait(20)
+        go_on.wait(60)
         unlink(name, dir_fd=dir_fd)
 
     def end(*args: object) -> None:
@@ -597,11 +597,11 @@ def test_a_cancelled_deletion_that_wakes_up_late_removes_nothing_more(
 
     async def whole() -> None:
         task = asyncio.create_task(FileStore(tmp_path).delete(several))
-        await asyncio.to_thread(hung.wait, 10)
+        await asyncio.to_thread(hung.wait, 60)
         task.cancel()
         await asyncio.wait([task])
         go_on.set()
-        assert await asyncio.to_thread(ended.wait, 10)
+        assert await asyncio.to_thread(ended.wait, 60)
 
     asyncio.run(whole())
     assert len(listed(tmp_path)) == 3

@@ -36,7 +36,7 @@ class Pace:
             with self._changed:
                 self.begun.add(step)
                 self._changed.notify_all()
-                assert self._changed.wait_for(lambda: step <= self._free, 20), f"nobody let the copy of {step} go on"
+                assert self._changed.wait_for(lambda: step <= self._free, 60), f"nobody let the copy of {step} go on"
             for name in names:
                 time.sleep(self.crawl)
                 real(snapshot, into, [name])
@@ -51,7 +51,7 @@ class Pace:
     def reached(self, step: int) -> None:
         """Return when the late copy of `step` is at its begin: all else of it is copied."""
         with self._changed:
-            assert self._changed.wait_for(lambda: step in self.begun, 20), f"the copy of {step} did not begin"
+            assert self._changed.wait_for(lambda: step in self.begun, 60), f"the copy of {step} did not begin"
 
 
 @pytest.fixture

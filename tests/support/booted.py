@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from support.confined import MS_BIND, MS_RDONLY, MS_REC, _libc, check, mount, set_read_only
+from support.waiting import wait_until
 
 _TARGET = "tierd-test.target"
 _UNITS = ("lib/systemd/system", "usr/lib/systemd/system", "etc/systemd/system")
@@ -88,13 +89,17 @@ class Machine:
         """The end of the journal."""
         return self.run("journalctl --no-pager -n 30", ok=False).stdout
 
-    def until(self, command: str, timeout: float = 30.0) -> str:
+    def retry(self, command: str) -> str:
         """Run a command again and again until it ends with 0; its output."""
-        end = time.monotonic() + timeout
-        while (done := self.run(command, ok=False)).returncode:
-            assert time.monotonic() < end, f"{command}: {done.stdout}\n{done.stderr}"
-            time.sleep(0.2)
-        return done.stdout
+        outputs: list[str] = []
+
+        def succeeds() -> bool:
+            done = self.run(command, ok=False)
+            outputs.append(done.stdout)
+            return not done.returncode
+
+        wait_until(succeeds, pause_s=0.2)
+        return outputs[-1]
 
     def show(self, unit: str, name: str) -> str:
         """One property of a unit."""
@@ -131,7 +136,7 @@ def booted(base: Path, binds: Mapping[str, str]) -> Iterator[Machine]:
         yield machine
     finally:
         process.send_signal(signal.SIGKILL)  # --kill-child: and with PID 1 all else
-        process.wait(30)
+        process.wait(60)
 
 
 if __name__ == "__main__":

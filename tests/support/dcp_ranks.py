@@ -31,7 +31,7 @@ def run(world: int, meeting: Path, work: Callable[..., Any], *args: Any, timeout
         return found
     finally:
         for process in processes:
-            process.join(10)
+            process.join(60)
             if process.is_alive():
                 process.kill()
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 import torch
+from support.waiting import BOUND_S
 
 from tierd.state import cuda
 
@@ -307,7 +308,7 @@ class FakeCuda(cuda.Cuda):
         self.call(stream.where)
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        end = time.monotonic() + 30
+        end = time.monotonic() + BOUND_S
         while not done():
             with self._lock:
                 moved = self._step()

@@ -13,9 +13,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
+
+from support.waiting import wait_until
 
 from tierd.spool.spool import Spool
 
@@ -36,10 +37,8 @@ class Moment:
         """Kill the process if this is the moment, once the checkpoint of step `saved` is durable (0: no matter)."""
         if f"{event} {step}" != self._text:
             return
-        end = time.monotonic() + 60
-        while saved and saved not in {part.checkpoint.step for part in Spool(self._home / "spool").parts("run")}:
-            assert time.monotonic() < end, f"step {saved} is not durable"
-            time.sleep(0.01)
+        spool = Spool(self._home / "spool")
+        wait_until(lambda: not saved or saved in {part.checkpoint.step for part in spool.parts("run")})
         os.kill(os.getpid(), signal.SIGKILL)
 
     def record(self, name: str, value: Any) -> None:

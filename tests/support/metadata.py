@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
+
+from support.waiting import wait_until
 
 
 class Metadata:
@@ -98,12 +99,9 @@ def serving() -> Iterator[Metadata]:
         metadata.changed.set()
         server.shutdown()
         server.server_close()
-        thread.join(20)
+        thread.join(60)
 
 
-def wait_for(metadata: Metadata, path: str, timeout_s: float = 20.0) -> None:
+def wait_for(metadata: Metadata, path: str) -> None:
     """Return when the server was asked for `path`."""
-    end_s = time.monotonic() + timeout_s
-    while not metadata.asked[path] and time.monotonic() < end_s:
-        time.sleep(0.01)
-    assert metadata.asked[path], f"nobody asked for {path}"
+    wait_until(lambda: metadata.asked[path])

@@ -32,7 +32,7 @@ class Group:
         self.world, self.me = world, threading.local()
         self.exchanges = 0
         self.deaf = False
-        self.together = threading.Barrier(world, timeout=20)
+        self.together = threading.Barrier(world, timeout=60)
         self.distributed_c10d = self
         self._stores = [_Store(self) for _ in range(world)]  # one each, as in processes, over the same values
         self.values: dict[str, bytes] = {}

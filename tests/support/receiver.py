@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from support.waiting import wait_until
 
 
 class Receiver:
@@ -76,7 +77,7 @@ def receiving() -> Iterator[Receiver]:
         receiver.release.set()
         server.shutdown()
         server.server_close()
-        thread.join(20)
+        thread.join(60)
 
 
 def gone(pid: int) -> bool:
@@ -88,8 +89,5 @@ def gone(pid: int) -> bool:
         return True
 
 
-def wait_gone(pids: list[int], timeout: float = 60.0) -> None:
-    end = time.monotonic() + timeout
-    while not all(gone(pid) for pid in pids):
-        assert time.monotonic() < end, "a process lives on"
-        time.sleep(0.01)
+def wait_gone(pids: list[int]) -> None:
+    wait_until(lambda: all(gone(pid) for pid in pids))

@@ -359,7 +359,7 @@ def torn(rank: int, spools: list[str]) -> list[str]:
         with torch.no_grad():
             write(model)
         try:
-            save.wait(timeout=30)
+            save.wait(timeout=60)
             reported.append("kept")
         except Exception as error:
             reported.append(str(error))
@@ -420,7 +420,7 @@ def gathered_at_the_save(rank: int, spools: list[str]) -> list[str]:
             reported.append(evaluate(state))
             save = ckpt.save(step, state)
             expected[step] = locals_of(state)
-            save.wait(timeout=30)
+            save.wait(timeout=60)
     for step in range(4):
         other = made(2)
         reported.append(evaluate(other))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from support.training import tensors
-from support.waiting import wait_until
+from support.waiting import BOUND_S, wait_until
 
 import tierd
 from tierd.ipc.client import Link
@@ -37,7 +37,7 @@ def running(spool: Spool, tier: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def hand_over(ckpt: tierd.Checkpointer, step: int, state: dict | None = None) -> int:
     """Save until the daemon takes a snapshot over; the next step."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + BOUND_S
     before = ckpt.stats.handed_over
     while ckpt.stats.handed_over == before:
         assert time.monotonic() < end, "the daemon takes nothing over"

@@ -107,7 +107,7 @@ class Front:
             listener.shutdown(socket.SHUT_RDWR)
             listener.close()
             self.hang_up()
-            thread.join(5)
+            thread.join(60)
 
     def hang_up(self) -> None:
         """End every connection, so that the next call needs a handshake."""

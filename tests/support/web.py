@@ -33,7 +33,7 @@ async def sent(address: tuple[str, int], data: bytes, tls=None) -> Answer:
     try:
         writer.write(data)
         await writer.drain()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             found = await reader.read()
     except ConnectionError:
         found = b""
@@ -59,7 +59,7 @@ async def get(
 async def serving(spool: Spool, tier: Path, *, http: str = 'listen = "127.0.0.1:0"') -> AsyncIterator[HttpServer]:
     """A whole daemon over a spool and a tier, as `tierd run` has it; its HTTP server."""
     tier.mkdir(exist_ok=True)
-    text = f'spool = "{spool.root}"\nrescan = "60s"\ndrain = "5s"\nscrub = "0s"\n[http]\n{http}\n'
+    text = f'spool = "{spool.root}"\nrescan = "1h"\ndrain = "5s"\nscrub = "0s"\n[http]\n{http}\n'
     text += f'[[tier]]\nname = "disk"\nurl = "file://{tier}"\nretention = {{ keep_last = 100 }}\n'
     made: list[HttpServer] = []
     real = HttpServer.__init__
@@ -78,5 +78,5 @@ async def serving(spool: Spool, tier: Path, *, http: str = 'listen = "127.0.0.1:
     finally:
         if not daemon.done():
             os.kill(os.getpid(), signal.SIGTERM)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 await daemon

@@ -63,7 +63,7 @@ class Azurite:
 
     def is_up(self) -> bool:
         try:
-            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/", timeout=10).close()
+            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/", timeout=60).close()
         except urllib.error.HTTPError:
             return True
         except OSError:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.system
 
 
 def mount(*arguments: str) -> None:
-    subprocess.run(["mount", *arguments], check=True, timeout=30)
+    subprocess.run(["mount", *arguments], check=True, timeout=60)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        while subprocess.run(["umount", str(path)], capture_output=True, timeout=30, check=False).returncode == 0:
+        while subprocess.run(["umount", str(path)], capture_output=True, timeout=60, check=False).returncode == 0:
             pass
 
 
@@ -38,7 +38,7 @@ def refused(ckpt: tierd.Checkpointer, step: int, state: dict[str, torch.Tensor],
     failed = ckpt.stats.failed
     save = ckpt.save(step, state)
     with pytest.raises(SaveFailed) as raised:
-        save.wait(timeout=30)
+        save.wait(timeout=60)
     assert isinstance(raised.value.__cause__, why) and ckpt.stats.failed == failed + 1
 
 
@@ -68,7 +68,7 @@ def test_a_spool_that_turns_read_only(mounted: Path) -> None:
 def test_vanished_mount_is_not_replaced_by_the_directory_under_it(mounted: Path) -> None:
     with tierd.Checkpointer(mounted / "spool", "run", to=[]) as ckpt:
         ckpt.save(1, tensors(1)).wait()
-        subprocess.run(["umount", "--lazy", str(mounted)], check=True, timeout=30)
+        subprocess.run(["umount", "--lazy", str(mounted)], check=True, timeout=60)
         for step in (2, 3):
             refused(ckpt, step, tensors(step), SpoolUnusable)
         assert not list(mounted.iterdir()), "nothing was written to the disk below"

@@ -21,7 +21,7 @@ def spool(tmp_path: Path) -> Iterator[Spool]:
     """Steps 1 and 2, and what a removal left half-way, lie in the lower layer."""
     base = tmp_path / "base"
     base.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tierd-test", str(base)], check=True, timeout=30)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tierd-test", str(base)], check=True, timeout=60)
     try:
         for name in ("lower", "upper", "work", "nvme"):
             (base / name).mkdir()
@@ -30,11 +30,11 @@ def spool(tmp_path: Path) -> Iterator[Spool]:
             commit(older, part(step))
         (older.control / "trash" / "half" / "deep").mkdir(parents=True)
         options = f"lowerdir={base}/lower,upperdir={base}/upper,workdir={base}/work"
-        subprocess.run(["mount", "-t", "overlay", "-o", options, "tierd-test", f"{base}/nvme"], check=True, timeout=30)
+        subprocess.run(["mount", "-t", "overlay", "-o", options, "tierd-test", f"{base}/nvme"], check=True, timeout=60)
         yield Spool(base / "nvme" / "spool")
     finally:
         for path in (base / "nvme", base):
-            subprocess.run(["umount", "--lazy", str(path)], capture_output=True, timeout=30, check=False)
+            subprocess.run(["umount", "--lazy", str(path)], capture_output=True, timeout=60, check=False)
 
 
 def test_retention_removes_files_of_a_lower_layer(spool: Spool) -> None:

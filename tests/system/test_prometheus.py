@@ -228,7 +228,7 @@ class Asked:
 
         def ask() -> Any:
             try:
-                with urllib.request.urlopen(self._address + path, timeout=30) as answer:
+                with urllib.request.urlopen(self._address + path, timeout=60) as answer:
                     return json.load(answer)["data"]
             except ConnectionError:
                 return None

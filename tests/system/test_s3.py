@@ -370,9 +370,9 @@ def test_an_answer_that_breaks_off_is_unavailable(
             proxy.limit, proxy.end = limit, end
             for _ in range(3):  # more often than the pool has connections: none may stay taken
                 with pytest.raises(StoreUnavailable):
-                    await asyncio.wait_for(store.get("k"), 20)
+                    await asyncio.wait_for(store.get("k"), 60)
             proxy.limit = None
-            assert await asyncio.wait_for(store.get("k"), 20) == data
+            assert await asyncio.wait_for(store.get("k"), 60) == data
             await store.aclose()
 
     asyncio.run(whole())
@@ -389,6 +389,6 @@ def test_cancelled_gets_give_their_connections_back(url: StoreUrl, monkeypatch: 
             await asyncio.sleep(0.003 * number)
             task.cancel()
             await asyncio.wait([task])
-        assert await asyncio.wait_for(store.get("k"), 30) == data
+        assert await asyncio.wait_for(store.get("k"), 60) == data
 
     on(url, use)

@@ -114,11 +114,11 @@ def test_the_recipe_works_as_written_and_the_service_is_reloaded_and_stopped(mac
     config = CONFIG.format(spool="/nvme/tierd", tier="/mnt/checkpoints/tierd")
     edit(machine, config + "retention = { keep_last = 1 }\n")
     machine.run("systemctl reload tierd")
-    machine.until("journalctl -u tierd | grep 'the configuration is reloaded'")
-    machine.until("test $(find /mnt/checkpoints/tierd -path '*/manifests/*' -type f | wc -l) = 1")
+    machine.retry("journalctl -u tierd | grep 'the configuration is reloaded'")
+    machine.retry("test $(find /mnt/checkpoints/tierd -path '*/manifests/*' -type f | wc -l) = 1")
     edit(machine, "colour = 'red'")
     machine.run("systemctl reload tierd")
-    machine.until("journalctl -u tierd -p err | grep 'the configuration is not reloaded.*colour'")
+    machine.retry("journalctl -u tierd -p err | grep 'the configuration is not reloaded.*colour'")
     assert (machine.show("tierd", "MainPID"), machine.show("tierd", "ActiveState")) == (pid, "active")
     edit(machine, config)
 
@@ -147,7 +147,7 @@ def test_the_daemon_sees_a_tier_that_is_unmounted_and_mounted_again(machine: Mac
     machine.run("mkdir /keep && mount --bind /mnt/checkpoints /keep && umount /mnt/checkpoints")
     train(machine, "2")
     status = "/opt/tierd/bin/tierd status --check --spool /nvme/tierd"
-    machine.until(f"{status} | grep 'has vanished: is its file system still mounted'")
+    machine.retry(f"{status} | grep 'has vanished: is its file system still mounted'")
     assert machine.run("ls /mnt/checkpoints").stdout == "" and manifests(machine, "/keep/tierd") == 1
 
     machine.run("mount --bind /keep /mnt/checkpoints")
@@ -166,7 +166,7 @@ def test_the_account_that_the_unit_names_reads_the_configuration_too(machine: Ma
 def test_a_configuration_that_cannot_be_used_does_not_start_it_again_and_again(machine: Machine, config: str) -> None:
     install(machine, config)
     machine.run("systemctl daemon-reload; systemctl start tierd", ok=False)
-    machine.until("systemctl is-failed tierd")
+    machine.retry("systemctl is-failed tierd")
     machine.run("sleep 4")  # RestartSec= twice
     assert (machine.show("tierd", "ActiveState"), machine.show("tierd", "NRestarts")) == ("failed", "0")
     assert machine.show("tierd", "ExecMainStatus") == "3"

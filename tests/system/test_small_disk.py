@@ -20,11 +20,11 @@ def small(tmp_path: Path) -> Iterator[Path]:
     """A 6 MB file system of this test's own."""
     path = tmp_path / "nvme"
     path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tierd-test", str(path)], check=True, timeout=30)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tierd-test", str(path)], check=True, timeout=60)
     try:
         yield path
     finally:
-        subprocess.run(["umount", "--lazy", str(path)], capture_output=True, timeout=30, check=False)
+        subprocess.run(["umount", "--lazy", str(path)], capture_output=True, timeout=60, check=False)
 
 
 def test_every_save_on_a_small_disk_succeeds(small: Path, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_spool_on_a_dead_mount_counts_as_unseen_and_stops_nothing(
 
     def hangs(root: Path, lock: tuple[int, int]) -> bool:
         asked.append(root)
-        alive.wait(30)
+        alive.wait(60)
         return True
 
     async def play() -> None:

@@ -66,7 +66,7 @@ class Caller:
 
     def __init__(self, spool: Spool) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(30)
+        self._socket.settimeout(60)
         self._socket.connect(str(spool.socket))
         self._file = self._socket.makefile("rb")
 
@@ -274,7 +274,7 @@ def test_training_saves_and_restores_beside_a_daemon_that_is_too_far(spool, capl
     with OtherDaemon(spool, mismatched(which), GREETINGS[which]) as daemon:
         with tierd.Checkpointer(spool.root, "run", to=to) as checkpointer:
             for step in (1, 2, 3):
-                checkpointer.save(step, tensors(step)).wait(timeout=20)
+                checkpointer.save(step, tensors(step)).wait(timeout=60)
             assert (checkpointer.stats.failed, checkpointer.stats.handed_over) == (0, 0)
         found, state = restored(spool, 3)
         assert found.step == 3 and same(state, 3)
@@ -287,7 +287,7 @@ def test_training_saves_and_restores_beside_a_daemon_that_is_too_far(spool, capl
 
 def test_the_best_is_not_guessed_beside_a_daemon_that_is_too_old(spool):
     with OtherDaemon(spool, of_old, {"ok": True}), tierd.Checkpointer(spool.root, "run") as checkpointer:
-        checkpointer.save(1, tensors(1), metrics={"loss": 0.1}).wait(timeout=20)
+        checkpointer.save(1, tensors(1), metrics={"loss": 0.1}).wait(timeout=60)
         with pytest.raises(StoreUnavailable, match=r"tiers cannot be asked.*upgrade the daemon"):
             checkpointer.restore(tensors(0), best="loss")
 
@@ -310,7 +310,7 @@ def test_a_daemon_one_minor_version_later_takes_snapshots(spool, monkeypatch):
         Daemon(spool.root, {"tier": Double()}),
         tierd.Checkpointer(spool.root, "run") as checkpointer,
     ):
-        checkpointer.save(1, tensors(1)).wait("tier", timeout=20)
+        checkpointer.save(1, tensors(1)).wait("tier", timeout=60)
         assert checkpointer.stats.handed_over == 1
         assert checkpointer.restore(tensors(0)).step == 1
 
@@ -334,7 +334,7 @@ def test_a_daemon_one_minor_version_earlier_has_its_time(spool, monkeypatch):
         Daemon(spool.root, {"tier": Double()}) as daemon,
         tierd.Checkpointer(spool.root, "run") as checkpointer,
     ):
-        checkpointer.save(1, tensors(1)).wait(timeout=20)
+        checkpointer.save(1, tensors(1)).wait(timeout=60)
         assert checkpointer.stats.handed_over == 1
         monkeypatch.setattr(daemon.reconciler.room, "make", make)
         assert made_of(checkpointer).daemon.make_room(part(2), 1000, quota=False)
@@ -342,7 +342,7 @@ def test_a_daemon_one_minor_version_earlier_has_its_time(spool, monkeypatch):
 
 def test_a_later_client_hands_over_and_an_unknown_message_leaves_the_line_usable(spool):
     with Daemon(spool.root, {"tier": Double()}), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
-        client.settimeout(30)
+        client.settimeout(60)
         client.connect(str(spool.handoff_socket))
         assert json.loads(client.recv(1 << 16))["protocol"] == str(PROTOCOL)
         client.send(json.dumps(hello(LATER)).encode())
@@ -357,7 +357,7 @@ def test_a_client_that_is_too_late_hands_nothing_over(spool, caplog):
     with Daemon(spool.root, {"tier": Double()}):
         for _ in range(2):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
-                client.settimeout(30)
+                client.settimeout(60)
                 client.connect(str(spool.handoff_socket))
                 client.recv(1 << 16)
                 client.send(json.dumps(hello("2.0")).encode())

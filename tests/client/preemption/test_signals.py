@@ -115,7 +115,7 @@ def test_signals_in_a_thread_that_is_not_main_names_the_remedy() -> None:
 
     thread = threading.Thread(target=work, name="trainer-2")
     thread.start()
-    thread.join(20)
+    thread.join(60)
     assert len(said) == 1 and "thread trainer-2: make the Checkpointer in the main thread" in said[0]
 
 

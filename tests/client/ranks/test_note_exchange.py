@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.ranks import environment
 from support.threads import together
+from support.waiting import BOUND_S
 from support.world import Daemon
 
 from tierd.client.preemption.agreement import Agreement, Notice
@@ -52,7 +53,7 @@ def _quick(board):
 
 def exchanges(boards, world: int, silent_s: float = QUICK) -> list[NoteExchange]:
     made = [NoteExchange(boards(), rank, world, silent_s) for rank in range(world)]
-    assert together(*(lambda one=one: one.begin(20) for one in made)) == [None] * world
+    assert together(*(lambda one=one: one.begin(60) for one in made)) == [None] * world
     return made
 
 
@@ -60,7 +61,7 @@ def test_every_rank_gets_every_ranks_note(boards):
     made = exchanges(boards, 3)
     for turn in range(3):
         said = [f"{turn} {rank}".encode() * 1000 for rank in range(3)]
-        heard = together(*(lambda rank=rank, said=said: made[rank].exchange(said[rank], 20) for rank in range(3)))
+        heard = together(*(lambda rank=rank, said=said: made[rank].exchange(said[rank], 60) for rank in range(3)))
         assert heard == [said] * 3
         assert [one.turn for one in made] == [turn + 1] * 3
 
@@ -73,7 +74,7 @@ def test_another_thread_leaves_notes_in_a_meeting_and_they_end_with_it(boards):
     sides[1].offer(Notice("SIGTERM", "SIGTERM", time.monotonic()))
 
     def agree(rank: int) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + BOUND_S
         step = 0
         while sides[rank].why is None and time.monotonic() < end:
             sides[rank].advance(notes[rank], time.monotonic())
@@ -81,7 +82,7 @@ def test_another_thread_leaves_notes_in_a_meeting_and_they_end_with_it(boards):
             time.sleep(0.02)
 
     work = [lambda rank=rank: agree(rank) for rank in range(2)]
-    work += [lambda one=one: one.exchange(b"x", 20) for one in made]
+    work += [lambda one=one: one.exchange(b"x", 60) for one in made]
     assert together(*work)[2:] == [[b"x"] * 2] * 2
     assert [side.why for side in sides] == ["SIGTERM"] * 2
     assert notes[0].read([f"{made[0].notes()[1]}notice/0/all"])
@@ -98,8 +99,8 @@ def test_exchange_ignores_notes_that_earlier_processes_left(boards):
 
         def come(rank: int, made=made, launch=launch) -> list[bytes]:
             time.sleep(0.05 * ((rank + launch) % 3))
-            made[rank].begin(20)
-            return made[rank].exchange(f"{launch} {rank}".encode(), 20)
+            made[rank].begin(60)
+            return made[rank].exchange(f"{launch} {rank}".encode(), 60)
 
         expected = [f"{launch} {rank}".encode() for rank in range(3)]
         assert together(*(lambda rank=rank: come(rank) for rank in range(3))) == [expected] * 3
@@ -124,7 +125,7 @@ def test_a_rank_that_does_something_else_ends_the_wait_of_all(boards):
     # The one who comes late is told the same, and all may try again.
     with pytest.raises(StoreUnavailable, match="rank 1"):
         made[1].exchange(b"", 1.0)
-    assert together(*(lambda one=one: one.exchange(b"x", 20) for one in made)) == [[b"x"] * 3] * 3
+    assert together(*(lambda one=one: one.exchange(b"x", 60) for one in made)) == [[b"x"] * 3] * 3
 
 
 def test_rank_0_that_does_something_else_is_named_too(boards):
@@ -139,9 +140,9 @@ def test_rank_0_that_arrives_late_does_not_continue_alone(boards):
     for error in together(*(lambda rank=rank: made[rank].exchange(b"x", 0.5) for rank in (1, 2))):
         assert isinstance(error, StoreUnavailable) and "rank 0 (process" in str(error)
     with pytest.raises(StoreUnavailable, match=r"rank 1 \(process .*gave up waiting.*rank 2 .*gave up waiting"):
-        made[0].exchange(b"x", 20)
+        made[0].exchange(b"x", 60)
     said = [f"{rank}".encode() for rank in range(3)]
-    assert together(*(lambda rank=rank: made[rank].exchange(said[rank], 20) for rank in range(3))) == [said] * 3
+    assert together(*(lambda rank=rank: made[rank].exchange(said[rank], 60) for rank in range(3))) == [said] * 3
 
 
 @pytest.mark.parametrize("interrupted", [0, 2])
@@ -151,13 +152,13 @@ def test_rank_that_is_interrupted_notifies_the_others_and_does_not_wait(boards, 
     begun = time.monotonic()
     made[interrupted].tell(b"interrupted", "is interrupted")
     assert time.monotonic() - begun < 5
-    for heard in together(*(lambda rank=rank: made[rank].exchange(b"x", 20) for rank in others)):
+    for heard in together(*(lambda rank=rank: made[rank].exchange(b"x", 60) for rank in others)):
         if interrupted == 0:
             assert isinstance(heard, StoreUnavailable) and "rank 0 (process" in str(heard)
             assert "is interrupted" in str(heard)
         else:
             assert heard == [b"x", b"x", b"interrupted"]
-    assert together(*(lambda one=one: one.exchange(b"x", 20) for one in made)) == [[b"x"] * 3] * 3
+    assert together(*(lambda one=one: one.exchange(b"x", 60) for one in made)) == [[b"x"] * 3] * 3
 
 
 def test_an_exchange_succeeds_on_all_ranks_or_on_none(boards, monkeypatch):
@@ -169,7 +170,7 @@ def test_an_exchange_succeeds_on_all_ranks_or_on_none(boards, monkeypatch):
 
         def late(first=first, seed=seed) -> list[bytes]:
             time.sleep(0.1 + seed * 0.008)
-            return first.exchange(b"0", 20)
+            return first.exchange(b"0", 60)
 
         answers = together(late, lambda second=second: second.exchange(b"1", 0.2))
         assert len({isinstance(one, StoreUnavailable) for one in answers}) == 1, f"seed {seed}: {answers}"
@@ -184,13 +185,13 @@ def test_exchange_succeeds_though_rank_0_fails_to_remove_its_notes(boards, monke
 
     def remove(keys: object) -> None:
         if fault == "hangs":
-            ending.wait(20)
+            ending.wait(60)
         raise OSError("AccessDenied: s3:DeleteObject")
 
     monkeypatch.setattr(made[0]._board, "remove", remove)
     read, asked = made[0]._board.read, []
     monkeypatch.setattr(made[0]._board, "read", lambda keys: asked.extend(keys) or read(keys))
-    assert together(*(lambda one=one: one.exchange(b"x", 20) for one in made)) == [[b"x"] * 2] * 2
+    assert together(*(lambda one=one: one.exchange(b"x", 60) for one in made)) == [[b"x"] * 2] * 2
     assert not [key for key in asked if key.endswith("/all")], "rank 0 reads its own answer"
     ending.set()
 
@@ -206,7 +207,7 @@ def test_rank_0_that_was_stopped_before_its_answer_fails_with_the_others(boards,
             time.sleep(0.6 * QUICK)
 
     monkeypatch.setattr(made[0], "_put", stopped)
-    for error in together(*(lambda one=one: one.exchange(b"x", 20) for one in made)):
+    for error in together(*(lambda one=one: one.exchange(b"x", 60) for one in made)):
         assert isinstance(error, StoreUnavailable) and "rank 0 (process" in str(error) and "was stopped" in str(error)
 
 
@@ -220,7 +221,7 @@ def test_rank_0_may_end_with_its_store_only_when_others_have_read_why():
         return made
 
     made = [NoteExchange(board(), rank, 3, QUICK) for rank in range(3)]
-    assert together(*(lambda one=one: one.begin(20) for one in made)) == [None] * 3
+    assert together(*(lambda one=one: one.begin(60) for one in made)) == [None] * 3
 
     def first() -> bool:
         with pytest.raises(StoreUnavailable, match="rank 2"):
@@ -245,7 +246,7 @@ def test_rank_0_may_end_with_its_store_only_when_others_have_read_why():
 
 def test_rank_0_waits_at_its_end_for_who_has_not_read(boards):
     first, second = exchanges(boards, 2)
-    assert together(*(lambda one=one: one.exchange(b"", 20) for one in (first, second))) == [[b"", b""]] * 2
+    assert together(*(lambda one=one: one.exchange(b"", 60) for one in (first, second))) == [[b"", b""]] * 2
     begun = time.monotonic()
     assert together(first.close, second.close) == [None, None]
     assert time.monotonic() - begun < 20
@@ -264,10 +265,10 @@ def test_exchange_ends_when_a_foreign_writer_removed_a_note(boards, lost):
     def talk(rank: int) -> list[bytes]:
         with made[rank].attending():
             try:
-                found = made[rank].exchange(b"x", 20)
+                found = made[rank].exchange(b"x", 60)
             finally:
                 through[rank].set()
-            through[1 - rank].wait(5)
+            through[1 - rank].wait(60)
             return found
 
     thread = threading.Thread(target=remove)
@@ -299,9 +300,9 @@ def test_a_hello_that_was_written_over_is_said_again(boards):
 
     def late() -> None:
         time.sleep(1.0)
-        first.begin(20)
+        first.begin(60)
 
-    assert together(late, lambda: second.begin(20), die) == [None] * 3
+    assert together(late, lambda: second.begin(60), die) == [None] * 3
 
 
 def test_exchange_names_a_rank_that_died_while_all_begin(tmp_path):
@@ -414,14 +415,14 @@ def test_ranks_on_other_nodes_learn_that_a_rank_has_ended(monkeypatch):
 
 def test_the_thread_ends_with_its_meeting(boards):
     made = exchanges(boards, 2)
-    assert together(*(lambda one=one: one.exchange(b"", 20) for one in made)) == [[b"", b""]] * 2
+    assert together(*(lambda one=one: one.exchange(b"", 60) for one in made)) == [[b"", b""]] * 2
     threads = [one._thread for one in made]
     for one in made:
         one.close()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
-    assert together(*(lambda one=one: one.exchange(b"", 20) for one in made)) == [[b"", b""]] * 2, (
+    assert together(*(lambda one=one: one.exchange(b"", 60) for one in made)) == [[b"", b""]] * 2, (
         "it can be used again"
     )
 
@@ -429,7 +430,7 @@ def test_the_thread_ends_with_its_meeting(boards):
 def test_a_signal_handler_closes_while_the_thread_is_started(tmp_path):
     """The handler interrupts the thread that holds the lock."""
     made = NoteExchange(_quick(DirectoryBoard(tmp_path, "launch")), 0, 1, QUICK)
-    made.begin(20)
+    made.begin(60)
     made.close()
     handled: list[bool] = []
 
@@ -444,11 +445,11 @@ def test_a_signal_handler_closes_while_the_thread_is_started(tmp_path):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(threading.Thread, "start", start)
-            made.exchange(b"", 20)
+            made.exchange(b"", 60)
 
     training = threading.Thread(target=work, daemon=True)
     training.start()
-    training.join(20)
+    training.join(60)
     assert handled and not training.is_alive()
 
 
@@ -540,7 +541,7 @@ def test_a_board_that_hangs_ends_the_wait():
 
     hanging = NoteExchange(Hanging(), 0, 2, silent_s=1.0)
     with pytest.raises(StoreUnavailable, match="the store does not answer"):
-        hanging.begin(30)
+        hanging.begin(60)
 
 
 def test_a_board_that_fails_is_named(tmp_path):

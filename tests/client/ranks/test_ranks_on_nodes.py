@@ -99,11 +99,11 @@ def test_the_requests_of_a_launch_that_meets_on_a_tier(tmp_path):
             talking.poll_s = talking.beat_s = 60.0  # a rank that waits reads a few times at first, and then seldom
             ranks.append(NoteExchange(talking, number, world, 200.0))
         store.taken()
-        assert together(*(lambda one=one: one.begin(50.0) for one in ranks)) == [None] * world
+        assert together(*(lambda one=one: one.begin(60.0) for one in ranks)) == [None] * world
         met = store.taken()
         assert 3 * world + 2 <= met["PUT"] <= 3 * world + 20, met
         for _ in range(2):
-            said = together(*(lambda one=one: one.exchange(b"x", 50.0) for one in ranks))
+            said = together(*(lambda one=one: one.exchange(b"x", 60.0) for one in ranks))
             assert said == [[b"x"] * world] * world
             wait_until(lambda: all(one._jobs.empty() for one in ranks))
             counted = store.taken()
@@ -259,7 +259,7 @@ def test_notes_of_ranks_that_were_killed_are_swept_by_any_daemon_a_day_later(tmp
 def test_a_daemon_that_starts_sweeps_the_runs_that_it_saves(tmp_path, monkeypatch):
     store = MemoryStore()
     with Daemon(tmp_path, {"tier": store}) as daemon, tierd.Checkpointer(daemon.spool.root, "run") as checkpointer:
-        checkpointer.save(1, tensors(1)).wait("tier", timeout=30)
+        checkpointer.save(1, tensors(1)).wait("tier", timeout=60)
         board(daemon).put("hello/0", b"")
     now = time.time_ns() + 2 * DAY_MS * 1_000_000
     monkeypatch.setattr(rank_notes.time, "time_ns", lambda: now)
@@ -476,6 +476,6 @@ def test_a_checkpoint_of_another_run_is_none_of_its_notes(tmp_path):
         board(daemon).put("hello/0", b"x")
         with tierd.Checkpointer(daemon.spool.root, "run") as checkpointer:
             assert checkpointer.restore(tensors(0)) is None
-            checkpointer.save(1, tensors(1)).wait("tier", timeout=30)
+            checkpointer.save(1, tensors(1)).wait("tier", timeout=60)
         daemon.settle()
         assert daemon.reconciler.tiers.observed.has(next(iter(daemon.spool.parts())), "tier")

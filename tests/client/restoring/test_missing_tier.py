@@ -34,7 +34,7 @@ def launch(tmp_path, monkeypatch, quick):
 
     def save(rank: int) -> None:
         with tierd.Checkpointer(homes[rank], "run", to=[]) as ckpt:
-            ckpt.save(1, tensors(rank)).wait(timeout=30)
+            ckpt.save(1, tensors(rank)).wait(timeout=60)
 
     stores = [FileStore(tier), FileStore(tmp_path / "missing")]
     with Daemon(homes[0], {"tier": stores[0]}), Daemon(homes[1], {"tier": stores[1]}):
@@ -68,7 +68,7 @@ def test_checkpoint_that_only_a_missing_tier_has_is_an_error_that_names_the_node
     tier.mkdir()
     with Daemon(spool.root, {"tier": FileStore(tier)}) as daemon:
         with tierd.Checkpointer(spool.root, "run") as ckpt:
-            ckpt.save(1, tensors(1)).wait(timeout=30)
+            ckpt.save(1, tensors(1)).wait(timeout=60)
             daemon.settle()
             bad = next(spool.path(spool.parts()[0]).glob("tensors*"))
             bad.write_bytes(b"\0" * bad.stat().st_size)

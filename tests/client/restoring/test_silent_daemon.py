@@ -44,7 +44,7 @@ def stopped(spool, tmp_path) -> Iterator:
 
 def save(spool, step: int) -> None:
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        ckpt.save(step, tensors(step)).wait(timeout=30)
+        ckpt.save(step, tensors(step)).wait(timeout=60)
 
 
 def status(spool) -> dict:
@@ -82,10 +82,10 @@ def test_restore_of_the_spool_needs_no_silent_daemon_and_attaches_to_it_when_it_
     assert len(found.unreached) == 1 and names_it(found.unreached[0], stopped.pid)
     assert sum(names_it(one.message, stopped.pid) for one in caplog.records if one.levelname == "WARNING") == 2
     for step in (2, 3):
-        ckpt.save(step, state).wait(timeout=30)
+        ckpt.save(step, state).wait(timeout=60)
     stopped.send_signal(signal.SIGCONT)
     wait_until(made_of(ckpt).daemon._link.heard)  # it is awake
-    ckpt.save(4, state).wait(timeout=30)
+    ckpt.save(4, state).wait(timeout=60)
     wait_until(lambda: status(spool).get("trainers") == 1)
     wait_until(lambda: len(list((tmp_path / "tier").glob("run/manifests/*/*.json"))) == 4)
     ckpt.close()
@@ -95,7 +95,7 @@ def test_next_daemon_is_started_once_the_stopped_daemon_was_ended(spool, tmp_pat
     with tierd.Checkpointer(spool.root, "run", to=[f"file://{tmp_path / 'tier'}"]) as ckpt:
         stopped.kill()
         stopped.wait()
-        ckpt.save(2, tensors(2)).wait(timeout=30)
+        ckpt.save(2, tensors(2)).wait(timeout=60)
         wait_until(lambda: status(spool).get("trainers") == 1)
         pid = status(spool)["pid"]
         assert pid != stopped.pid
@@ -167,7 +167,7 @@ def test_restore_does_without_a_daemon_that_was_stopped_before_it_listened(spool
             with within(4 * MOST_S):  # a daemon is started, and ends
                 ckpt = tierd.Checkpointer(spool.root, "run", to=[f"file://{tmp_path / 'tier'}"])
             assert names_it(made_of(ckpt).daemon.silent, holder.pid)
-            ckpt.save(1, tensors(1)).wait(timeout=30)
+            ckpt.save(1, tensors(1)).wait(timeout=60)
         finally:
             holder.kill()
     made_of(ckpt).daemon._to = None  # none is started any more
@@ -182,7 +182,7 @@ def test_every_rank_continues_where_one_nodes_daemon_is_stopped(spool, stopped, 
 
     def launch(rank: int) -> int | None:
         with tierd.Checkpointer(spool.root, "pair", to=[]) as ckpt:
-            ckpt.save(1, tensors(rank)).wait(timeout=30)
+            ckpt.save(1, tensors(rank)).wait(timeout=60)
         with tierd.Checkpointer(spool.root, "pair") as ckpt:
             found = ckpt.restore(tensors(0))
             return found.step if found else None
@@ -193,7 +193,7 @@ def test_every_rank_continues_where_one_nodes_daemon_is_stopped(spool, stopped, 
 
 def test_closing_waits_for_it_for_seconds(spool, tmp_path, stopped, caplog):
     ckpt = tierd.Checkpointer(spool.root, "run", to=[f"file://{tmp_path / 'tier'}"])
-    ckpt.save(2, tensors(2)).wait(timeout=30)
+    ckpt.save(2, tensors(2)).wait(timeout=60)
     with within(MOST_S):
         ckpt.close()
     assert re.search(r"closed: 1 save \(step 2\) is in the spool, and on no tier that is known of", caplog.text)

@@ -140,7 +140,7 @@ def test_a_step_does_not_wait_until_a_long_list_is_encoded(spool, local, job, he
     weight = job["model"][0].weight.detach().clone()
     save = local.save(1, job)
     stepping = in_a_thread(lambda: train(job))
-    stepping.join(20)
+    stepping.join(60)
     assert not stepping.is_alive() and not torch.equal(job["model"][0].weight, weight)
     held.let_go()
     save.wait()

@@ -12,6 +12,7 @@ import weakref
 import pytest
 import torch
 from support.fakecuda import FakeCuda
+from support.waiting import wait_until
 from torch.distributed import checkpoint as dcp
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -89,10 +90,7 @@ def seeded(monkeypatch):
 
 def pinned(checkpointer, size: int = 1) -> None:
     """Wait until so many bytes are pinned."""
-    end = time.monotonic() + 10
-    while checkpointer.stats.pinned_bytes < size:
-        assert time.monotonic() < end, "nothing was pinned"
-        time.sleep(0.005)
+    wait_until(lambda: checkpointer.stats.pinned_bytes >= size)
 
 
 def ready(checkpointer, state) -> None:
@@ -152,7 +150,7 @@ def test_an_async_save_of_dcp_is_the_state_at_its_call(spool, seeded, seed, atta
             pending = dcp.async_save(job.state, storage_writer=tierd.dcp.StorageWriter(checkpointer, number))
             job.step()
             job.optimizer.count -= 1
-            pending.result(20)
+            pending.result(60)
         assert not fake.faults
         for number in range(1, 5):
             found = [values(0) for _ in range(5)]
@@ -226,17 +224,14 @@ def test_memory_is_let_go_when_its_copy_has_ended_and_not_before(spool, seeded, 
     the next at once."""
     fake = seeded(seed)
     go, real = threading.Event(), pipeline.write_part
-    monkeypatch.setattr(pipeline, "write_part", lambda *a: go.wait(30) and real(*a))
+    monkeypatch.setattr(pipeline, "write_part", lambda *a: go.wait(200) and real(*a))
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
         whole = fake.tensor(values(1))
         ready(checkpointer, {"buffer": whole})
         gone = weakref.ref(whole)
         save = checkpointer.save(1, {"parameters": [], "buffer": whole, "average": whole})
         del whole
-        end = time.monotonic() + 10
-        while gone() is not None and time.monotonic() < end:
-            time.sleep(0.01)
-        assert gone() is None, "it is kept while its bytes are written to a disk"
+        wait_until(lambda: gone() is None)  # and not kept while its bytes are written to a disk
         other = fake.tensor(values(2))
         assert not save.done()
         go.set()
@@ -245,7 +240,7 @@ def test_memory_is_let_go_when_its_copy_has_ended_and_not_before(spool, seeded, 
 
 def test_late_tensors_are_let_go_as_well(spool, fake, monkeypatch):
     go, real = threading.Event(), pipeline.write_part
-    monkeypatch.setattr(pipeline, "write_part", lambda *a: go.wait(30) and real(*a))
+    monkeypatch.setattr(pipeline, "write_part", lambda *a: go.wait(200) and real(*a))
     job = Job(fake)
     gone = [StorageWeakRef(tensor.untyped_storage()) for tensor in (job.buffer, job.parameters[0])]
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
@@ -254,11 +249,7 @@ def test_late_tensors_are_let_go_as_well(spool, fake, monkeypatch):
         job.step()
         made_of(checkpointer).gate.detach()
         del job
-        end = time.monotonic() + 10
-        while not all(one.expired() for one in gone) and time.monotonic() < end:
-            gc.collect()
-            time.sleep(0.01)
-        assert [one.expired() for one in gone] == [True, True]
+        wait_until(lambda: gc.collect() >= 0 and all(one.expired() for one in gone))
         assert not save.done()
         go.set()
     assert holds(loaded(spool, 1), 0)
@@ -280,7 +271,7 @@ def test_an_overlapped_save_does_not_wait_for_the_device(spool, fake):
         job.step()
         assert not save.done()
         fake.held.clear()
-        save.wait(timeout=20)
+        save.wait(timeout=60)
     assert holds(loaded(spool, 2)[:4], 1)
 
 
@@ -297,14 +288,14 @@ def test_training_does_not_wait_on_the_device_for_tensors_that_are_copied_late(s
         begun = threading.Event()
         fake.copy = lambda *pairs: (real(*pairs), begun.set())
         wait = Snapshot.wait
-        monkeypatch.setattr(Snapshot, "wait", lambda taken: (begun.wait(20), time.sleep(0.1), wait(taken)))
+        monkeypatch.setattr(Snapshot, "wait", lambda taken: (begun.wait(60), time.sleep(0.1), wait(taken)))
         save = checkpointer.save(1, state)
         fake.write(job.buffer, values(5))
         fake.run_until(lambda: not fake.current_stream(torch.device("cuda", 0)).ops)
         assert not save.done()
         fake.held.clear()
         job.step()
-        save.wait(timeout=20)
+        save.wait(timeout=60)
         job.step()
         assert not made_of(checkpointer).gate._on_devices
 
@@ -313,14 +304,14 @@ def test_write_while_the_device_copies_is_detected(spool, fake, local):
     """The host has enqueued the copy and waits for the device: it is not over yet."""
     job, reached, written = Job(fake), threading.Event(), threading.Event()
     local.attach(job.optimizer)
-    fake.on_synchronize = lambda: (reached.set(), written.wait(20))
+    fake.on_synchronize = lambda: (reached.set(), written.wait(60))
     save = local.save(1, job.state)
-    assert reached.wait(20)
+    assert reached.wait(60)
     with torch.no_grad():
         job.parameters[0].clamp_(-0.001, 0.001)
     written.set()
     with pytest.raises(SaveFailed, match="was changed"):
-        save.wait(timeout=20)
+        save.wait(timeout=60)
     assert not spool.parts()
 
 
@@ -338,11 +329,11 @@ def test_a_slot_is_free_only_when_the_device_is_done_with_it(fake, local):
     fake.copy = fails
     fake.on_synchronize = lambda: begun.append("waited")
     with pytest.raises(SaveFailed, match="no memory"):
-        local.save(2, job.state).wait(timeout=20)
+        local.save(2, job.state).wait(timeout=60)
     assert begun[1:] == ["waited"] and not begun[0].ops
     fake.copy = real
     job.step()
-    local.save(3, job.state).wait(timeout=20)
+    local.save(3, job.state).wait(timeout=60)
 
 
 def test_the_thread_that_copies_makes_no_context_on_another_device(spool, fake):
@@ -352,7 +343,7 @@ def test_the_thread_that_copies_makes_no_context_on_another_device(spool, fake):
     checkpointer = tierd.Checkpointer(spool.root, "run", to=[])
     checkpointer.attach(job.optimizer)
     for number in range(3):
-        checkpointer.save(number, job.state).wait(timeout=20)
+        checkpointer.save(number, job.state).wait(timeout=60)
         assert fake.contexts == {1}
         job.step()
     pinned(checkpointer)
@@ -375,15 +366,11 @@ def test_memory_is_unpinned_before_it_is_unmapped(fake, spool):
         checkpointer = tierd.Checkpointer(spool.root, "run", to=[])
         job = Job(fake)
         fake.write(job.buffer, values(number))
-        checkpointer.save(number, job.state).wait(timeout=20)
+        checkpointer.save(number, job.state).wait(timeout=60)
         pinned(checkpointer)
         assert fake.registered
         del checkpointer
-        end = time.monotonic() + 10
-        while fake.registered and time.monotonic() < end:
-            gc.collect()
-            time.sleep(0.01)
-        assert not fake.registered
+        wait_until(lambda: gc.collect() >= 0 and not fake.registered)
         assert holds(loaded(spool, number)[3:4], number)
 
 
@@ -421,7 +408,7 @@ def test_a_refused_pin_is_remembered_and_said_once(fake, spool, caplog, small_sl
         checkpointer.restore(job.state)
         for number in range(6):
             job.step()
-            checkpointer.save(number, job.state).wait(timeout=20)
+            checkpointer.save(number, job.state).wait(timeout=60)
             made_of(checkpointer).pipeline.drain()
         assert fake.tries == 2 and checkpointer.stats.pinned_bytes == 0, "once for each arena"
     assert caplog.text.count("CUDA does not pin memory (error 2)") == 1
@@ -467,11 +454,11 @@ def test_the_first_save_does_not_wait_for_pinning(fake, local, small_slices):
     begun = time.monotonic()
     save = local.save(1, state)
     assert time.monotonic() - begun < 0.5, "4 MB are 16 slices of 50 ms"
-    save.wait(timeout=20)
+    save.wait(timeout=60)
     assert len(fake.registered) < 16
     pinned(local, 4 << 20)
     job.step()
-    local.save(2, state).wait(timeout=20)
+    local.save(2, state).wait(timeout=60)
     assert fake.tries == len(fake.registered)
 
 
@@ -480,7 +467,7 @@ def test_memory_that_was_made_ready_is_pinned_before_the_first_save(fake, local)
     local.restore(job.state)
     pinned(local, 100_000)
     asked = fake.tries
-    local.save(1, job.state).wait(timeout=20)
+    local.save(1, job.state).wait(timeout=60)
     made_of(local).pipeline.drain()
     assert fake.tries == asked
 
@@ -496,7 +483,7 @@ def test_copies_respect_slices(spool, seeded, seed, small_slices):
                 number += 1
                 turned = fake.tensor(torch.arange(size * 2).view(2, -1).float()).t()
                 state = {"parameters": [turned], "buffer": fake.tensor(values(number, size)), "average": 0}
-                checkpointer.save(number, state).wait(timeout=20)
+                checkpointer.save(number, state).wait(timeout=60)
                 time.sleep(dice.choice((0, 0.01)))
     assert not fake.faults
     found = {"parameters": None, "buffer": None, "average": None}
@@ -555,7 +542,7 @@ def test_small_tensors_are_copied_together_to_the_bit(spool, seeded, seed, small
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
         ready(checkpointer, state)
         fake.copied_bytes.clear()
-        checkpointer.save(1, state).wait(timeout=20)
+        checkpointer.save(1, state).wait(timeout=60)
     assert not fake.faults and len(fake.copied_bytes) < 300
     found = dict.fromkeys(made)
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
@@ -572,7 +559,7 @@ def test_tensors_are_copied_many_at_a_call(fake, local, monkeypatch):
     ready(local, state)
     calls, real = [], fake.copy
     fake.copy = lambda into, sources: (calls.append(len(into)), real(into, sources))
-    local.save(1, state).wait(timeout=20)
+    local.save(1, state).wait(timeout=60)
     assert len(calls) <= 2, "2 MB are one batch"
     assert sum(calls) in (500, 501), "a tensor that crosses a multiple of the grain is two copies"
     asked, foreach = [], torch._foreach_copy_
@@ -605,7 +592,7 @@ def test_a_late_copy_leaves_gaps_until_training_waits_for_it(spool, fake, local,
     assert fake.held.is_set() and sum(fake.copied_bytes) > 4 << 20
     assert ahead <= 4 * (device_copies._UNDER_WAY + 1) * device_copies.GRAIN
     fake.held.clear()
-    save.wait(timeout=20)
+    save.wait(timeout=60)
 
 
 def test_device_of_a_state_is_detected(fake):

@@ -85,7 +85,7 @@ def test_failed_save_is_a_value_and_training_continues(local, spool, monkeypatch
 
 def test_a_wait_has_an_end(local, monkeypatch):
     gate, real = threading.Event(), pipeline.write_part
-    monkeypatch.setattr(pipeline, "write_part", lambda *a: gate.wait(20) and real(*a))
+    monkeypatch.setattr(pipeline, "write_part", lambda *a: gate.wait(60) and real(*a))
     save = local.save(1, tensors(1))
     assert not save.done() and save.error() is None
     with pytest.raises(TimeoutError, match="not durable after"):
@@ -93,7 +93,7 @@ def test_a_wait_has_an_end(local, monkeypatch):
     with pytest.raises(TimeoutError):
         save.wait("tier", timeout=0.05)
     gate.set()
-    save.wait(timeout=10)
+    save.wait(timeout=60)
     with pytest.raises(DaemonUnavailable):
         save.wait("tier", timeout=1)
 
@@ -102,13 +102,13 @@ def test_waiting_for_a_tier(spool, monkeypatch):
     hurry(monkeypatch)
     store = Double()
     with Daemon(spool.root, {"tier": store}), tierd.Checkpointer(spool.root, "run") as checkpointer:
-        checkpointer.save(1, tensors(1)).wait("tier", timeout=10)
+        checkpointer.save(1, tensors(1)).wait("tier", timeout=60)
         assert len(store.puts(is_manifest)) == 1
         store.error = StoreUnavailable("down for now")
         with pytest.raises(TimeoutError, match=r"^not within 0\.5 s: .*down for now"):
             checkpointer.save(2, tensors(2)).wait("tier", timeout=0.5)
         with pytest.raises(ConfigError, match="no tier of that name"):
-            checkpointer.save(3, tensors(3)).wait("s3", timeout=5)
+            checkpointer.save(3, tensors(3)).wait("s3", timeout=60)
 
 
 def test_a_hung_tier_does_not_hold_up_the_first_save(spool, monkeypatch):
@@ -158,5 +158,5 @@ def test_a_failure_that_is_quicker_than_the_caller_is_still_no_exception_of_save
     for step in range(100):
         save = local.save(step, tensors(step))
         with pytest.raises(SaveFailed):
-            save.wait(timeout=20)
+            save.wait(timeout=60)
     assert local.stats.failed == 100

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import pytest
 import torch
 from support.timed import timed_client
 from support.training import restored, same, tensors
+from support.waiting import wait_until
 from support.world import Daemon
 
 import tierd
@@ -49,7 +49,7 @@ class Brake:
 
         def write_part(*arguments):
             self.begun.set()
-            assert self.go.wait(30)
+            assert self.go.wait(60)
             return real(*arguments)
 
         monkeypatch.setattr(handoff, "write_part", write_part)
@@ -66,7 +66,7 @@ def brake(daemon, monkeypatch):
 def trainer(spool, script: str) -> int:
     """Run a trainer in a process of its own, with `ckpt` open and `tensors` at hand; its exit code."""
     head = f"""
-        import os, signal, sys, torch, tierd
+        import os, pathlib, signal, sys, torch, tierd
         from support.training import tensors
         from tierd.client.checkpointer import made_of
         torch.set_num_threads(1)
@@ -81,13 +81,6 @@ def trainer(spool, script: str) -> int:
     return done.returncode
 
 
-def until(condition, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came to be"
-        time.sleep(0.01)
-
-
 def steps(spool) -> list[int]:
     return [part.checkpoint.step for part in spool.parts()]
 
@@ -97,11 +90,11 @@ def steps(spool) -> list[int]:
 
 def test_a_trainer_killed_right_after_save_has_lost_nothing(spool, daemon, brake):
     assert trainer(spool, "ckpt.save(1, tensors(1)); die()") == -signal.SIGKILL
-    assert brake.begun.wait(30) and steps(spool) == []
+    assert brake.begun.wait(60) and steps(spool) == []
     brake.go.set()
-    until(lambda: steps(spool) == [1])
+    wait_until(lambda: steps(spool) == [1])
     assert same(restored(spool)[1], 1)
-    until(lambda: daemon.reconciler.journal.counters["persisted"] == 1)
+    wait_until(lambda: daemon.reconciler.journal.counters["persisted"] == 1)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["committed", "fails"])
@@ -141,7 +134,7 @@ def test_every_slot_is_handed_over(spool, daemon, brake):
     assert trainer(spool, script) == -signal.SIGKILL
     assert steps(spool) == []
     brake.go.set()
-    until(lambda: steps(spool) == [1, 2, 3])
+    wait_until(lambda: steps(spool) == [1, 2, 3])
     for step in (1, 2, 3):
         assert same(restored(spool, step)[1], step)
 
@@ -152,7 +145,7 @@ def test_handed_over_snapshot_is_read_though_the_dead_trainer_left_an_answer_unr
 
     def slow(self, line, answer, fds=None):
         reply(self, line, answer, fds)
-        assert not line.writer or dead.wait(30)  # the greeting goes first
+        assert not line.writer or dead.wait(60)  # the greeting goes first
 
     monkeypatch.setattr(handoff.HandoffServer, "_reply", slow)
     script = """
@@ -169,7 +162,7 @@ def test_handed_over_snapshot_is_read_though_the_dead_trainer_left_an_answer_unr
     assert trainer(spool, script) == -signal.SIGKILL
     assert steps(spool) == [1]
     dead.set()
-    until(lambda: steps(spool) == [1, 2])
+    wait_until(lambda: steps(spool) == [1, 2])
     assert same(restored(spool)[1], 2)
 
 
@@ -184,9 +177,9 @@ def test_an_overlapped_save_is_handed_over_when_its_copy_is_done(spool, daemon, 
         die()
     """
     assert trainer(spool, script) == -signal.SIGKILL
-    assert brake.begun.wait(30)
+    assert brake.begun.wait(60)
     brake.go.set()
-    until(lambda: steps(spool) == [1])
+    wait_until(lambda: steps(spool) == [1])
     state = {"weight": torch.zeros(100_000)}
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
         checkpointer.restore(state)
@@ -205,7 +198,7 @@ def test_trainer_killed_in_a_copy_leaves_only_complete_snapshots(spool, daemon):
         ckpt.save(2, tensors(2))
     """
     assert trainer(spool, script) == -signal.SIGKILL
-    until(lambda: not daemon.handoff.connections)
+    wait_until(lambda: not daemon.handoff.connections)
     state = tensors(0)
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         found = checkpointer.restore(state)
@@ -215,7 +208,7 @@ def test_trainer_killed_in_a_copy_leaves_only_complete_snapshots(spool, daemon):
 
 def test_restart_restores_from_memory_and_saves_into_it(spool, daemon):
     assert trainer(spool, "ckpt.save(1, tensors(1)); die()") == -signal.SIGKILL
-    until(lambda: steps(spool) == [1] and daemon.handoff.orphans)
+    wait_until(lambda: steps(spool) == [1] and daemon.handoff.orphans)
     memory = os.fstat(next(iter(daemon.handoff.orphans.values())).arenas[0].fd).st_ino
     daemon.settle()  # or the flush may meet what is damaged now, and set the part aside
     path = next(spool.root.glob("run/*/*/tensors.safetensors"))
@@ -235,7 +228,7 @@ def test_restart_waits_for_a_snapshot_that_is_still_being_persisted(spool, daemo
     assert trainer(spool, "ckpt.save(1, tensors(1)).wait(); ckpt.close()") == 0
     brake = Brake(monkeypatch)
     assert trainer(spool, "ckpt.restore(tensors(0)); ckpt.save(2, tensors(2)); die()") == -signal.SIGKILL
-    assert brake.begun.wait(30)
+    assert brake.begun.wait(60)
     settle = daemon.handoff._settle
     monkeypatch.setattr(daemon.handoff, "_settle", lambda: (threading.Timer(0.5, brake.go.set).start(), settle()))
     state = tensors(0)
@@ -248,9 +241,9 @@ def test_restart_waits_for_a_snapshot_that_is_still_being_persisted(spool, daemo
 def test_memory_of_the_dead_is_freed_in_the_end(spool, daemon, monkeypatch):
     daemon.handoff.timings = replace(daemon.handoff.timings, orphan_s=0.5)
     assert trainer(spool, "ckpt.save(1, tensors(1)); die()") == -signal.SIGKILL
-    until(lambda: daemon.handoff.orphans)
+    wait_until(lambda: daemon.handoff.orphans)
     assert daemon.handoff.handed_over_bytes() > 0 and daemon.handoff.writers() == {"run.00000-of-00001"}
-    until(lambda: not daemon.handoff.busy)
+    wait_until(lambda: not daemon.handoff.busy)
     assert daemon.handoff.handed_over_bytes() == 0 and not daemon.handoff.writers()
 
 
@@ -258,21 +251,24 @@ def test_an_end_in_order_leaves_no_memory_behind(spool, daemon):
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         checkpointer.save(1, tensors(1)).wait()
         assert daemon.handoff.handed_over_bytes() > 0
-    until(lambda: not daemon.handoff.busy)
+    wait_until(lambda: not daemon.handoff.busy)
     assert daemon.handoff.handed_over_bytes() == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_hides_no_death(spool, daemon):
     """A DataLoader's worker outlives its killed trainer for a moment, or for ever."""
-    script = """
+    pid = spool.root.with_name("child")
+    script = f"""
         ckpt.save(1, tensors(1)).wait()
-        if os.fork() == 0:
-            import time; time.sleep(40); os._exit(0)
+        if (child := os.fork()) == 0:
+            import time; time.sleep(600); os._exit(0)
+        pathlib.Path({str(pid)!r}).write_text(str(child))
         die()
     """
     assert trainer(spool, script) == -signal.SIGKILL
-    until(lambda: not daemon.handoff.connections, 20)  # the child would hold it for 40
+    wait_until(lambda: not daemon.handoff.connections)
+    os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
 # -- the daemon dies, hangs, refuses, comes late ----------------------------------------------------------------------
@@ -282,13 +278,13 @@ def test_a_daemon_that_dies_over_it_is_no_loss(spool, daemon, brake):
     """Its connection ends in the middle; what it would still write, it writes from memory that nobody changes."""
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         save = checkpointer.save(1, tensors(1))
-        assert brake.begun.wait(30)
+        assert brake.begun.wait(60)
         daemon.handoff.connections[0].socket.shutdown(socket.SHUT_RDWR)
-        save.wait(timeout=20)
+        save.wait(timeout=60)
         assert steps(spool) == [1] and checkpointer.stats.handed_over == 0
         checkpointer.save(2, tensors(2))
         brake.go.set()  # it lives after all, and writes step 1: it is there already
-        checkpointer.save(3, tensors(3)).wait(timeout=20)
+        checkpointer.save(3, tensors(3)).wait(timeout=60)
         assert checkpointer.stats.failed == 0 and checkpointer.stats.handed_over >= 1
     for step in (1, 2, 3):
         assert same(restored(spool, step)[1], step)
@@ -301,13 +297,13 @@ def test_a_late_daemon_commits_the_right_bytes_where_the_trainer_could_not(spool
                 "tierd.client.saving.pipeline.write_part", lambda *_: (_ for _ in ()).throw(OSError(errno.EROFS, "no"))
             )
             save = checkpointer.save(1, tensors(1))
-            assert brake.begun.wait(30)
+            assert brake.begun.wait(60)
             daemon.handoff.connections[0].socket.shutdown(socket.SHUT_RDWR)
             with pytest.raises(SaveFailed):
-                save.wait(timeout=20)
-        checkpointer.save(2, tensors(2)).wait(timeout=20) if brake.go.is_set() else brake.go.set()
-        checkpointer.save(3, tensors(3)).wait(timeout=20)
-        until(lambda: 1 in steps(spool))
+                save.wait(timeout=60)
+        checkpointer.save(2, tensors(2)).wait(timeout=60) if brake.go.is_set() else brake.go.set()
+        checkpointer.save(3, tensors(3)).wait(timeout=60)
+        wait_until(lambda: 1 in steps(spool))
     assert same(restored(spool, 1)[1], 1) and same(restored(spool, 3)[1], 3)
 
 
@@ -317,17 +313,17 @@ def test_a_hung_daemon_holds_up_nothing_for_long(spool, tmp_path, monkeypatch):
     command = [sys.executable, "-m", "tierd", "run", "--spool", str(spool.root), "--to", f"file://{tmp_path}/tier"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
-        until(lambda: spool.handoff_socket.exists(), 60)
+        wait_until(lambda: spool.handoff_socket.exists(), 60)
         with tierd.Checkpointer(spool.root, "run") as checkpointer:
-            checkpointer.save(1, tensors(1)).wait(timeout=20)
+            checkpointer.save(1, tensors(1)).wait(timeout=60)
             assert checkpointer.stats.handed_over == 1
             process.send_signal(signal.SIGSTOP)
-            checkpointer.save(2, tensors(2)).wait(timeout=20)
-            checkpointer.save(3, tensors(3)).wait(timeout=20)
+            checkpointer.save(2, tensors(2)).wait(timeout=60)
+            checkpointer.save(3, tensors(3)).wait(timeout=60)
             process.send_signal(signal.SIGCONT)
-            checkpointer.save(4, tensors(4)).wait(timeout=20)
+            checkpointer.save(4, tensors(4)).wait(timeout=60)
             process.kill()
-            checkpointer.save(5, tensors(5)).wait(timeout=20)
+            checkpointer.save(5, tensors(5)).wait(timeout=60)
             assert checkpointer.stats.failed == 0
     finally:
         process.kill()
@@ -347,7 +343,7 @@ def test_commit_of_a_daemon_that_died_before_its_answer_counts(spool, daemon, mo
 
     monkeypatch.setattr(handoff, "write_part", write_part)
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
-        checkpointer.save(1, tensors(1)).wait(timeout=20)
+        checkpointer.save(1, tensors(1)).wait(timeout=60)
         assert checkpointer.stats.failed == 0
     assert same(restored(spool, 1)[1], 1)
 
@@ -372,11 +368,11 @@ def test_daemon_reports_a_full_spool_to_the_trainer(spool, daemon, monkeypatch, 
             patch.setattr(handoff, "write_part", write_part)
             save = checkpointer.save(1, tensors(1))
             with pytest.raises(SaveFailed) as failed:
-                save.wait(timeout=20)
+                save.wait(timeout=60)
             assert isinstance(failed.value.__cause__, SpoolFull)
-        checkpointer.save(1, tensors(1)).wait(timeout=20)
+        checkpointer.save(1, tensors(1)).wait(timeout=60)
         assert (checkpointer.stats.failed, checkpointer.stats.handed_over) == (1, 1)
-    until(lambda: daemon.reconciler.journal.counters["persist_failures"] == 1)
+    wait_until(lambda: daemon.reconciler.journal.counters["persist_failures"] == 1)
     assert same(restored(spool, 1)[1], 1)
 
 
@@ -388,7 +384,7 @@ def test_trainer_writes_the_part_that_the_daemon_may_not_write(spool, daemon, mo
 
     monkeypatch.setattr(handoff, "write_part", write_part)
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
-        checkpointer.save(1, tensors(1)).wait(timeout=20)
+        checkpointer.save(1, tensors(1)).wait(timeout=60)
         assert (checkpointer.stats.failed, checkpointer.stats.handed_over) == (0, 0)
     assert same(restored(spool, 1)[1], 1)
 
@@ -406,7 +402,7 @@ def test_save_that_the_daemon_could_not_make_durable_fails_for_that_reason(spool
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         save = checkpointer.save(1, tensors(1))
         with pytest.raises(SaveFailed) as failed:
-            save.wait(timeout=20)
+            save.wait(timeout=60)
     assert isinstance(failed.value.__cause__, SpoolUnusable) and os.strerror(errno.EIO) in str(failed.value.__cause__)
 
 
@@ -429,12 +425,12 @@ def test_pruned_files_are_written_over(spool):
         with tierd.Checkpointer(spool.root, "run") as checkpointer:
             for step in range(1, 7):
                 state["x"].fill_(step)
-                checkpointer.save(step, state).wait("tier", timeout=20)
+                checkpointer.save(step, state).wait("tier", timeout=60)
                 daemon.settle()
             assert checkpointer.stats.recycled >= 3
             assert checkpointer.restore(state).step == 6 and bool((state["x"] == 6).all())
-        until(lambda: not daemon.handoff.busy)
-        until(lambda: not list((spool.control / "recycle").iterdir()))
+        wait_until(lambda: not daemon.handoff.busy)
+        wait_until(lambda: not list((spool.control / "recycle").iterdir()))
 
 
 # -- what a peer may send ---------------------------------------------------------------------------------------------
@@ -479,19 +475,19 @@ def test_a_bad_message_ends_its_connection_and_nothing_else(spool, daemon, tmp_p
     before = len(os.listdir("/proc/self/fd"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         connect(peer, spool.handoff_socket)
-        peer.settimeout(10)
+        peer.settimeout(60)
         assert b'"ok":true' in peer.recv(1 << 16)
         if "beyond" in what or "no manifest" in what:
             socket.send_fds(peer, [b'{"op":"lend","slot":0}'], [arena.fd])
         socket.send_fds(peer, [packet], [fds[kind] for kind in kinds])
         assert peer.recv(1 << 16) == b""
-    until(lambda: not daemon.handoff.busy)
-    until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    wait_until(lambda: not daemon.handoff.busy)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
     os.close(unsealed)
     os.close(file)
     assert steps(spool) == []
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
-        checkpointer.save(1, tensors(1)).wait(timeout=20)
+        checkpointer.save(1, tensors(1)).wait(timeout=60)
         assert checkpointer.stats.handed_over == 1
 
 

@@ -23,7 +23,7 @@ def interrupt(*_) -> None:
 def in_a_thread(call) -> None:
     thread = threading.Thread(target=call)
     thread.start()
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -33,7 +33,7 @@ def warned(caplog) -> int:
 
 @pytest.fixture
 def saved(local, job):
-    local.save(1, job).wait(timeout=20)
+    local.save(1, job).wait(timeout=60)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def interrupted(job):
 
 
 def test_a_save_after_an_interrupted_step_warns_once(local, interrupted, caplog):
-    local.save(1, interrupted).wait(timeout=20)
+    local.save(1, interrupted).wait(timeout=60)
     assert warned(caplog) == 1
     local.save(2, interrupted)
     train(interrupted)

@@ -54,7 +54,7 @@ def crowd(spool, daemon) -> Iterator[list[socket.socket]]:
         for _ in range(CROWD):
             peer = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             connect(peer, spool.handoff_socket)
-            peer.settimeout(20)
+            peer.settimeout(60)
             found.append(peer)
         yield found
 
@@ -83,8 +83,8 @@ def test_a_save_beside_a_crowd_is_written_by_the_trainer_and_then_handed_over_ag
     first_words(crowd)
     timed_client(monkeypatch, alone_s=0.0)
     with caplog.at_level(logging.WARNING, "tierd"), tierd.Checkpointer(spool.root, "run") as ckpt:
-        ckpt.save(1, tensors(1)).wait(timeout=20)
-        ckpt.save(2, tensors(2)).wait(timeout=20)
+        ckpt.save(1, tensors(1)).wait(timeout=60)
+        ckpt.save(2, tensors(2)).wait(timeout=60)
         assert ckpt.stats.handed_over == 0  # the daemon refused, and the trainer went on by itself
         assert threads() == handoff_lines.MOST
         said = [
@@ -97,13 +97,13 @@ def test_a_save_beside_a_crowd_is_written_by_the_trainer_and_then_handed_over_ag
 
         def is_handed_over() -> bool:
             step = next(steps)
-            ckpt.save(step, tensors(step)).wait(timeout=20)
+            ckpt.save(step, tensors(step)).wait(timeout=60)
             return ckpt.stats.handed_over > 0
 
         wait_until(is_handed_over)  # idle connections give way; a refusal may still be on its way
         wait_until(lambda: threads() <= handoff_lines.MOST)
         last, before = next(steps), ckpt.stats.handed_over
-        ckpt.save(last, tensors(last)).wait(timeout=20)
+        ckpt.save(last, tensors(last)).wait(timeout=60)
         assert ckpt.stats.handed_over == before + 1
     assert same(restored(spool)[1], last)
 
@@ -116,17 +116,17 @@ def test_trainer_with_a_handed_over_snapshot_gives_way_last_and_loses_nothing(sp
     def newcomer() -> None:
         peer = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         connect(peer, spool.handoff_socket)
-        peer.settimeout(20)
+        peer.settimeout(60)
         assert msgspec.json.decode(peer.recv(1 << 16))["ok"]
 
     with tierd.Checkpointer(spool.root, "run") as ckpt, contextlib.ExitStack() as stack:
-        ckpt.save(1, tensors(1)).wait(timeout=20)
+        ckpt.save(1, tensors(1)).wait(timeout=60)
         assert ckpt.stats.handed_over == 1
         (first,) = [line for line in daemon.handoff.connections if line.writer]
         for _ in range(8):  # twice as many as there is room for
             newcomer()
         assert first in daemon.handoff.connections and not first.ending  # a trainer would come again, and nobody notice
-        ckpt.save(2, tensors(2)).wait(timeout=20)
+        ckpt.save(2, tensors(2)).wait(timeout=60)
         assert ckpt.stats.handed_over == 2
         wait_until(lambda: not any(line.working for line in daemon.handoff.connections))
         with daemon.handoff._changed:
@@ -138,7 +138,7 @@ def test_trainer_with_a_handed_over_snapshot_gives_way_last_and_loses_nothing(sp
         newcomer()  # all handed over a snapshot, and the trainer is the one that was silent for longest
         wait_until(lambda: mine not in daemon.handoff.connections)
         assert not daemon.handoff.orphans  # it lives: nobody may take its memory for a dead one's
-        ckpt.save(3, tensors(3)).wait(timeout=20)
+        ckpt.save(3, tensors(3)).wait(timeout=60)
         assert ckpt.stats.handed_over == 3  # over a connection of its own, made anew
     assert same(restored(spool)[1], 3)
 
@@ -156,13 +156,13 @@ def test_handoff_without_a_thread_is_a_refusal_and_the_daemon_continues(spool, d
     refusing.set()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         connect(peer, spool.handoff_socket)
-        peer.settimeout(20)
+        peer.settimeout(60)
         (said,) = first_words([peer])
         assert not said["ok"] and "thread" in said["message"]
     before = len(os.listdir("/proc/self/fd"))
     refusing.clear()
     with tierd.Checkpointer(spool.root, "run") as ckpt:
-        ckpt.save(1, tensors(1)).wait(timeout=20)
+        ckpt.save(1, tensors(1)).wait(timeout=60)
         assert ckpt.stats.handed_over == 1
     assert not [line for line in daemon.handoff.connections if line.thread is None]
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)

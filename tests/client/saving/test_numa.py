@@ -84,16 +84,16 @@ def test_saves_and_restores_of_a_state_on_a_device_are_placed(fake, kernel, mach
             made_of(checkpointer).pipeline.drain()
             assert {node for _, node in kernel.asked} == {1}, "made ready, or read into"
             kernel.asked.clear()
-            checkpointer.save(number, state).wait(timeout=20)
+            checkpointer.save(number, state).wait(timeout=60)
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
-        checkpointer.save(9, state).wait(timeout=20)  # nobody made anything ready
+        checkpointer.save(9, state).wait(timeout=60)  # nobody made anything ready
     assert {node for _, node in kernel.asked} == {1}
 
 
 def test_a_state_on_the_host_lies_anywhere(kernel, machine, local):
     machine("0-1", "0", "1")
     local.restore({"x": torch.ones(10)})
-    local.save(1, {"x": torch.ones(10)}).wait(timeout=20)
+    local.save(1, {"x": torch.ones(10)}).wait(timeout=60)
     assert not kernel.asked
 
 

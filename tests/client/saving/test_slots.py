@@ -31,7 +31,7 @@ class Brake:
     def __init__(self, monkeypatch) -> None:
         self.go = threading.Event()
         real = pipeline.write_part
-        monkeypatch.setattr(pipeline, "write_part", lambda *a: self.go.wait(30) and real(*a))
+        monkeypatch.setattr(pipeline, "write_part", lambda *a: self.go.wait(60) and real(*a))
 
 
 @pytest.fixture

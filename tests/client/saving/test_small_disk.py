@@ -37,7 +37,7 @@ def test_a_full_disk_gives_up_verified_copies_and_every_save_succeeds(spool, mon
     with Daemon(spool.root, {"tier": store}, keep=100, keep_local=3) as daemon:
         with tierd.Checkpointer(spool.root, "run") as ckpt:
             for step in range(1, 19):
-                ckpt.save(step, state(step)).wait(timeout=30)
+                ckpt.save(step, state(step)).wait(timeout=60)
             assert (ckpt.stats.failed, ckpt.stats.handed_over) == (0, 18 if handed_over else 0)
         assert disk.refused >= 16
         daemon.settle()
@@ -54,7 +54,7 @@ def test_job_after_job_on_one_node(spool, monkeypatch):
         for job in range(1, 17):  # ten fill the disk
             with tierd.Checkpointer(spool.root, f"job-{job}") as ckpt:
                 for step in (1, 2, 3):
-                    ckpt.save(step, state(step, 2_000_000)).wait(timeout=30)
+                    ckpt.save(step, state(step, 2_000_000)).wait(timeout=60)
                 assert ckpt.stats.failed == 0, f"job {job}"
 
 
@@ -62,9 +62,9 @@ def test_where_no_tier_has_anything_the_save_fails_as_before(spool, monkeypatch)
     SmallDisk(monkeypatch, spool.root, 6_000_000)
     with pytest.raises(SaveFailed, match="in no place"), tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:
         for step in (1, 2):
-            ckpt.save(step, state(step)).wait(timeout=30)
+            ckpt.save(step, state(step)).wait(timeout=60)
         with pytest.raises(SaveFailed) as raised:
-            ckpt.save(3, state(3)).wait(timeout=30)
+            ckpt.save(3, state(3)).wait(timeout=60)
         assert isinstance(raised.value.__cause__, SpoolFull)
 
 
@@ -88,8 +88,8 @@ def test_a_disk_for_fewer_states_than_are_kept_is_said_once(spool, monkeypatch, 
     daemon = Daemon(spool.root, {"tier": Double()}, keep=100, keep_local=2)
     with daemon, tierd.Checkpointer(spool.root, "run") as ckpt:
         ckpt.restore(state(0))
-        ckpt.save(1, state(1)).wait(timeout=30)
-        ckpt.save(2, state(2)).wait(timeout=30)
+        ckpt.save(1, state(1)).wait(timeout=60)
+        ckpt.save(2, state(2)).wait(timeout=60)
     (said,) = [record.getMessage() for record in caplog.records if "its disk has" in record.getMessage()]
     assert "7000000 bytes" in said and "3 checkpoints" in said and "keep_last = 2" in said
 
@@ -98,7 +98,7 @@ def test_a_disk_for_all_that_is_kept_is_fine(spool, monkeypatch, caplog):
     SmallDisk(monkeypatch, spool.root, 8_000_000)
     daemon = Daemon(spool.root, {"tier": Double()}, keep=100, keep_local=2)
     with daemon, tierd.Checkpointer(spool.root, "run") as ckpt:
-        ckpt.save(1, state(1)).wait(timeout=30)
+        ckpt.save(1, state(1)).wait(timeout=60)
     assert "its disk has" not in caplog.text
 
 
@@ -109,7 +109,7 @@ def test_the_trainers_own_retention_counts_where_the_spool_has_none(spool, monke
         Daemon(spool.root, {"tier": Double()}, keep=None),
         tierd.Checkpointer(spool.root, "run", retention=tierd.Retention(keep_last=1)) as ckpt,
     ):
-        ckpt.save(1, state(1)).wait(timeout=30)
+        ckpt.save(1, state(1)).wait(timeout=60)
     assert ("its disk has" in caplog.text) is ("keep_last = 1" in caplog.text) is said
 
 

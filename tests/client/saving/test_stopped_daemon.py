@@ -185,7 +185,7 @@ def test_greeting_that_arrives_late_holds_up_no_save(spool, daemon, monkeypatch,
     late = Hold(monkeypatch, "_serve", handoff.HandoffServer)
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         for step in range(10):
-            ckpt.save(step, tensors(step)).wait(timeout=20)
+            ckpt.save(step, tensors(step)).wait(timeout=60)
         assert sum(waits) <= client.CALM_GREETING, "one connection, whose greeting nobody waits for a second time"
         assert ckpt.stats.handed_over == 0
         late.go.set()
@@ -215,7 +215,7 @@ def test_a_full_socket_is_waited_for_by_nobody(spool, daemon, monkeypatch, waits
                 packets.send(connection, client.HELLO)
         waits.clear()
         for step in range(5):
-            ckpt.save(step, tensors(step)).wait(timeout=20)
+            ckpt.save(step, tensors(step)).wait(timeout=60)
         assert waits == [] and ckpt.stats.failed == 0 and ckpt.stats.handed_over == 0
         reading.go.set()
         made_of(ckpt).handoff.not_before = 0.0
@@ -247,11 +247,11 @@ def test_a_daemon_that_works_for_long_is_not_called_silent(spool, daemon, monkey
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         wait_until(made_of(ckpt).handoff.renew)
         save = ckpt.save(1, tensors(1))
-        assert working.begun.wait(20)
+        assert working.begun.wait(60)
         time.sleep(4.5)
         assert not save.done() and "silent" not in caplog.text
         working.go.set()
-        save.wait(timeout=20)
+        save.wait(timeout=60)
         assert ckpt.stats.handed_over == 1
 
 
@@ -263,12 +263,12 @@ def test_a_trainer_that_reads_nothing_does_not_hold_up_the_daemon(spool, daemon,
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         wait_until(made_of(ckpt).handoff.renew)
         save = ckpt.save(1, tensors(1))
-        assert working.begun.wait(20)
+        assert working.begun.wait(60)
         time.sleep(2.0)
         working.go.set()
         wait_until(lambda: daemon.reconciler.journal.counters["persisted"] == 1)
         reads.set()
-        save.wait(timeout=20)
+        save.wait(timeout=60)
 
 
 # -- it wakes, and finds what its trainer has done meanwhile ----------------------------------------------------------
@@ -300,7 +300,7 @@ def test_a_snapshot_that_its_trainer_wrote_meanwhile_did_not_fail(spool, daemon,
     working = Hold(monkeypatch, "write_part")
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         wait_until(made_of(ckpt).handoff.renew)
-        ckpt.save(1, tensors(1)).wait(timeout=20)
+        ckpt.save(1, tensors(1)).wait(timeout=60)
         assert working.begun.is_set() and ckpt.stats.failed == 0
         assert daemon.handoff.handed_over_bytes() > 0 and [one() for one in mapped] != []
         working.go.set()
@@ -321,13 +321,13 @@ def test_a_snapshot_that_a_waking_daemon_commits_first_is_there_once(spool, daem
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         wait_until(made_of(ckpt).handoff.renew)
         save = ckpt.save(1, tensors(1))
-        assert ours.begun.wait(20)
+        assert ours.begun.wait(60)
         theirs.go.set()
         wait_until(lambda: not daemon.handoff.busy)
         assert daemon.handoff.handed_over_bytes() == 0, "its trainer lives, so nobody will recall what it lent"
         assert len(spool.parts()) == 1 and not save.done()
         ours.go.set()
-        save.wait(timeout=20)
+        save.wait(timeout=60)
         assert ckpt.stats.failed == 0
     daemon.settle()
     check_nothing_failed(spool)
@@ -367,7 +367,7 @@ def test_a_part_that_a_waking_daemon_takes_back_is_written_by_its_trainer(spool,
     monkeypatch.setattr(pipeline, "is_settled", is_settled)
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         wait_until(made_of(ckpt).handoff.renew)
-        ckpt.save(1, tensors(1)).wait(timeout=20)
+        ckpt.save(1, tensors(1)).wait(timeout=60)
         assert asked == [spool.path(spool.parts()[0])] and ckpt.stats.failed == 0
         wait_until(lambda: not daemon.handoff.busy)
     assert same(restored(spool)[1], 1)
@@ -381,7 +381,7 @@ def test_part_that_a_stopped_daemon_may_take_back_is_not_saved(spool, daemon, mo
         wait_until(made_of(ckpt).handoff.renew)
         save = ckpt.save(1, tensors(1))
         with pytest.raises(SaveFailed) as failed:
-            save.wait(timeout=20)
+            save.wait(timeout=60)
         assert isinstance(failed.value.__cause__, DaemonUnavailable)
         hold.go.set()
         wait_until(lambda: not daemon.handoff.busy)
@@ -400,14 +400,14 @@ def test_memory_is_touched_anew_before_training_needs_it(spool, daemon, monkeypa
             working.go.set()
             patch.setattr(pipeline.Pipeline, "_anew", lambda *_: pytest.fail("nobody is silent"))
             for step in (1, 2):
-                ckpt.save(step, state).wait(timeout=20)
+                ckpt.save(step, state).wait(timeout=60)
         handed_over = [slot.arena for slot in made_of(ckpt).pipeline.slots]
         assert all(handed_over) and ckpt.stats.handed_over == 2
         working.go.clear()
         made_of(ckpt).handoff.line = client.Connection(
             made_of(ckpt).handoff.line.connection, made_of(ckpt).handoff.line.handed_over, 0.2
         )
-        ckpt.save(3, state).wait(timeout=20)
+        ckpt.save(3, state).wait(timeout=60)
         wait_until(lambda: made_of(ckpt).pipeline.free.qsize() == 2)
         now = [slot.arena for slot in made_of(ckpt).pipeline.slots]
         assert not {id(one) for one in now} & {id(one) for one in handed_over}, "a daemon may still read those"
@@ -458,7 +458,7 @@ def test_trainer_does_not_ask_a_silent_daemon_for_room(spool, daemon, monkeypatc
         monkeypatch.setattr(pipeline, "write_part", lambda *_: (_ for _ in ()).throw(full))
         save = ckpt.save(1, tensors(1))
         with pytest.raises(SaveFailed):
-            save.wait(timeout=20)
+            save.wait(timeout=60)
         assert asked == []
         working.go.set()
 

@@ -29,14 +29,14 @@ FILES |= {"step_gate.py", "save.py"}
 
 def test_a_latch_lets_everybody_through_once_it_is_open():
     latch, through = Latch(), []
-    threads = [threading.Thread(target=lambda: through.append(latch.wait(20))) for _ in range(5)]
+    threads = [threading.Thread(target=lambda: through.append(latch.wait(60))) for _ in range(5)]
     for thread in threads:
         thread.start()
     assert not latch.wait(0.05) and not latch.is_open and not through
     latch.open()
     latch.open()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert through == [True] * 5 and latch.wait() and latch.wait(0)
 
 
@@ -114,7 +114,7 @@ def test_worker_keeps_no_finished_task_and_ends_with_its_owner():
     assert seen() is None
     thread = worker._thread
     del worker
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive() and thread not in _working
 
 
@@ -152,13 +152,13 @@ def test_a_handler_may_save_at_any_line_of_a_save(spool, monkeypatch, overlapped
     with tierd.Checkpointer(spool.root, "run", to=[]) as ckpt:
         if overlapped:
             ckpt.attach(optimizer)
-        ckpt.save(next(steps), {"w": weight}).wait(timeout=20)
+        ckpt.save(next(steps), {"w": weight}).wait(timeout=60)
         tried = 0
         for moment in moments:
-            with at_line(moment, FILES, lambda: ckpt.save(next(steps), {"w": weight}).wait(timeout=20)) as fired:
+            with at_line(moment, FILES, lambda: ckpt.save(next(steps), {"w": weight}).wait(timeout=60)) as fired:
                 save = ckpt.save(next(steps), {"w": weight})
                 optimizer.step()
-                save.wait(timeout=20)
+                save.wait(timeout=60)
             if not fired:
                 break
             tried += 1

@@ -250,7 +250,7 @@ def test_silent_clients_take_all_connections_for_a_moment_only(spool, tmp_path, 
             found = await get(http.address, "/healthz")  # served after those before it were cut off
             assert found.status == 200
             for reader, writer in idle:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     assert await _end(reader) in (b"", b"not understood\n")
                 writer.close()
 
@@ -316,7 +316,7 @@ def test_silent_clients_give_way_to_a_probe(spool, tmp_path, monkeypatch) -> Non
             try:
                 for number, (_, writer) in enumerate(held):
                     writer.write(body if number % 3 == 2 else b"GET /h")
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     assert (await get(http.address, "/healthz")).body == b"ok\n"
             finally:
                 for _, writer in held:

@@ -24,7 +24,7 @@ def test_status_and_runs(spool, tmp_path) -> None:
 
     async def work() -> None:
         async with serving(spool, tmp_path / "tier") as http:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while True:
                     found = await get(http.address, "/runs")
                     runs = json.loads(found.body)
@@ -52,7 +52,7 @@ def test_probes(spool, tmp_path, monkeypatch) -> None:
     async def work() -> None:
         async with serving(spool, tmp_path / "tier") as http:
             assert (await get(http.address, "/healthz")).body == b"ok\n"
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while (await get(http.address, "/readyz")).status != 200:
                     await asyncio.sleep(0.05)
             assert http._views is not None

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from support.timed import timed
+from support.waiting import BOUND_S
 from support.world import RUN, commit, hurry, part, reconciler, running, settle, steps_on
 
 from tierd.core.ids import parse_retention
@@ -55,7 +56,7 @@ async def recorded_by(store: MemoryStore) -> set[str]:
 
 
 async def until_apart(daemons: Mapping[str, Reconciler]) -> None:
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + BOUND_S
     while len({daemon.tiers.who for daemon in daemons.values()}) < len(daemons):
         assert time.monotonic() < end_s, "both nodes still have one id"
         for daemon in daemons.values():
@@ -110,7 +111,7 @@ def test_node_that_was_restarted_elsewhere_keeps_its_id_and_prunes_after_the_hol
         async with running(reconciler(spool, {"tier": store}, keep=1, keep_local=100)) as daemon:
             await settle(daemon)
             assert await listed(store) == [1, 2, 3, 4, 5]
-            end_s = time.monotonic() + 20
+            end_s = time.monotonic() + BOUND_S
             while await listed(store) != [5]:
                 assert time.monotonic() < end_s
                 daemon.wake()
@@ -192,7 +193,7 @@ class Two:
         await asyncio.sleep(self.rng.choice((0.0, 0.05)))
         if apart:
             await until_apart(self.daemons)
-        end_s = time.monotonic() + 15
+        end_s = time.monotonic() + BOUND_S
         while not self.place.wanted <= set(await listed(self.place)):
             assert time.monotonic() < end_s, (
                 f"a node keeps {self.place.wanted}; the tier has {await listed(self.place)}"

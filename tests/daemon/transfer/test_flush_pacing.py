@@ -83,7 +83,7 @@ def test_saves_are_counted_by_run_and_launch_and_once_for_all_ranks():
 
 @pytest.fixture
 def saved_often(spool):
-    """A daemon that has seen saves 20 s apart, and the newest of them, which no tier has."""
+    """A daemon that has seen saves an hour apart, and the newest of them, which no tier has."""
     commit(spool, part(9))
 
     def made(**options):
@@ -91,7 +91,7 @@ def saved_often(spool):
         now = [0.0]
         daemon._live.cadence = Cadence(lambda: now[0])
         for step in range(4, 9):
-            now[0] += 20.0
+            now[0] += 3600.0
             daemon._live.cadence.saw([part(step)])
         return daemon
 

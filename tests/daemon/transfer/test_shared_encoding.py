@@ -207,7 +207,7 @@ def test_tier_that_stands_still_holds_up_neither_another_tier_nor_memory(spool, 
         waiting = asyncio.ensure_future(flush(spool, PART, ways[1]))
         while not ways[1].budget.is_wanted:  # it has all that it may have
             await asyncio.sleep(0.001)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await flush(spool, PART, ways[0])
         assert not stopped.puts(is_chunk) and len(fast.puts(is_chunk)) == CHUNKS
         stopped.open()

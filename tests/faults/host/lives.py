@@ -13,11 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from faults.host import clock, places
-from faults.host.node import DEADLINE_S, KEEP, Node, until
+from faults.host.node import DEADLINE_S, KEEP, Node
 from faults.host.places import Memory, Overlay
 from faults.host.trainer import Trainer
 from faults.power.loopfs import LoopFs
 from faults.rounds import Lost
+from support.waiting import holds
 
 GROUPS = "tierd-faults-host-"  # what control groups' names begin with
 
@@ -190,7 +191,7 @@ def _tier_read_only(kind: str) -> Play:
             places.remount(fs, read_only=True)
             node.save(2)
             newest = max(node.saved)
-            if not until(lambda: node.is_on("other", newest)):
+            if not holds(lambda: node.is_on("other", newest), DEADLINE_S):
                 raise Lost(f"a read-only tier holds up the other one: step {newest}\n{node.status()}")
             _check_refused(node)
             places.remount(fs, read_only=False)
@@ -213,7 +214,7 @@ def _check_refused(node: Node) -> None:
             and tier["pending_parts"] > 0
         )
 
-    if not until(reported, pause_s=0.1):
+    if not holds(reported, DEADLINE_S, pause_s=0.1):
         raise Lost(f"status does not say that the tier is read-only: {node.status()['tiers']}")
 
 
@@ -230,7 +231,7 @@ def _memory(rng: random.Random, home: Path) -> list[str]:
         memory.limit(_MORE)
         node.begin(2)
         for death in range(1, deaths + 1):
-            if not until(lambda: node.daemon.poll() is not None):
+            if not holds(lambda: node.daemon.poll() is not None, DEADLINE_S):
                 raise Lost(f"a flush of 24 MB took less than {_MORE} bytes: {node.status()}")
             if node.daemon.returncode != -signal.SIGKILL or memory.kills < death:
                 raise Lost(f"the daemon ended with {node.daemon.returncode}, {memory.kills} kills\n{node.log()}")

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from faults.host.places import Memory
 from faults.host.trainer import Saved, Trainer
 from faults.kills.victims import end_with_parent
 from faults.rounds import Lost
+from support.waiting import holds
 
 from tierd.core.errors import DaemonUnavailable
 from tierd.ipc.client import Link
@@ -83,7 +82,10 @@ class Node:
                 stderr=log,
                 preexec_fn=enter,
             )
-        if not until(lambda: self.status() is not None or self.daemon.poll() is not None) or self.daemon.poll():
+        if (
+            not holds(lambda: self.status() is not None or self.daemon.poll() is not None, DEADLINE_S)
+            or self.daemon.poll()
+        ):
             raise Lost(f"the daemon does not start: {self.daemon.poll()}\n{self.log()}")
 
     def kill_daemon(self) -> None:
@@ -201,7 +203,7 @@ class Node:
             return True
 
         self.drain()
-        if not until(right, pause_s=0.2):
+        if not holds(right, DEADLINE_S, pause_s=0.2):
             raise Lost(f"{self.log()}\n{self.status()['tiers']}\n{said}")
         self._check_counters()
 
@@ -241,16 +243,6 @@ class Node:
             self.kill_trainer()
         if self.daemon:
             self.kill_daemon()
-
-
-def until(condition: Callable[[], object], seconds: float = DEADLINE_S, pause_s: float = 0.02) -> bool:
-    """Whether it came to hold."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(pause_s)
-    return True
 
 
 def nfs() -> str:

@@ -144,7 +144,7 @@ class Server(threading.Thread):
         if how == "reset in the body":
             reset(client)
         if "stall" in how or how == "too long":
-            self.over.wait(5)
+            self.over.wait(200)
         return how in ("answer", "in chunks", "interim first", "in drops", "answer twice")
 
 
@@ -228,7 +228,7 @@ class LineMachine(RuleBasedStateMachine):
         if how == "bad time" and name != "get":
             return
         try:
-            self.loop.run_until_complete(asyncio.wait_for(self._call(name), 30))
+            self.loop.run_until_complete(asyncio.wait_for(self._call(name), 60))
         except TierdError as error:
             assert isinstance(error, StoreUnavailable), error
             assert str(error).startswith("s3://bucket/p")
@@ -258,7 +258,7 @@ class LineMachine(RuleBasedStateMachine):
             await asyncio.sleep(after_ms / 1000)
             for task in tasks:
                 task.cancel()
-            done, left = await asyncio.wait(tasks, timeout=5)
+            done, left = await asyncio.wait(tasks, timeout=60)
             assert not left
             for task in done:
                 assert task.cancelled() or task.exception() is None or isinstance(task.exception(), StoreUnavailable)
