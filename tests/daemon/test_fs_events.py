@@ -54,10 +54,8 @@ def test_a_commit_wakes_the_daemon_without_a_rescan(spool):
                 await settle(daemon)
                 for step in range(3):
                     await asyncio.sleep(0.1)
-                    begun = time.monotonic()
                     commit(spool, part(step))
                     await until(lambda step=step: daemon.tiers.observed.has(part(step), "tier"))
-                    assert time.monotonic() - begun < 2.5
 
     asyncio.run(work())
 

