@@ -123,7 +123,7 @@ def asked(home: Path) -> dict[str, bytes]:
 @contextlib.contextmanager
 def _connected(spool: Spool) -> Iterator[Any]:
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(30)
+        connection.settimeout(60)
         connection.connect(str(spool.socket))
         file = connection.makefile("rwb")
 
@@ -160,7 +160,7 @@ def handed(home: Path) -> dict[str, bytes]:
         with mock.patch.object(socket, "send_fds", send_fds):
             dead = tierd.Checkpointer(home, "run", to=None)
             save = dead.save(1, {"x": torch.zeros(1000)})
-            save.wait(timeout=30)
+            save.wait(timeout=60)
             assert made_of(dead).handoff is not None and made_of(dead).handoff.line is not None
             made_of(dead).handoff.line.connection.shutdown(socket.SHUT_RDWR)
             wait_until(lambda: daemon.handoff.orphans)
@@ -170,7 +170,7 @@ def handed(home: Path) -> dict[str, bytes]:
             dead.close()
         found["unknown.request"] = b'{"op":"of-a-later-version"}'
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as later:
-            later.settimeout(30)
+            later.settimeout(60)
             later.connect(str(daemon.spool.handoff_socket))
             later.recv(1 << 16)
             later.send(found["unknown.request"])

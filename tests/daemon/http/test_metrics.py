@@ -84,7 +84,7 @@ def test_metrics_of_a_daemon(spool, tmp_path) -> None:
 
     async def work() -> None:
         async with serving(spool, tmp_path / "tier") as http:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while True:
                     found = await get(http.address, "/metrics")
                     values = read(found.body)
@@ -178,7 +178,7 @@ def test_only_runs_in_the_spool_have_series_and_not_too_many(spool, tmp_path, mo
         async with serving(spool, tmp_path / "tier") as http:
             gone = PartId(part(1, run="gone").checkpoint, 0, 1)
             http.heard(event("persisted", gone.checkpoint.run))
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while True:
                     values = read((await get(http.address, "/metrics")).body)
                     if values["tierd_runs",] == 5:
@@ -242,7 +242,7 @@ def test_counters_of_a_run_begin_at_zero_so_that_an_alert_sees_the_first_event(s
     async def work() -> None:
         async with serving(spool, tmp_path / "tier") as http:
             before: dict[tuple[str, ...], float] = {}
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while ("tierd_save_failures_total", "run") not in before:  # the spool was not observed yet
                     before = read((await get(http.address, "/metrics")).body)
             for one in (event("persist failed"), event("fell back"), event("quarantined", place="disk")):
