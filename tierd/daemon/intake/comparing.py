@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from tierd.core.corruption import proven
 from tierd.core.errors import CorruptChunk
@@ -14,7 +15,14 @@ from tierd.watching.naming import made_at
 from tierd.watching.unit_file import UNIT_NAME
 
 
-def differences(tree: Tree, listing: Listing, manifest: Manifest) -> Iterator[str]:
+class Difference(NamedTuple):
+    """Where a unit differs from its manifest, for people, and whether the file is not there."""
+
+    why: str
+    is_absent: bool = False
+
+
+def differences(tree: Tree, listing: Listing, manifest: Manifest) -> Iterator[Difference]:
     """Yield where a unit differs from its manifest; right bytes are read once.
 
     Raises:
@@ -25,17 +33,18 @@ def differences(tree: Tree, listing: Listing, manifest: Manifest) -> Iterator[st
         if file.path == UNIT_NAME:
             continue
         if entry is None or entry.kind != "file":
-            yield f"{file.path} is not there"
+            yield Difference(f"{file.path} is not there", is_absent=True)
             continue
         since = _written_since(entry, manifest)
         if entry.size != file.size:
-            yield f"{file.path} has {entry.size} bytes, and had {file.size} when it was taken{since}"
+            yield Difference(f"{file.path} has {entry.size} bytes, and had {file.size} when it was taken{since}")
             continue
         with tree.opened(file.path, entry) as source:
             offset = 0
             for chunk in file.chunks:
                 if not _is_right(source, offset, chunk, file.path):
-                    yield f"{file.path}: bytes {offset}..{offset + chunk.size} are not those that were taken{since}"
+                    at = f"bytes {offset}..{offset + chunk.size}"
+                    yield Difference(f"{file.path}: {at} are not those that were taken{since}")
                 offset += chunk.size
 
 

@@ -52,7 +52,8 @@ async def _compare(
 
     def decayed() -> dict[str, str]:
         alone = {file.path: msgspec.structs.replace(manifest, files=(file,)) for file in unchanged}
-        return {path: why for path, only in alone.items() if (why := next(differences(tree, listing, only), ""))}
+        found = ((path, next(differences(tree, listing, only), None)) for path, only in alone.items())
+        return {path: difference.why for path, difference in found if difference is not None}
 
     try:
         reasons = await to_the_end(decayed)

@@ -5,7 +5,7 @@ Nothing is changed here. Right bytes are read once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal, TypeAlias
@@ -25,6 +25,7 @@ from tierd.watching.unit import Unit
 from tierd.watching.unit_file import UNIT_NAME
 
 CHANGING = "a program still writes to it"
+_MOST_TRIED = 8  # checkpoints with whose bytes a unit is compared that none has by its time
 NEVER = datetime(1, 1, 1, tzinfo=UTC)
 Verdict: TypeAlias = Literal["verified", "sound", "damaged", "unfinished", "unknown", "missing"]
 
@@ -48,6 +49,7 @@ class Judged:
         outgrown: the newest checkpoint as which it was taken before its program wrote more of it, if files that were
             not written since differ from it.
         decayed: these files.
+        is_left: whether it stays, as unknown, if it is not replaced.
     """
 
     unit: Unit
@@ -66,6 +68,7 @@ class Judged:
     entries: list[str] = field(default_factory=list)
     outgrown: CheckpointId | None = None
     decayed: tuple[str, ...] = ()
+    is_left: bool = False
 
     @property
     def is_good(self) -> bool:
@@ -97,24 +100,51 @@ def described(tree: Tree, unit: Unit, listing: Listing, run: str, stepless: str)
     return Judged(unit, run, step_of(about, made), made)
 
 
-async def recorded(
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A checkpoint as which a unit may have been taken.
+
+    Attributes:
+        made: when it was saved.
+        is_certain: whether the unit's time says so. Otherwise only its contents can.
+    """
+
+    checkpoint: CheckpointId
+    made: datetime
+    manifest: Manifest
+    is_certain: bool
+
+
+async def records(
     one: Judged, known: History, listing: Listing, spool: Spool | None, stores: Mapping[str, Store]
-) -> Manifest | None:
-    """Return the manifest of the checkpoint that a unit should be byte for byte: it was taken as this one.
+) -> AsyncIterator[Record]:
+    """Yield the checkpoints that a unit should be byte for byte, because it was taken as one of these.
 
     A unit whose files are partly newer than the checkpoint of its step is no later save, because a save writes all
-    files anew. Such a file was changed after the save.
+    files anew. Such a file was changed after the save. A unit that lost its newest file, or all of whose times are of a
+    later copy, has the bytes of the checkpoint. Such ones follow, the newest first.
     """
-    same = [(made, checkpoint) for checkpoint, made in known.made.items() if checkpoint.step == one.step]
-    exact = [checkpoint for made, checkpoint in same if made == one.made]
+    is_order = one.unit.step is None and one.step == order_of(one.made)
+    like = {checkpoint: made for checkpoint, made in known.made.items() if _is_like(checkpoint, made, one, is_order)}
+    same = [(made, checkpoint) for checkpoint, made in like.items() if checkpoint.step == one.step]
+    exact = sorted((checkpoint for made, checkpoint in same if made == one.made), reverse=True)
     oldest = made_at(min((listing.entries[path].mtime_ns for path in one.unit.files), default=0))
     mixed = sorted(((made, checkpoint) for made, checkpoint in same if oldest <= made < one.made), reverse=True)
-    for checkpoint in (*sorted(exact, reverse=True), *(checkpoint for _, checkpoint in mixed)):
+    for checkpoint in (*exact, *(checkpoint for _, checkpoint in mixed)):
         manifest = await first_manifest(PartId(checkpoint, 0, 1), spool, stores)
         if manifest is not None and is_of(one.unit, manifest):
-            one.checkpoint = checkpoint
-            return manifest
-    return None
+            yield Record(checkpoint, known.made[checkpoint], manifest, is_certain=True)
+    for checkpoint in sorted(like.keys() - {*exact}, reverse=True)[:_MOST_TRIED]:
+        manifest = await first_manifest(PartId(checkpoint, 0, 1), spool, stores)
+        if manifest is not None and _has_sizes_of(one.unit, listing, manifest):
+            yield Record(checkpoint, known.made[checkpoint], manifest, is_certain=False)
+
+
+def _is_like(checkpoint: CheckpointId, made: datetime, one: Judged, is_order: bool) -> bool:
+    """Whether a checkpoint has the step of a unit, or has no step either."""
+    if checkpoint.run != one.run:
+        return False
+    return checkpoint.step == one.step or (is_order and checkpoint.step == order_of(made))
 
 
 def is_of(unit: Unit, manifest: Manifest) -> bool:
@@ -123,20 +153,43 @@ def is_of(unit: Unit, manifest: Manifest) -> bool:
     return not paths.isdisjoint(unit.files) or any(path.startswith(f"{unit.path}/") for path in paths)
 
 
-def judge(tree: Tree, one: Judged, listing: Listing, manifest: Manifest | None) -> None:
-    """Decide whether a unit is whole: by its digests if it was taken, otherwise by its structure."""
-    if manifest is not None and any(file.path == UNIT_NAME for file in manifest.files):
-        try:
-            why = next(differences(tree, listing, manifest), "")
-        except (Changed, OSError) as error:
-            one.unreadable = not isinstance(error, Changed)
-            one.why = f"it cannot be read: {error}" if one.unreadable else CHANGING
-            return
-        one.verdict, one.why = ("damaged", why) if why else ("verified", "")
-        copied = {file.path for file in manifest.files}
-        if not why and (added := [path for path in one.unit.files if path not in copied]):
-            _judge_added(tree, one, listing, added)
-        return
+def _has_sizes_of(unit: Unit, listing: Listing, manifest: Manifest) -> bool:
+    """Whether a checkpoint has each file of a unit in its size."""
+    sizes = {file.path: file.size for file in manifest.files}
+    of_size = all(listing.entries[path].size == sizes.get(path) for path in unit.files)
+    return of_size and bool(unit.files) and not unit.strange
+
+
+def judge_by_digests(tree: Tree, one: Judged, listing: Listing, record: Record) -> bool:
+    """Decide by digests whether a unit is whole; return False if nothing says that it was taken as this checkpoint."""
+    manifest = record.manifest
+    if all(file.path != UNIT_NAME for file in manifest.files):
+        return False
+    absent = ""
+    try:
+        for difference in differences(tree, listing, manifest):
+            if record.is_certain:
+                one.verdict, one.why = "damaged", difference.why
+                break
+            if not difference.is_absent:
+                return False
+            absent = absent or difference.why
+        else:
+            one.verdict, one.why, one.is_left = ("damaged", absent, True) if absent else ("verified", "", False)
+    except (Changed, OSError) as error:
+        one.unreadable = not isinstance(error, Changed)
+        one.why = f"it cannot be read: {error}" if one.unreadable else CHANGING
+    one.checkpoint = record.checkpoint
+    if not record.is_certain:
+        one.step, one.made = record.checkpoint.step, record.made  # its files' times are later
+    copied = {file.path for file in manifest.files}
+    if one.verdict == "verified" and (added := [path for path in one.unit.files if path not in copied]):
+        _judge_added(tree, one, listing, added)
+    return True
+
+
+def judge(tree: Tree, one: Judged, listing: Listing) -> None:
+    """Decide by its structure whether a unit is whole."""
     if one.unit.missing is not None:
         one.verdict, one.why = "unfinished" if one.unit.begun else "unknown", one.unit.missing
         return

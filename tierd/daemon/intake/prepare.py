@@ -22,7 +22,17 @@ from tierd.daemon.intake.decay import judge_decay
 from tierd.daemon.intake.directory_lock import alone_in
 from tierd.daemon.intake.each_series import put_back_each, recorded_pointers
 from tierd.daemon.intake.in_place import PutBack, Spared, put_back
-from tierd.daemon.intake.judging import CHANGING, NEVER, Judged, Verdict, described, is_newer, judge, recorded
+from tierd.daemon.intake.judging import (
+    CHANGING,
+    NEVER,
+    Judged,
+    Verdict,
+    described,
+    is_newer,
+    judge,
+    judge_by_digests,
+    records,
+)
 from tierd.daemon.intake.own import check_rules
 from tierd.daemon.intake.pointing import is_named, point_to, write_lost
 from tierd.daemon.intake.replacing import entries_of, replace
@@ -162,8 +172,11 @@ async def _judged(
         listing = await to_the_end(tree.listing)
         judged = await to_the_end(lambda: [described(tree, unit, listing, run, stepless) for unit in units(listing)])
         for one in judged:
-            manifest = await recorded(one, known, listing, spool, stores)
-            await to_the_end(judge, tree, one, listing, manifest)
+            async for record in records(one, known, listing, spool, stores):
+                if await to_the_end(judge_by_digests, tree, one, listing, record):
+                    break
+            else:
+                await to_the_end(judge, tree, one, listing)
             await judge_decay(tree, one, known, listing, stores)
             one.entries = one.entries or entries_of(one, listing)
     if busy := [one.unit.path for one in judged if one.why == CHANGING]:

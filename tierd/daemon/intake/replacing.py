@@ -40,7 +40,9 @@ async def replace(
         # What was there before lies in quarantine by its own name, or with a number behind it.
         was_there = any(path.startswith(f"{QUARANTINE}/{name}") for path in moved for name in one.entries)
         one.replaced = one.checkpoint is not None or put.path == one.unit.path or was_there
-    if not one.replaced:
+    if one.is_left and not one.replaced:
+        one.verdict = "unknown"
+    elif not one.replaced:
         moved = (*moved, *await to_the_end(quarantine_files, directory, one.entries))
     one.moved = moved
 
