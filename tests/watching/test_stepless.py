@@ -181,6 +181,51 @@ def test_newest_checkpoint_of_each_series_is_restored(home: Home, capsys) -> Non
     assert files(home.root) == newest
 
 
+def detectron2(home: Home, *names: str) -> None:
+    """fvcore, Checkpointer.save: a checkpoint without a step at the end, `model_final.pth`."""
+    for second, name in enumerate(names):
+        write(home.root, {name: pt(second), "last_checkpoint": name.encode()}, 1_000_000 + second)
+        take(home.spool, home.root)
+    flush(home.spool, home.tier)
+
+
+@pytest.mark.parametrize("command", ["prepare", "restore"])
+@pytest.mark.parametrize("names", [("model_0004999.pth", "model_final.pth"), ("model_final.pth", "model_0005999.pth")])
+def test_pointer_on_a_new_node_names_the_newest_with_or_without_a_step(
+    home: Home, capsys, command: str, names: tuple[str, ...]
+) -> None:
+    detectron2(home, "model_0003999.pth", *names)
+    shutil.rmtree(home.root)
+    home.root.mkdir()
+    if command == "restore":
+        restore(home)
+    else:
+        home.prepare(capsys)
+    assert (home.root / "last_checkpoint").read_text() == names[1]
+
+
+@pytest.mark.parametrize("is_newest", [True, False])
+def test_lost_file_without_a_step_comes_back_with_the_pointer_only_if_it_is_the_newest(
+    home: Home, capsys, is_newest: bool
+) -> None:
+    names = ["model_0004999.pth", "model_final.pth", "model_0005999.pth"]
+    detectron2(home, *names[: 2 if is_newest else 3])
+    before = files(home.root)
+    (home.root / "model_final.pth").unlink()
+    home.prepare(capsys)
+    assert files(home.root) == before
+
+
+def test_lost_pointer_comes_back_beside_a_lost_file_without_a_step(home: Home, capsys) -> None:
+    saves(home, 10, 20)
+    flush(home.spool, home.tier)
+    before = entries(home.root)
+    for name in ("last_checkpoint", "newest", "last.pt", "best.pt"):
+        (home.root / name).unlink()
+    home.prepare(capsys)
+    assert entries(home.root) == before
+
+
 def test_lost_pointer_is_put_back_and_another_choice_is_left(home: Home, capsys) -> None:
     saves(home, 10, 20)
     flush(home.spool, home.tier)

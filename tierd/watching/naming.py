@@ -25,6 +25,7 @@ from tierd.core.planning.inventory import Inventory
 from tierd.watching.describe import Described
 from tierd.watching.step_in_name import directory_step, without_numbers
 
+NEVER = datetime(1, 1, 1, tzinfo=UTC)  # before any checkpoint was made
 _STEPLESS = ".stepless"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LATEST_NS = 3_155_760_000 * 10**9  # 2070

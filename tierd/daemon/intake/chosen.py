@@ -26,7 +26,7 @@ from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
 from tierd.spool.file_io import open_own
 from tierd.stores.base import Store
-from tierd.watching.naming import History, history, stepless_run
+from tierd.watching.naming import NEVER, History, history, stepless_run
 
 NAME = ".tierd-chosen"  # begins with `watching.files.OWN`, so a watch does not list it
 _LONGEST = 1 << 12  # bytes
@@ -74,14 +74,16 @@ async def put_back_chosen(
     """
     async with alone_in(directory):
         placed, is_newest = [], step is None and attempt is None and best is None
-        if is_newest and not (await _known(stores, run)).made:  # all that the directory had may be without a step
+        known = await _known(stores, run) if is_newest else History()
+        if is_newest and not known.made:  # all that the directory had may be without a step
             placed = await put_back_each(stores, stepless_run(run), directory, progress)
         put = placed[0] if placed else await put_back(stores, run, directory, step, attempt, progress, best)
         if is_newest:
             (directory / NAME).unlink(missing_ok=True)
             placed = placed or [put]
+            newest_made = known.made.get(CheckpointId(run, put.attempt, put.step), NEVER)
             for name in (stepless_run(run), run):  # `run` may have versions without a step from before any had one
-                placed += await put_back_each(stores, name, directory, progress, placed=placed)
+                placed += await put_back_each(stores, name, directory, progress, placed=placed, newest=newest_made)
             return replace(put, beside=tuple(placed[1:]))
         known = await _known(stores, run)
         newest = max({*known.made, *known.unread, CheckpointId(run, put.attempt, put.step)})

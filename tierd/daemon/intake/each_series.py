@@ -7,6 +7,7 @@ A program may keep several series in one directory, as `_actor/step_30` and `_cr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from datetime import datetime
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,13 +15,13 @@ from tierd.core.errors import CheckpointNotFound, CorruptChunk, ManifestError
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.core.timeline.candidates import restore_candidates
-from tierd.daemon.intake.in_place import PutBack, Spared, put_back
+from tierd.daemon.intake.in_place import Pointing, PutBack, Spared, put_back
 from tierd.daemon.intake.manifests import first_manifest
 from tierd.daemon.tiers.observe import observe_places
 from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.replicas import Replicas
 from tierd.stores.base import Store
-from tierd.watching.naming import series_of
+from tierd.watching.naming import NEVER, history, series_of
 from tierd.watching.pointers import Pointer
 from tierd.watching.unit_file import MAX_SIZE, UNIT_NAME, UnitFile, decode_unit
 
@@ -41,6 +42,7 @@ async def put_back_each(
     placed: Sequence[PutBack] = (),
     *,
     spares_newer: bool = False,
+    newest: datetime = NEVER,
 ) -> list[PutBack]:
     """Put the newest verified checkpoint of each series back, as `put_back` does; a file is put back once.
 
@@ -53,6 +55,8 @@ async def put_back_each(
             False, nothing of the series is put back.
         placed: what was put back already.
         spares_newer: whether files are left that were written after all of a checkpoint's.
+        newest: when the newest checkpoint of other runs in the directory was made. The pointers of a newer one are
+            written; those of any other only where they are lost.
 
     Raises:
         ConfigError, StoreUnavailable, SpoolFull, ManifestError: as `put_back`.
@@ -60,7 +64,7 @@ async def put_back_each(
     inventory = await observe_places(None, stores, run, chunks=False)
     done = {series_of(one.files) for one in placed}
     paths = {path for one in placed for path in one.files}
-    put = list[PutBack]()
+    put, made = list[PutBack](), history(inventory, run).made
     for one in sorted(restore_candidates(inventory, run).whole, reverse=True):
         manifest = await first_manifest(PartId(one, 0, 1), None, stores)
         own = _files(manifest) if manifest else set()
@@ -68,9 +72,12 @@ async def put_back_each(
             continue
         if wanted(one, series, own):
             try:
-                named = [path for other in (*placed, *put) for path in other.pointers]
-                spared = Spared(pointers=named, newer=spares_newer)
-                put.append(await put_back(stores, run, directory, one.step, one.attempt, progress, spared=spared))
+                is_newest = made.get(one, NEVER) > newest and all(other.run != run for other in (*placed, *put))
+                pointing: Pointing = "always" if is_newest else "if lost"
+                spared, step, attempt = Spared(newer=spares_newer), one.step, one.attempt
+                put.append(
+                    await put_back(stores, run, directory, step, attempt, progress, pointing=pointing, spared=spared)
+                )
             except CheckpointNotFound:
                 continue  # proven corrupt, so an older one of the series is next
         done.add(series)

@@ -8,15 +8,16 @@ is never deleted. A pointer names a checkpoint only after that is in place.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from tierd.core.errors import ConfigError, ManifestError
 from tierd.core.manifest import Manifest
 from tierd.core.save_policy import Goal
 from tierd.daemon.intake.directory_lock import writing
-from tierd.daemon.intake.pointing import recorded_or_known, write_pointer
+from tierd.daemon.intake.pointing import recorded_or_known, write_lost, write_pointer
 from tierd.daemon.intake.swapping import swap_in
 from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress
@@ -30,6 +31,7 @@ from tierd.watching.unit import WITHOUT_STEP
 from tierd.watching.unit_file import MAX_SIZE, UNIT_NAME, UnitFile, decode_unit
 
 RESTORED = ".tierd-restored"  # where a restore assembles a checkpoint, in the program's directory
+Pointing: TypeAlias = Literal["always", "if lost", "never"]
 _LAST = (".index", ".index.json")  # a file that names others is put in place after them
 
 
@@ -46,13 +48,11 @@ class Spared:
     """What a checkpoint that is put in place leaves as it is, as paths in the directory.
 
     Attributes:
-        pointers: these pointers.
         whole: these files; a checkpoint that has one of them is not put in place.
         newer: whether files that were written after all of the checkpoint's are left.
         but: all but these files are left; None: none is left for this reason.
     """
 
-    pointers: Collection[str] = ()
     whole: Set[str] = frozenset()
     newer: bool = False
     but: Collection[str] | None = None
@@ -100,7 +100,7 @@ async def put_back(
     progress: Progress,
     best: Goal | None = None,
     *,
-    point: bool = True,
+    pointing: Pointing = "always",
     spared: Spared = NOTHING,
 ) -> PutBack:
     """Restore the newest verified checkpoint of a watched run, or the best one, into its program's directory.
@@ -113,7 +113,7 @@ async def put_back(
         attempt: this attempt only; None for any.
         progress: updated during the restore.
         best: restore the best checkpoint by this goal, not the newest one.
-        point: also write the pointers that the program follows.
+        pointing: when the pointers that the program follows are written, too.
         spared: what is left as it is.
 
     Raises:
@@ -127,7 +127,7 @@ async def put_back(
     with writing(directory):
         await to_the_end(_clear, target)
         exported = await export(stores, run, target, step, attempt, progress, best=best, accept=_check_watched)
-        return await to_the_end(place, directory, target, exported, point=point, spared=spared)
+        return await to_the_end(place, directory, target, exported, pointing=pointing, spared=spared)
 
 
 def _check_watched(manifest: Manifest) -> None:
@@ -139,7 +139,9 @@ def _check_watched(manifest: Manifest) -> None:
         )
 
 
-def place(directory: Path, target: Path, exported: Exported, *, point: bool, spared: Spared = NOTHING) -> PutBack:
+def place(
+    directory: Path, target: Path, exported: Exported, *, pointing: Pointing = "always", spared: Spared = NOTHING
+) -> PutBack:
     """Put a verified checkpoint that lies in `target` in place, and remove `target`; raises as `put_back`."""
     home = Path(exported.directories[0])
     about = _described(home, exported)
@@ -151,9 +153,7 @@ def place(directory: Path, target: Path, exported: Exported, *, point: bool, spa
     if spared.newer:
         names = [name for name in names if not _is_newer(directory / name, about)]
     was_there = [swap_in(home / name, directory, name) for name in names]
-    named = [one for one in recorded_or_known(about, files) if one.path not in spared.pointers] if point else []
-    for one in named:
-        write_pointer(directory, one)
+    named = _point(directory, about, files, pointing)
     remove(target)
     return PutBack(
         run=exported.run,
@@ -165,9 +165,20 @@ def place(directory: Path, target: Path, exported: Exported, *, point: bool, spa
         tiers=exported.tiers,
         skipped=exported.skipped,
         moved=tuple(path for path in was_there if path is not None),
-        pointers=tuple(one.path for one in named),
+        pointers=tuple(named),
         files=tuple(files),
     )
+
+
+def _point(directory: Path, about: UnitFile, files: Sequence[str], pointing: Pointing) -> list[str]:
+    """Write the pointers to a checkpoint that is in place, and return their paths."""
+    recorded = recorded_or_known(about, files)
+    if pointing == "if lost":
+        return write_lost(directory, recorded)
+    named = recorded if pointing == "always" else []
+    for pointer in named:
+        write_pointer(directory, pointer)
+    return [pointer.path for pointer in named]
 
 
 def _clear(target: Path) -> None:

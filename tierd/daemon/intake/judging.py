@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Literal, TypeAlias
 
 from tierd.core.ids import CheckpointId, PartId
@@ -20,13 +20,12 @@ from tierd.watching.describe import describe
 from tierd.watching.files import Tree
 from tierd.watching.inspect import Changed, Inspected, inspect_unit
 from tierd.watching.listing import Listing
-from tierd.watching.naming import History, made_at, order_of, step_of
+from tierd.watching.naming import NEVER, History, made_at, order_of, step_of
 from tierd.watching.unit import Unit
 from tierd.watching.unit_file import UNIT_NAME
 
 CHANGING = "a program still writes to it"
 _MOST_TRIED = 8  # checkpoints with whose bytes a unit is compared that none has by its time
-NEVER = datetime(1, 1, 1, tzinfo=UTC)
 Verdict: TypeAlias = Literal["verified", "sound", "damaged", "unfinished", "unknown", "missing"]
 
 

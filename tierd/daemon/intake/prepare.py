@@ -21,10 +21,9 @@ from tierd.daemon.intake.chosen import read_chosen
 from tierd.daemon.intake.decay import judge_decay
 from tierd.daemon.intake.directory_lock import alone_in
 from tierd.daemon.intake.each_series import put_back_each, recorded_pointers
-from tierd.daemon.intake.in_place import PutBack, Spared, put_back
+from tierd.daemon.intake.in_place import Pointing, PutBack, Spared, put_back
 from tierd.daemon.intake.judging import (
     CHANGING,
-    NEVER,
     Judged,
     Verdict,
     described,
@@ -43,7 +42,7 @@ from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.watching.files import Tree
 from tierd.watching.layouts import units
-from tierd.watching.naming import History, history, series_of, stepless_run
+from tierd.watching.naming import NEVER, History, history, series_of, stepless_run
 from tierd.watching.own_layout import OwnLayout
 
 _POINTED = 8  # of so many newest units, one had pointers; each is a read of a tier
@@ -152,9 +151,8 @@ async def _prepare(
             inventory = await _observed(spool, stores, run, "")
             known = history(inventory, run).merged(beside)
     fetched += await _others(judged, directory, run, known, stores, progress, fetched)
-    if not fetched:
-        pointers += await _lost_pointers(directory, judged, stores)
     pointers += [path for put in fetched for path in put.pointers]
+    pointers += await _lost_pointers(directory, judged, stores)
     return Prepared((*map(_shown, judged), *map(_fetched, fetched)), tuple(dict.fromkeys(pointers)))
 
 
@@ -230,9 +228,10 @@ async def _newest(
     if is_there or newest in tried:
         return []
     tried.add(newest)
-    point = not any(_keeps_pointer(one, newest, known, directory) for one in judged)
+    keeps = any(_keeps_pointer(one, newest, known, directory) for one in judged)
+    pointing: Pointing = "never" if keeps else "always"
     step, attempt, spared = newest.step, newest.attempt, Spared(newer=True)
-    return [await put_back(stores, run, directory, step, attempt, progress, point=point, spared=spared)]
+    return [await put_back(stores, run, directory, step, attempt, progress, pointing=pointing, spared=spared)]
 
 
 async def _others(
@@ -254,6 +253,8 @@ async def _others(
         return []
     good = [one for one in judged if one.holds_its_place]
     placed, stepless = [*fetched], stepless_run(run)
+    whole = [known.made.get(CheckpointId(put.run, put.attempt, put.step), NEVER) for put in fetched]
+    newest = max((*whole, *(one.made for one in good)), default=NEVER)
 
     def is_due(checkpoint: CheckpointId, series: str, paths: Set[str]) -> bool:
         rivals = [
@@ -266,7 +267,9 @@ async def _others(
         return all(is_newer(checkpoint, known, one) for one in rivals) and (bool(fetched) or is_newest or was_there)
 
     if any(one.run == stepless for one in known.made):  # first, because `run` may have older versions of these files
-        placed += await put_back_each(stores, stepless, directory, progress, is_due, placed, spares_newer=True)
+        placed += await put_back_each(
+            stores, stepless, directory, progress, is_due, placed, spares_newer=True, newest=newest
+        )
     if fetched:
         placed += await put_back_each(stores, run, directory, progress, is_due, placed, spares_newer=True)
     return placed[len(fetched) :]

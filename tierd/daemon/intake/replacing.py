@@ -35,7 +35,7 @@ async def replace(
         return
     with suppress(CheckpointNotFound, NotWatched, PlaceTaken):
         attempt, spared = one.checkpoint.attempt if one.checkpoint else None, Spared(whole=good)
-        put = await put_back(stores, one.run, directory, one.step, attempt, progress, point=False, spared=spared)
+        put = await put_back(stores, one.run, directory, one.step, attempt, progress, pointing="never", spared=spared)
         moved = put.moved
         # What was there before lies in quarantine by its own name, or with a number behind it.
         was_there = any(path.startswith(f"{QUARANTINE}/{name}") for path in moved for name in one.entries)
@@ -54,7 +54,9 @@ async def _replace_decayed(
     entries = {*one.damaged}
     with suppress(CheckpointNotFound):
         spared = Spared(but=one.decayed)
-        put = await put_back(stores, one.run, directory, copy.step, copy.attempt, progress, point=False, spared=spared)
+        put = await put_back(
+            stores, one.run, directory, copy.step, copy.attempt, progress, pointing="never", spared=spared
+        )
         one.moved, entries = put.moved, entries - {*one.decayed}
         one.replaced = not entries
     one.moved += tuple(await to_the_end(quarantine_files, directory, sorted(entries)))
