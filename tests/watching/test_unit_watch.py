@@ -14,7 +14,7 @@ import torch
 from support import layouts
 from support.timed import timed
 from support.waiting import wait_until
-from support.watched_run import RUN, Reported, files, flush, observed, take
+from support.watched_run import RUN, Reported, files, flush, observed, take, watching
 from support.world import Daemon
 
 from tierd.core.config import WatchConfig, from_toml, from_urls
@@ -23,6 +23,7 @@ from tierd.daemon.intake import taking, unit_watch
 from tierd.daemon.intake.intake import Intake
 from tierd.daemon.intake.taken import TakenUnits
 from tierd.daemon.intake.unit_watch import UnitWatch
+from tierd.daemon.status import status
 from tierd.spool import adopt
 from tierd.spool.adopt import is_open_for_writing, unshare
 from tierd.spool.spool import Spool
@@ -310,9 +311,29 @@ def test_a_full_disk_is_reported_and_tried_again(root: Path, spool: Spool, monke
     for now_s in (1.0, 2.0, 3.0):
         watch.observe(History(), now_s)
     assert len(reported.failures) == 1 and isinstance(reported.failures[0], SpoolFull)
+    assert "No space left" in watch.refused["model_step100.pt"] and watch.waiting
     full.clear()
     watch.observe(History(), 70.0)
-    assert len(reported.parts) == 1
+    assert len(reported.parts) == 1 and not watch.refused and not watch.waiting
+
+
+def test_status_names_what_a_full_spool_does_not_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed(monkeypatch, watch_s=0.02, settle_s=0.05)
+    for name in ("out", "tier"):
+        (tmp_path / name).mkdir()
+    layouts.torch_save(tmp_path / "out")
+
+    def refuses(*_: object) -> object:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(unit_watch, "stage_unit", refuses)
+    with watching(tmp_path, "spool") as daemon:
+
+        def named() -> bool:
+            whys = [problem.why for problem in status(daemon.reconciler, 0, 0).problems]
+            return any("model_step100.pt is not taken" in why and "No space left" in why for why in whys)
+
+        wait_until(named)
 
 
 def test_a_link_that_leads_out_is_named_once(root: Path, spool: Spool, tmp_path: Path, caplog) -> None:  # type: ignore[no-untyped-def]

@@ -37,6 +37,7 @@ class Refusals:
         self.unnamed: frozenset[str] = frozenset()
         self._restless: frozenset[str] = frozenset()  # units that were reported because they never rest
         self._incomplete: frozenset[str] = frozenset()  # units that were reported because they lack a file
+        self._unstored: set[str] = set()  # units that the spool did not take when they were last tried
         self._off: dict[str, float] = {}  # by unit, until when it is not tried
         self._open: dict[str, float] = {}  # by unit, since when a process has it open for writing
         self._now_s = 0.0
@@ -64,13 +65,24 @@ class Refusals:
         self.reasons[path] = why
         self._report(path, why)
 
-    def put_off(self, path: str) -> None:
+    def wait_for_room(self, path: str, why: str) -> None:
+        """Try a unit again in a minute that the spool did not take. It has not been refused, so it is waited for."""
+        self._put_off(path)
+        self._unstored.add(path)
+        self.reasons[path] = why
+
+    def taken(self, path: str) -> None:
+        """Record that a unit was taken; it may have been refused until it was tried again."""
+        self._unstored.discard(path)
+        self.reasons.pop(path, None)
+
+    def _put_off(self, path: str) -> None:
         """Try a unit again in a minute."""
         self._off[path] = self._now_s + _AGAIN_S
 
     def try_again(self, path: str, why: str) -> None:
         """Refuse a unit until it is tried again; report that if it was not refused for the same reason before."""
-        self.put_off(path)
+        self._put_off(path)
         self.unread.add(path)
         if self.reasons.get(path) != why:
             self.refuse(path, why)
@@ -93,7 +105,9 @@ class Refusals:
         self._off = {path: until_s for path, until_s in self._off.items() if self._settling.is_seen(path)}
         self._open = {path: since_s for path, since_s in self._open.items() if self._settling.is_seen(path)}
         self.unread = {path for path in self.unread if self._settling.is_seen(path)}
-        kept = {path for path in self.reasons if path in self.unread or self._settling.is_judged(path)}
+        self._unstored = {path for path in self._unstored if self._settling.is_seen(path)}
+        again = self.unread | self._unstored
+        kept = {path for path in self.reasons if path in again or self._settling.is_judged(path)}
         self.reasons = {path: why for path, why in self.reasons.items() if path in kept}
 
     def _refuse_restless(self) -> None:

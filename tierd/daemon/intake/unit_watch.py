@@ -316,9 +316,8 @@ class UnitWatch:
             self._record(due)
 
     def _record(self, due: Due, checkpoint: CheckpointId | None = None, files: Iterable[File] = ()) -> None:
-        """Record that a unit was taken; it may have been refused until it was tried again."""
         self._taken.add(due.unit.path, due.shape, checkpoint, files)
-        self._refusals.reasons.pop(due.unit.path, None)
+        self._refusals.taken(due.unit.path)
 
     def _take(self, tree: Tree, due: Due, described: Described, named: Named, made: datetime) -> None:
         path, part = due.unit.path, PartId(named.checkpoint, 0, 1)
@@ -343,8 +342,9 @@ class UnitWatch:
             self._settling.finish(due, False, tree.again(due.unit))
             self._refusals.refuse(path, str(error))
         except OSError as error:
-            self._refusals.put_off(path)
-            self._reports.taken(part, condition(error, f"spool {self._spool.root}", self._spool.root))
+            failure = condition(error, f"spool {self._spool.root}", self._spool.root)
+            self._refusals.wait_for_room(path, f"{failure}; it is tried again")
+            self._reports.taken(part, failure)
 
     def _has_room(self, part: PartId, due: Due, error: OSError) -> bool:
         """Free disk space if an error says that there is none; return whether a second try can succeed."""
