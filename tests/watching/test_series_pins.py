@@ -14,7 +14,7 @@ from support.whole_layouts import pt, write
 
 from tierd.cli import run
 from tierd.core.ids import CheckpointId, pin_key
-from tierd.daemon.intake.series_pins import TEXT
+from tierd.daemon.intake.series_pins import DOUBT, TEXT
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -70,3 +70,48 @@ def test_one_series_is_not_pinned(root: Path, tier: Path) -> None:
         save(root, step, "actor")
         watched(root, tier)
     assert not (tier / RUN / "pins").exists()
+
+
+def rotate(root: Path, number: int) -> None:
+    """ckpt_0.pt is the newest; it is renamed to ckpt_1.pt, and that to ckpt_2.pt, before each save."""
+    for old, new in (("ckpt_1.pt", "ckpt_2.pt"), ("ckpt_0.pt", "ckpt_1.pt")):
+        if (root / old).exists():
+            (root / old).replace(root / new)
+    write(root, {"ckpt_0.pt": pt(number)}, 1_000_000 + number)
+
+
+def test_pins_in_doubt_end_when_a_later_checkpoint_of_the_series_is_on_every_tier(root: Path, tier: Path) -> None:
+    for number in range(6):
+        rotate(root, number)
+        watched(root, tier)
+    watched(root, tier)
+    pinned = {path.name: path.read_bytes() for path in (tier / RUN / "pins").iterdir()}
+    assert len(pinned) == 2 and {*pinned.values()} == {DOUBT}, "those of the last renaming"
+    assert len(on_tier(tier)) == 3
+    assert run(["restore", str(tier), "--run", RUN, "--into", str(root.parent / "new")]) == 0
+    assert files(root.parent / "new") == {"ckpt_0.pt": pt(5)}
+
+
+def test_pin_in_doubt_is_kept_while_no_later_checkpoint_of_the_series_is_certain(root: Path, tier: Path) -> None:
+    """A copy without times: step 1000 was copied first."""
+    for second, step in enumerate((1000, 800, 900)):
+        write(root, {f"a-{step}.pt": pt(step)}, 1_000_000 + second)
+    for number in range(2):
+        write(root, {f"eval/b-{number}.pt": pt(number)}, 2_000_000 + number)
+        watched(root, tier)
+    assert 1000 in {one.step for one in on_tier(tier)}
+    write(root, {"a-1100.pt": pt(1100)}, 2_000_010)
+    for _ in range(3):
+        watched(root, tier)
+    assert 1000 not in {one.step for one in on_tier(tier)}
+
+
+def test_pin_in_doubt_that_a_person_removed_is_not_put_again(root: Path, tier: Path) -> None:
+    for second, step in enumerate((1000, 800, 900)):
+        write(root, {f"a-{step}.pt": pt(step)}, 1_000_000 + second)
+    watched(root, tier)
+    (pin,) = (tier / RUN / "pins").iterdir()
+    assert run(["unpin", RUN, "1000", "--spool", str(root.parent / ".out.tierd"), str(tier)]) == 0
+    for _ in range(2):
+        watched(root, tier)
+    assert not pin.exists()

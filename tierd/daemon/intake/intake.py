@@ -23,7 +23,7 @@ from msgspec import structs
 from tierd.core.config import WatchConfig
 from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, PartId, pin_key
-from tierd.core.planning.place import SPOOL
+from tierd.core.planning.place import SPOOL, Place
 from tierd.core.retention.policy import seconds
 from tierd.daemon.intake.directory_id import DirectoryAbsent, identify
 from tierd.daemon.intake.manifests import first_manifest
@@ -176,7 +176,7 @@ class Intake:
                 await self._appeared(one)
                 if alone := await others.may_go_on(directory, time.monotonic()):
                     await self._observe_watch(one, watch, taker)
-                    await self._share_pins(run, but=await watch.pins.share(self._pinned()))
+                    await self._share_pins(run, but=await watch.pins.share(*self._on_every_tier()))
                 one.idle, one.tries, one.error = alone and not watch.waiting, 0, None
                 one.leaves_stepless = one.leaves_stepless or watch.leaves_stepless
                 report(self._reconciler, one, watch, others.awaited)
@@ -291,10 +291,12 @@ class Intake:
         if manifest is not None and all(file.path != UNIT_NAME for file in manifest.files):
             raise RunNotWatched(f"run {run!r}: a trainer saved {part.checkpoint}; give --run another name")
 
-    def _pinned(self) -> Set[CheckpointId]:
-        """Return the checkpoints that every tier shows as pinned, as last observed."""
-        shown = [place.pins if place else frozenset() for place in self._reconciler.inventory().tiers.values()]
-        return frozenset[CheckpointId].intersection(*shown) if shown else frozenset()
+    def _on_every_tier(self) -> tuple[Set[CheckpointId], Set[CheckpointId]]:
+        """Return the checkpoints that every tier shows as pinned, and those that each has, as last observed."""
+        places = [place or Place() for place in self._reconciler.inventory().tiers.values()] or [Place()]
+        pinned = frozenset[CheckpointId].intersection(*(place.pins for place in places))
+        whole = ({one for one, copy in place.checkpoints.items() if copy.usable} for place in places)
+        return pinned, set[CheckpointId].intersection(*whole)
 
     async def _share_pins(self, run: str, but: Set[CheckpointId]) -> None:
         """Put the pins that only the spool has on every tier, because a spool may be lost."""

@@ -3,6 +3,9 @@
 Retention counts the checkpoints of a run, and knows no series. So `_actor/step_30` and `_critic/step_30` would count as
 two, and a series that is saved seldom, as `best-30.pt`, would be deleted by those of another one.
 
+A checkpoint whose place in the order is in doubt is pinned as well, until a later one of its series, which is in no
+doubt, is verified on every tier. A program that renames its checkpoints before each save would fill the tiers otherwise.
+
 Invariant: a pin that a person put stays. The pins that this module puts have a text, and only such a pin is removed.
 Between its commit and its pin on the tiers a checkpoint is pinned in the spool.
 """
@@ -10,7 +13,7 @@ Between its commit and its pin on the tiers a checkpoint is pinned in the spool.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
 from tierd.core.ids import CheckpointId, pin_key
@@ -21,6 +24,7 @@ from tierd.stores.base import Store, clear
 log = logging.getLogger("tierd.daemon")
 
 TEXT = b"the newest of its series"
+DOUBT = b"its place in the order is in doubt"
 
 
 class SeriesPins:
@@ -28,12 +32,13 @@ class SeriesPins:
 
     Args:
         spool: the spool.
+        run: the run.
         taken: the record of the units that were taken.
         stores: returns the tiers.
     """
 
-    def __init__(self, spool: Spool, taken: TakenUnits, stores: Callable[[], Mapping[str, Store]]) -> None:
-        self._spool, self._taken, self._stores = spool, taken, stores
+    def __init__(self, spool: Spool, run: str, taken: TakenUnits, stores: Callable[[], Mapping[str, Store]]) -> None:
+        self._spool, self._run, self._taken, self._stores = spool, run, taken, stores
         self._shared: dict[str, Set[CheckpointId]] = {}  # by tier, what was found pinned there
 
     def hold(self, checkpoint: CheckpointId) -> None:
@@ -41,34 +46,46 @@ class SeriesPins:
         self._taken.hold(checkpoint)
         self._spool.pin(checkpoint, pinned=True)
 
-    async def share(self, observed: Set[CheckpointId]) -> Set[CheckpointId]:
-        """Pin the newest checkpoints of each series on each tier, and remove the pins of older ones.
+    def keep(self, checkpoint: CheckpointId, paths: Iterable[str]) -> None:
+        """Pin a checkpoint with these files, whose order is in doubt, in the spool before it is committed."""
+        self._taken.doubt(checkpoint, paths)
+        self._spool.pin(checkpoint, pinned=True)
+
+    async def share(self, observed: Set[CheckpointId], stored: Set[CheckpointId]) -> Set[CheckpointId]:
+        """Pin the newest checkpoints of each series, and those in doubt, on each tier; remove the pins of older ones.
 
         What a tier does not answer is done at the next call. Returns the checkpoints whose pins are not a person's.
 
         Args:
             observed: the checkpoints that this node's retention knows to be pinned on every tier.
+            stored: those that every tier has, verified.
         """
         wanted, released, held = self._taken.newest_of_series()
+        doubted = self._taken.doubted
+        newest = max((one for one in stored if one.run == self._run), default=None)
+        ended = {one for one, later in doubted.items() if newest and later and newest >= later}
+        doubts = (doubted.keys() - ended) & self._spool.pins() if doubted else set()  # a person may have unpinned some
+        texts = dict.fromkeys(doubts, DOUBT) | dict.fromkeys(wanted, TEXT)
         stores, everywhere = self._stores(), True
         for name, store in stores.items():
             try:
-                for one in wanted - self._shared.get(name, frozenset()):
+                for one in texts.keys() - self._shared.get(name, frozenset()):
                     if await _text(store, one) is None:
-                        await store.put(pin_key(one), TEXT)
-                for one in released:
-                    if await _text(store, one) == TEXT:
+                        await store.put(pin_key(one), texts[one])
+                for one in (released | ended) - texts.keys():
+                    if await _text(store, one) in (TEXT, DOUBT):
                         await clear(store, [pin_key(one)])
-                self._shared[name] = wanted
+                self._shared[name] = texts.keys()
             except (StoreUnavailable, StoreRefused) as error:
                 log.info("%s: the newest of each series cannot be pinned there yet: %s", name, error)
                 everywhere = False
         if stores and everywhere:
             done = {one for one in held if one in observed or one not in wanted}
-            for one in done:
+            for one in (done | (ended - (held - done))) - doubts:
                 self._spool.pin(one, pinned=False)
             self._taken.shared(released, done)
-        return wanted | released | held
+            self._taken.end_doubts(ended)
+        return wanted | released | held | doubted.keys()
 
 
 async def _text(store: Store, checkpoint: CheckpointId) -> bytes | None:

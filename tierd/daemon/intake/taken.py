@@ -45,6 +45,21 @@ class _Waiting(msgspec.Struct, frozen=True):
 
     sizes: Sizes
     after: tuple[str, int] | None
+    doubts: int = 0  # how many checkpoints were in doubt before it appeared
+
+
+class _Doubt(msgspec.Struct, frozen=True):
+    """A checkpoint whose place in the order is in doubt.
+
+    Attributes:
+        number: how many were in doubt before it.
+        settled: a later checkpoint of its series that is in no doubt; None: there is none yet.
+    """
+
+    checkpoint: tuple[str, int]
+    series: str
+    number: int
+    settled: tuple[str, int] | None = None
 
 
 class _Record(msgspec.Struct):
@@ -59,6 +74,8 @@ class _Record(msgspec.Struct):
     released: list[tuple[str, int]] = []  # checkpoints whose pins on the tiers are to be removed
     held: list[tuple[str, int]] = []  # checkpoints that are pinned in the spool until they are on the tiers
     begun: dict[str, Sizes] = {}  # units that were refused because the checkpoint before had more files
+    doubts: int = 0  # how many checkpoints were ever in doubt
+    doubted: list[_Doubt] = []  # those that are pinned because of that
 
 
 class TakenUnits:
@@ -155,7 +172,9 @@ class TakenUnits:
         if checkpoint is not None:
             record.contents[path] = (_content(files), *_pair(checkpoint))
             record.newest = max(_pair(checkpoint), record.newest or ("", 0))
-            _add_to_series(record, series_of(name for name, _ in shape), _pair(checkpoint))
+            series = series_of(name for name, _ in shape)
+            _add_to_series(record, series, _pair(checkpoint))
+            self._settle(record, path, series, _pair(checkpoint))
         if self.has(path, shape):
             return
         record.earlier[path] = self.earlier(path, shape)
@@ -179,6 +198,47 @@ class TakenUnits:
         record.held.append(_pair(checkpoint))
         record.has_several = True
         self._write(record)
+
+    def doubt(self, checkpoint: CheckpointId, paths: Iterable[str]) -> None:
+        """Record that a checkpoint with these files is about to be pinned, because its order is in doubt. Raises
+        nothing.
+        """
+        record = self._record = self._record or _Record({}, {})
+        record.doubted.append(_Doubt(_pair(checkpoint), series_of(paths), record.doubts))
+        record.doubts += 1
+        self._write(record)
+
+    @property
+    def doubted(self) -> Mapping[CheckpointId, CheckpointId | None]:
+        """The checkpoints that are pinned because their order is in doubt, each with a later one of its series, whose
+        order is in none.
+        """
+        found = self._record.doubted if self._record else []
+        settled = {one.checkpoint: one.settled for one in found}
+        return {
+            CheckpointId(self._run, *pair): later and CheckpointId(self._run, *later) for pair, later in settled.items()
+        }
+
+    def end_doubts(self, checkpoints: Set[CheckpointId]) -> None:
+        """Record that these are no longer pinned because of a doubt. Raises nothing."""
+        record = self._record
+        if record is not None and checkpoints:
+            record.doubted = [
+                one for one in record.doubted if CheckpointId(self._run, *one.checkpoint) not in checkpoints
+            ]
+            self._write(record)
+
+    def _settle(self, record: _Record, path: str, series: str, pair: tuple[str, int]) -> None:
+        """Settle the doubts about what was taken before a unit of the series appeared, unless it is in doubt itself."""
+        waiting = record.waiting.get(path)
+        if waiting is None or any(one.checkpoint == pair for one in record.doubted):
+            return
+        record.doubted = [
+            msgspec.structs.replace(one, settled=pair)
+            if one.series == series and one.number < waiting.doubts and one.settled is None
+            else one
+            for one in record.doubted
+        ]
 
     def shared(self, released: Set[CheckpointId], held: Set[CheckpointId]) -> None:
         """Record that each tier has the pins as `newest_of_series` returned them. Raises nothing."""
@@ -208,12 +268,13 @@ class TakenUnits:
         for path, shape in shapes.items():
             if taken.get(path) != (sizes := sizes_of(shape)):
                 was = record.waiting.get(path)
-                waiting[path] = was if was and was.sizes == sizes else _Waiting(sizes, after)
+                waiting[path] = was if was and was.sizes == sizes else _Waiting(sizes, after, record.doubts)
         earlier = {path: count for path, count in record.earlier.items() if count and path in taken}
         fresh = _Record(
             *(taken, waiting, earlier, known, has_steps or record.has_steps),
             {path: digest for path, digest in record.contents.items() if path in taken},
             *(record.has_several, record.series, record.released, record.held, record.begun),
+            *(record.doubts, record.doubted),
         )
         if fresh != self._record:
             self._write(fresh)

@@ -125,7 +125,7 @@ class UnitWatch:
         self._own, self._stepless, self.leaves_stepless = own, stepless, False
         self._taken = TakenUnits(spool, run)
         self._ordering = Ordering(self._settling, self._taken)
-        self.pins = SeriesPins(spool, self._taken, stores)
+        self.pins = SeriesPins(spool, run, self._taken, stores)
         self._refusals = Refusals(self._settling, settle_s, reports.not_taken)
         self._known, self._listing = History(), Listing({})
         self.wanted: CheckpointId | None = None
@@ -352,9 +352,9 @@ class UnitWatch:
             return False
         return self._room(part, sum(entry.size for _, entry in due.shape), error.errno == errno.EDQUOT)
 
-    def _keep(self, path: str, checkpoint: CheckpointId) -> None:
+    def _keep(self, path: str, checkpoint: CheckpointId, files: Iterable[str]) -> None:
         """Pin a checkpoint whose place in the order is in doubt, before retention can see it; report the first."""
-        self._spool.pin(checkpoint, pinned=True)
+        self.pins.keep(checkpoint, files)
         if self._doubted:
             log.warning("%s: in doubt: pinned as %s", path, checkpoint)
         else:
@@ -382,7 +382,7 @@ class UnitWatch:
             if saved is not None and is_later and due.unit.step is not None and self._has_newer(saved):
                 raise _Touched(saved)
             if self._ordering.is_in_doubt(due.unit.path, named, made, self._known):
-                self._keep(due.unit.path, named.checkpoint)
+                self._keep(due.unit.path, named.checkpoint, entries)
             elif self._has_several_series():
                 self.pins.hold(named.checkpoint)
             stage.commit(Manifest.of(part, named.origin, described.metrics, made, __version__, staged.files))
