@@ -18,7 +18,9 @@ from tierd.check.finding import StateFinding
 from tierd.check.history import GLOBAL, History, RankHistory, Taken
 from tierd.check.kinds import DATA, kind_of_path, position_of, same, values
 from tierd.check.loading import loader_findings
-from tierd.check.moments import beginnings, capture_before, capture_of, loads_later, next_steps
+from tierd.check.moments import beginnings, capture_before, capture_of, loads_later
+from tierd.check.schedules import schedule_findings
+from tierd.check.steps import wrong_next_step
 from tierd.check.texts import both_texts
 
 _LOCAL = re.compile(r"\w+\(\) \w")
@@ -30,7 +32,7 @@ _SET_BY_STEPS = frozenset({"optimizer", "scheduler", "scaler"})
 # The order of the kinds by how well they explain. A generator counts only if training draws from it: it then explains
 # each value that was drawn, and so comes before values of no known purpose.
 _ORDERS = {
-    "samples": "shuffle, epoch, buffer, prefetch, position, data, state, generator, order",
+    "samples": "shuffle, epoch, buffer, prefetch, position, data, state, generator, order, not in the checkpoint",
     "first loss": "weights, buffers, mode, generator, not in the checkpoint, state, data, position, buffer, optimizer, "
     "scheduler, scaler, gradients",
     "later loss": "scheduler, optimizer, scaler, mode, gradients, generator, not in the checkpoint, state, data, "
@@ -53,15 +55,8 @@ def evidence(again: History, killed: History, rank: int, launch: int, what: str)
     if begun is None:
         return []
     saved = None if loaded is None else capture_of(whole, "save", loaded.step)
-    if loaded is not None and begun not in next_steps(loaded.step, saved):
-        return [
-            StateFinding(
-                "steps",
-                "step",
-                f"the checkpoint is of step {loaded.step}, and launch {launch} goes on with step {begun}: the step "
-                "after the checkpoint's is the next",
-            )
-        ]
+    if loaded is not None and (wrong := wrong_next_step(whole, saved, loaded, launch, begun)) is not None:
+        return [wrong]
     if saved is not None and loaded is not None and loads_later(saved, loaded):
         loaded = None
     if (both := beginnings(whole, here, begun)) is None:
@@ -96,6 +91,8 @@ def evidence(again: History, killed: History, rank: int, launch: int, what: str)
     )
     if known and known[0].kind in DATA:  # other samples draw another number of times
         known = [one for one in known if one.lost or one.kind != "generator"]
+    if what in ("later loss", "state") and not any(one.is_sure for one in known):
+        known = [*schedule_findings(whole, here, both, begun), *known]
     # Gradients follow from any stronger cause.
     known = [one for one in known if one.kind != "gradients" or known[0].kind == "gradients"]
     names = before.names | then.names
@@ -255,13 +252,13 @@ def _findings(
     at_first = values(earlier) if earlier else {}
     moment = f"{'before' if before.at == 'forward' else 'after'} step {begun}"
     for path in sorted(differ):
-        if path in expected and path.startswith("gradient of ") and path not in got and saved is None:
+        if path in expected and path.startswith("gradient of ") and path not in got and not at_save:
             yield StateFinding("gradients", path, f"{path}: {expected[path].text} uninterrupted {moment}, none here")
         if path in expected and path in got and not _within(path, reported):
-            if _LOCAL.match(path) and path not in at_load:
-                continue  # a consequence of another value
             was, is_ = expected[path], got[path]
             kind = kind_of_path(path, kinds, was.text, is_.text, was, is_)
+            if _LOCAL.match(path) and path not in at_load and kind != "generator":
+                continue  # a consequence of another value
             if was.saved is False and kind not in DATA | {"generator"}:
                 kind = "not in the checkpoint"
             whole, killed = both_texts(was, is_)

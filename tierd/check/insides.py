@@ -30,11 +30,16 @@ _INSIDES = ("torch.utils.data", "torchdata")
 
 
 def insides(
-    objects: LiveObjects, state: Mapping[str, Any] | None, entries: Collection[str] = ()
+    objects: LiveObjects, state: Mapping[str, Any] | None, entries: Collection[str] = (), seen: set[int] | None = None
 ) -> dict[str, ValueLeaf]:
-    """Return the leaves of all loaders, samplers and datasets in `state`, and of the user's generator functions."""
-    seen: set[int] = set()
-    leaves = chain(_in_state(state, seen), _running(objects, seen), _beside(state, entries, seen))
+    """Return the leaves of all loaders, samplers and datasets in `state`, and of the user's generator functions.
+
+    Args:
+        entries: the paths of the saved state's values.
+        seen: gets the ids of the objects that were read.
+    """
+    read: set[int] = set() if seen is None else seen
+    leaves = chain(_in_state(state, read), _running(objects, read), _beside(state, entries, read))
     return dict(islice(leaves, _MOST))
 
 
@@ -55,7 +60,7 @@ def _running(objects: LiveObjects, seen: set[int]) -> Iterator[tuple[str, ValueL
 
 
 def _beside(
-    state: Mapping[str, Any] | None, entries: Collection[str], seen: set[int]
+    state: Mapping[str, Any] | None, entries: Collection[str] = (), seen: set[int] | None = None
 ) -> Iterator[tuple[str, ValueLeaf]]:
     """Yield what the checkpoint lacks of what gives the samples or counts the steps.
 

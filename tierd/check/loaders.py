@@ -20,13 +20,14 @@ from tierd.check.places import ObjectPlaces
 _LINKS = ("batch_sampler", "sampler", "base_sampler")
 
 
-def loader_leaves(places: ObjectPlaces, iterators: Iterable[Any]) -> dict[str, ValueLeaf]:
+def loader_leaves(places: ObjectPlaces, iterators: Iterable[Any], read: set[int] | None = None) -> dict[str, ValueLeaf]:
     """Return for each loader the batches that its newest iterator has read, and the attributes of its samplers.
 
     The path of a loader has the class of its dataset, and of its samplers their classes, because both runs have these.
 
     Args:
         iterators: all iterators of torch's loaders in this process.
+        read: gets the ids of the objects that were read.
     """
     newest: dict[str, Any] = {}
     for one in sorted(iterators, key=lambda one: places.of(one)[0]):
@@ -35,7 +36,10 @@ def loader_leaves(places: ObjectPlaces, iterators: Iterable[Any]) -> dict[str, V
     for name, one in newest.items():
         batches = _batches(one)
         found[f"{name}: {POSITION}"] = ValueLeaf(str(batches), str(batches), sample=(float(batches),))
-        found |= dict(_parts(one, name))
+        seen: set[int] = set()  # another loader may have the same dataset
+        found |= dict(_parts(one, name, seen))
+        if read is not None:
+            read |= seen
     return found
 
 
@@ -70,8 +74,7 @@ def _batches(iterator: Any) -> int:
     return int(iterator._num_yielded + skipped)
 
 
-def _parts(iterator: Any, name: str) -> Iterator[tuple[str, ValueLeaf]]:
-    seen: set[int] = set()
+def _parts(iterator: Any, name: str, seen: set[int]) -> Iterator[tuple[str, ValueLeaf]]:
     sampler = getattr(iterator, "_index_sampler", None)
     todo = [sampler]
     while todo:

@@ -6,12 +6,15 @@ same one as uninterrupted: the loop makes another loader then, and goes on from 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from tierd.check.finding import StateFinding
 from tierd.check.history import Taken
 from tierd.check.kinds import data_kind, kind_of_path, position_of, same, values
 from tierd.check.texts import both_texts
+
+_OF_DATASET = re.compile(r"(\w+) of the DataLoader of \1\b")
 
 
 def loader_findings(then: Taken, before: Taken, begun: int, what: str) -> Iterator[StateFinding]:
@@ -38,8 +41,9 @@ def loader_findings(then: Taken, before: Taken, begun: int, what: str) -> Iterat
                 )
             continue
         kind = "generator" if was.text.startswith("generator") else data_kind(path, was, now)
-        # Right samples were drawn in the right order, so that only an attribute of a dataset may explain a loss.
-        if what == "samples" or kind == "data":
+        # Right samples were drawn in the right order, so that only a dataset's attributes and generators may explain a
+        # loss.
+        if what == "samples" or kind == "data" or (kind == "generator" and _OF_DATASET.match(path)):
             ours, theirs = both_texts(now, was)
             yield StateFinding(
                 kind, path, f"{path}: {ours} {moment}, {theirs} uninterrupted", moved=kind == "generator"

@@ -1,4 +1,4 @@
-"""Choose the captures of two runs that are compared, and the steps with which a launch may go on.
+"""Choose the captures of two runs that are compared.
 
 Invariant: pure.
 """
@@ -12,17 +12,6 @@ def loads_later(saved: Taken, loaded: Taken) -> bool:
     """Return whether the loop only read values, and gives them to its objects itself: a framework does so."""
     forms = [(saved.forms.get(key, ""), form) for key, form in loaded.forms.items()]
     return any(then.endswith(("object", "both")) and now.endswith("values") for then, now in forms)
-
-
-def next_steps(step: int, saved: Taken | None) -> set[int]:
-    """Return the steps with which a launch may go on after the checkpoint of `step`.
-
-    A framework counts the finished steps, and a loop may count the observed ones from 0. Then the save shows which
-    step was observed before it; the step after that one may have been finished as well, and not observed yet.
-    """
-    if saved is None or saved.after is None or saved.after == step:
-        return {step + 1}
-    return {step + 1, saved.after + 1, saved.after + 2}
 
 
 def capture_of(seen: RankHistory, at: str, step: int | None = None) -> Taken | None:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from multiprocessing import active_children
-from types import GeneratorType
+from types import FunctionType, GeneratorType
 from typing import Any
 
 from tierd.check.leaves import ValueLeaf, is_generator, leaf_of, leaves
@@ -28,23 +26,6 @@ def is_data(value: object) -> bool:
     from tierd.state.kinds.loader_arguments import gives_samples
 
     return not isinstance(value, dict | list | tuple | set | deque | str | bytes) and gives_samples(value)
-
-
-def is_alone(value: object) -> bool:
-    """Return whether the position of `value` depends on the steps alone.
-
-    It does if `value` is of the user's own code, and no thread or process reads ahead.
-    """
-    module = sys.modules.get(type(value).__module__)
-    threads = [one for one in threading.enumerate() if one is not threading.main_thread()]
-    others = [one for one in threads if not _is_tierds(one)]
-    return is_users(getattr(module, "__file__", None) or "<builtin>") and not others and not active_children()
-
-
-def _is_tierds(thread: threading.Thread) -> bool:
-    target = getattr(thread, "_target", None)
-    names = (type(thread).__module__, getattr(target, "__module__", None) or "", thread.name)
-    return any(name.startswith("tierd") for name in names)
 
 
 def kind_of(value: object) -> str:
@@ -173,6 +154,8 @@ class LiveObjects:
         iterators: those of torch's data loaders, for the same reason.
         owned: objects of the user's own classes, but no loaders, samplers and datasets.
         orders: torch's loaders and samplers.
+        functions: the user's functions that hold values: in a closure, as attributes, or as defaults.
+        data: loaders, samplers, datasets and the like of the user's own classes.
     """
 
     stateful: list[Any]
@@ -180,6 +163,8 @@ class LiveObjects:
     iterators: list[Any] = field(default_factory=list)
     owned: list[Any] = field(default_factory=list)
     orders: list[Any] = field(default_factory=list)
+    functions: list[FunctionType] = field(default_factory=list)
+    data: list[Any] = field(default_factory=list)
 
 
 def find_live() -> LiveObjects:
@@ -187,12 +172,17 @@ def find_live() -> LiveObjects:
     torch: Any = sys.modules["torch"]
     gc.collect()  # so that the collector's order is by age
     running: list[GeneratorType[Any, Any, Any]] = []
+    functions: list[FunctionType] = []
     groups: dict[type, str] = {}
     by_group: dict[str, list[Any]] = {"module": [], "stateful": [], "iterator": [], "order": [], "owned": []}
     for one in gc.get_objects():
         kind = type(one)
         if kind is GeneratorType and one.gi_frame is not None and is_users(one.gi_code.co_filename):
             running.append(one)
+        if kind is FunctionType and (one.__closure__ or one.__dict__ or one.__defaults__):
+            if is_users(one.__code__.co_filename):
+                functions.append(one)
+            continue
         group = groups.get(kind)
         if group is None:
             group = groups[kind] = _group(torch, kind)
@@ -208,6 +198,8 @@ def find_live() -> LiveObjects:
         by_group["iterator"],
         [one for one in own if not is_data(one)],
         by_group["order"],
+        functions,
+        [one for one in own if is_data(one)],
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from tierd.check.leaves import ValueLeaf, is_generator, leaf_of, leaves
+from tierd.check.leaves import ValueLeaf, leaves
 from tierd.check.places import is_users
 
 _SAME = 16  # objects of one class; of more, none is read, because they are records or samples
@@ -71,10 +71,26 @@ def _is_own_attribute(kind: type, name: str) -> bool:
     return not libraries or not any(name in _set_by(base) for base in libraries)
 
 
-def _class_numbers(kind: type) -> dict[str, Any]:
-    """Return the numbers that a user's class sets for its objects, which have their own only after a change."""
+def _class_values(kind: type) -> dict[str, Any]:
+    """Return the values that a user's class sets for its objects, which have their own only after an assignment."""
     own = [base for base in kind.__mro__[-2::-1] if is_own_class(base)]
-    return {name: value for base in own for name, value in vars(base).items() if type(value) in (bool, int, float)}
+    kinds = (bool, int, float, str, list, dict, set, deque)
+    return {
+        name: value
+        for base in own
+        for name, value in vars(base).items()
+        if type(value) in kinds and not name.startswith("__")
+    }
+
+
+def _in_slots(one: object) -> dict[str, Any]:
+    """Return the values in the slots of an object of a user's class."""
+    names = [name for base in type(one).__mro__ for name in _names(vars(base).get("__slots__", ()))]
+    return {name: getattr(one, name) for name in names if name[:2] != "__" and hasattr(one, name)}
+
+
+def _names(slots: object) -> list[str]:
+    return [slots] if isinstance(slots, str) else [str(name) for name in slots]  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=256)
@@ -86,6 +102,10 @@ def _set_by(kind: type) -> frozenset[str]:
     )
 
 
+def _is_read_with_modules(value: object) -> bool:
+    return type(value) in (int, float) or isinstance(value, sys.modules["torch"].Tensor)
+
+
 def _of_class(name: str, objects: list[Any]) -> Iterator[tuple[str, ValueLeaf]]:
     torch = sys.modules["torch"]
     for number, one in enumerate(objects, start=1):
@@ -95,10 +115,10 @@ def _of_class(name: str, objects: list[Any]) -> Iterator[tuple[str, ValueLeaf]]:
             yield from leaves(_variables(one), where).items()
             continue
         is_module = isinstance(one, torch.nn.Module)
-        for key, value in (_class_numbers(kind) | dict(getattr(one, "__dict__", {}))).items():
-            # Other functions read the numbers and tensors of modules, and their inner modules.
+        for key, value in (_class_values(kind) | _in_slots(one) | dict(getattr(one, "__dict__", {}))).items():
+            # Other functions read the numbers and tensors of modules, their mode, and their inner modules.
             if not _is_own_attribute(kind, key):
                 continue
-            if is_module and (key.startswith("_") or (not is_generator(value) and leaf_of(value) is not None)):
+            if is_module and (key.startswith("_") or key == "training" or _is_read_with_modules(value)):
                 continue
             yield from islice(leaves(value, f"{where}.{key}").items(), _OF_ONE)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import lru_cache, wraps
+from multiprocessing import active_children
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -34,6 +36,23 @@ def is_users(file: str) -> bool:
     paths = sysconfig.get_paths()
     ours = ("<", _OURS, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
     return not file.startswith(ours) and _PACKAGES.isdisjoint(Path(file).parts)
+
+
+def is_alone(value: object) -> bool:
+    """Return whether the position of `value` depends on the steps alone.
+
+    It does if `value` is of the user's own code, and no thread or process reads ahead.
+    """
+    module = sys.modules.get(type(value).__module__)
+    threads = [one for one in threading.enumerate() if one is not threading.main_thread()]
+    others = [one for one in threads if not _is_tierds(one)]
+    return is_users(getattr(module, "__file__", None) or "<builtin>") and not others and not active_children()
+
+
+def _is_tierds(thread: threading.Thread) -> bool:
+    target = getattr(thread, "_target", None)
+    names = (type(thread).__module__, getattr(target, "__module__", None) or "", thread.name)
+    return any(name.startswith("tierd") for name in names)
 
 
 class ObjectPlaces:

@@ -17,9 +17,10 @@ from tierd.check.insides import global_generators, held_generators, insides
 from tierd.check.leaves import ValueLeaf, leaves
 from tierd.check.loaders import loader_leaves, order_digests
 from tierd.check.naming import users_names
-from tierd.check.objects import details, find_live, gradients, is_alone, is_data, kind_of, live, named
+from tierd.check.objects import details, find_live, gradients, is_data, kind_of, live, named
 from tierd.check.owned import owned_leaves
-from tierd.check.places import ObjectPlaces
+from tierd.check.places import ObjectPlaces, is_alone
+from tierd.check.variables import variable_leaves
 
 
 class States:
@@ -66,8 +67,13 @@ class States:
                 kinds |= {f'state["{key}"]["{name}"]': "buffers" for name, _ in value.named_buffers()}
         generators |= {path: leaf for path, leaf in held_generators(self._state).items() if path not in beside}
         known = self._state is not None
-        owned = owned_leaves(_unsaved(objects.owned, self._state), known)
-        evidence = owned | generators | insides(objects, self._state, entries) | details(self._places, objects, known)
+        read: set[int] = set()  # by id, what is read as data already
+        data = insides(objects, self._state, entries, read)
+        loaders = loader_leaves(self._places, objects.iterators, read)
+        own = [*objects.owned, *(value for value in objects.data if id(value) not in read)]
+        owned = owned_leaves(_unsaved(own, self._state), known)
+        owned |= variable_leaves(objects.functions, self._state, {*owned, *beside, *generators, *data})
+        evidence = owned | generators | data | details(self._places, objects, known)
         return Taken(
             step,
             at,
@@ -77,7 +83,7 @@ class States:
             kinds,
             forms,
             self._noted,
-            loader_leaves(self._places, objects.iterators),
+            loaders,
             order_digests(objects.orders),
             users_names(named(self._places, objects), objects.owned),
             sorted(owned),

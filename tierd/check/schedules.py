@@ -1,0 +1,51 @@
+"""Find settings of an optimizer that a schedule sets otherwise than uninterrupted, though they were restored rightly.
+
+Invariant: pure. The captures after the first step of a resumed launch are compared. No loss can have changed these
+settings, because they were equal before that step, and so was its loss.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from tierd.check.finding import StateFinding
+from tierd.check.history import RankHistory, Taken
+from tierd.check.kinds import kind_of_path, same, values
+from tierd.check.moments import capture_of
+
+_SETTING = re.compile(r'\["param_groups"\]\[\d+\]\["(?!params")\w+"\](\[\d+\])?|\["_last_lr"\]\[\d+\]')
+
+
+def schedule_findings(
+    whole: RankHistory, here: RankHistory, begin: tuple[Taken, Taken], begun: int
+) -> Iterator[StateFinding]:
+    """Report the first setting that was right before step `begun`, and is not after it.
+
+    Args:
+        begin: both runs' captures before the step.
+    """
+    done, now = capture_of(whole, "step", begun), capture_of(here, "step", begun)
+    if done is None or now is None or begin[1].at != "forward":
+        return
+    before, after, killed = (values(taken) for taken in (begin[0], done, now))
+    restored = values(begin[1])
+    for path in after.keys() & killed.keys() & before.keys():
+        was, is_ = after[path], killed[path]
+        if not _SETTING.search(path) or same(was, is_) or not same(before[path], restored.get(path)):
+            continue
+        if path.startswith("state[") and done.note != now.note:
+            continue  # of another object than the one that trains
+        kind = "scheduler" if "scheduler" in {*done.kinds.values(), *now.kinds.values()} else "optimizer"
+        if kind_of_path(path, done.kinds | now.kinds) not in ("optimizer", "scheduler"):
+            continue
+        name = "the learning rate" if "lr" in path.rpartition("[")[0] + path else path
+        yield StateFinding(
+            kind,
+            path,
+            f"{path}: as uninterrupted before step {begun}, and {is_.text} after it, {was.text} uninterrupted: {name} "
+            "follows a schedule that is made of other numbers in a resumed launch, as of the steps that are left, or "
+            "that counts from another step",
+            lost=True,
+        )
+        return
