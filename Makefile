@@ -4,6 +4,7 @@
 # make check   what every commit passes, in two minutes: ruff, mypy strict, the tests that tests/slow.txt does not list
 # make bench   measures what saving costs, beside its peers, an hour and a half on two cores; leaves benchmarks/results/overhead.*
 # make loaders installs the data loaders and training loops of others, kills loops over each, and compares
+# make bed     kills each loop of check-resume's test bed, with mistakes and without, and writes benchmarks/results/check-resume.md
 # make gpu     the tests that need a GPU, then what saving costs on it; says so where there is none
 # make lowest  the tests of most libraries' uses, with the oldest versions that pyproject.toml allows; torch's is the newest
 # make reference  writes the tables of docs/ and the manual page, which are made of the code, anew
@@ -21,7 +22,7 @@ READY := $(VENV)/.ready
 # Hundreds of processes load tierd, and each would compile it anew where no bytecode is written.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test long lint check bench gpu loaders loaders/ready reference docs lowest system mutants faults gate format lock dist clean
+.PHONY: demo test long lint check bench gpu loaders loaders/ready bed reference docs lowest system mutants faults gate format lock dist clean
 .DELETE_ON_ERROR:
 
 # pip checks the hashes of all that one call installs, or of nothing, and a checkout has none: so what is locked comes first,
@@ -73,6 +74,9 @@ loaders/ready: $(VENV)/apart/.ready
 
 loaders: loaders/ready
 	TIERD_LOADERS=all $(BIN)/python -m pytest -n 2 --dist worksteal -m loaders tests/loaders tests/formats tests/watching
+
+bed: loaders/ready
+	TIERD_BED=all $(BIN)/python -m pytest -q tests/check/test_bed.py
 
 reference: $(READY)
 	$(BIN)/python -m tools.reference

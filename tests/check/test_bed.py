@@ -1,6 +1,6 @@
-"""The score of `tierd check-resume`: 103 planted mistakes and 29 correct loops, each really killed and resumed.
+"""The score of `tierd check-resume`: 103 planted mistakes and 29 correct loops, and those that others collected.
 
-A sample is played in every run; `TIERD_BED=all` plays everything, and writes the page.
+Each is really killed and resumed. A sample is played in every run; `make bed` plays everything, and writes the page.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from check.bed.collecting import COLLECTED, Collected
 from check.bed.expected import DRAWN, EXPECTED, FIRST, HELD_OUT, RIGHT, SECOND, SPENT, SPENT_SECOND, SPENT_THIRD, THIRD
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "benchmarks" / "results" / "check-resume.md"
 PLAYS_ALL = os.environ.get("TIERD_BED") == "all"
 SAMPLE = ("position_lost", "stream_buffer_unsaved", "learning_rate_set_again", "average_never_saved", "model", "stack")
+COLLECTED_SAMPLE = ("torch_curriculum_global", "torch_replay_buffer", "torch_step_repeated", "right_torch_swa")
+# Filled in by hand, from a drawing that no author of rules has seen: a rule that is changed for it voids the row.
+UNSEEN = "| **unseen third drawing** (not played yet) | | | | | |"
 _WORDS = ("not in the checkpoint", "not deterministic", "save before the step", "never restored")
 
 
@@ -37,10 +41,12 @@ def verdict(played: dict) -> str:
     """`right`, `unknown`, `wrong` or `missed` of a mistake; `passed` or `false alarm` of a correct loop."""
     name = played["name"]
     assert "error" not in played, played
-    if name in RIGHT:
+    if name in RIGHT or (name in COLLECTED and COLLECTED[name].is_correct):
         return "passed" if played["ok"] else "false alarm"
     if played["ok"]:
         return "missed"
+    if name in COLLECTED:
+        return COLLECTED[name].verdict(played["causes"])
     kind, says = played["causes"][0] if played["causes"] else ("unknown", "")
     if kind == "unknown":
         return "unknown"
@@ -65,6 +71,45 @@ def score(verdicts: dict[str, str], names: list[str]) -> Counter[str]:
     return Counter(verdicts[name] for name in names)
 
 
+def table(verdicts: dict[str, str], groups: dict[str, list[str]]) -> list[str]:
+    lines = ["| | loops | found | cause right | unknown | wrong |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    for title, names in groups.items():
+        one = score(verdicts, names)
+        lines.append(
+            f"| {title} | {len(names)} | {len(names) - one['missed']} | "
+            f"{one['right']} ({one['right'] / len(names):.0%}) | {one['unknown']} | {one['wrong']} |"
+        )
+    return lines
+
+
+def of_collected(verdicts: dict[str, str]) -> list[str]:
+    """The section of the page about the collected loops."""
+
+    def some(**are: object) -> list[Collected]:
+        return [one for one in COLLECTED.values() if all(getattr(one, key) == value for key, value in are.items())]
+
+    groups = {f"{half} half": [one.name for one in some(half=half, is_correct=False)] for half in ("first", "second")}
+    for framework in sorted({one.framework for one in COLLECTED.values()}):
+        groups[framework] = [one.name for one in some(framework=framework, is_correct=False)]
+    correct = [one.name for one in some(is_correct=True)]
+    return [
+        "## Mistakes of others in frameworks' loops",
+        "",
+        f"{len(COLLECTED) - len(correct)} mistakes and {len(correct)} correct loops in `tests/check/bed/collected`, by",
+        "an author who read none of the rules, after mistakes that were reported for real projects; each header names",
+        "its source. *Right*: a cause that is named matches what was written down before, and none that is named",
+        "accuses something that is right. The rules were written with the first half. The second half was unseen then:",
+        "when it was played for the first time, of 20 mistakes all were found, 13 rightly named, 3 unknown and 4",
+        "wrongly named, and 1 of 7 correct loops was accused. Rules changed for those, so that no half is unseen now,",
+        "and the figures below are of loops that the rules were tuned on.",
+        "",
+        *table(verdicts, groups),
+        UNSEEN,
+        "",
+        f"Correct loops: {len(correct)}; false alarms: {score(verdicts, correct)['false alarm']}.",
+    ]
+
+
 def page(verdicts: dict[str, str], played: dict[str, dict]) -> str:
     groups = {
         "mistakes that the rules were written with": sorted(EXPECTED.keys() - HELD_OUT),
@@ -77,7 +122,7 @@ def page(verdicts: dict[str, str], played: dict[str, dict]) -> str:
     lines = [
         "# What `tierd check-resume` finds",
         "",
-        "Written by `TIERD_BED=all pytest tests/check/test_bed.py`. Each loop is run, killed by SIGKILL, resumed and",
+        "Written by `make bed`. Each loop is run, killed by SIGKILL, resumed and",
         "compared. *Right*: the first cause that is named is of a kind, and names a place, that was written down",
         "before the rules, or for the third drawing before they were played. Those of the first two drawings are by",
         "the authors of the rules, so their figures say less of other people's loops.",
@@ -103,23 +148,25 @@ def page(verdicts: dict[str, str], played: dict[str, dict]) -> str:
         f"Rules changed for the {len(SPENT_THIRD)} that were not rightly named, so they count among the mistakes",
         "that the rules were written with.",
         "",
-        "| | loops | found | cause right | unknown | wrong |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        *table(verdicts, groups),
     ]
-    for title, names in groups.items():
-        one = score(verdicts, names)
-        found = len(names) - one["missed"]
-        lines.append(
-            f"| {title} | {len(names)} | {found} | {one['right']} ({one['right'] / len(names):.0%}) | "
-            f"{one['unknown']} | {one['wrong']} |"
-        )
     alarms = score(verdicts, sorted(RIGHT))["false alarm"]
     lines += ["", f"Correct loops: {len(RIGHT)}; false alarms: {alarms}.", ""]
+    lines += [*of_collected(verdicts), ""]
     lines += ["| mistake | held out | cause | what it says |", "| --- | --- | --- | --- |"]
-    for name in sorted(EXPECTED):
+    collected = [name for name, one in COLLECTED.items() if not one.is_correct]
+    for name in [*sorted(EXPECTED), *collected]:
         kind, says = played[name]["causes"][0] if played[name]["causes"] else ("", "")
         says = re.sub(r"[0-9a-f]{8}|(?<=\d\.)\d{3,}(e-\d+)?", "…", says).replace("|", "\\|")
-        drawing = "third" if name in THIRD else "second" if name in SECOND else "first"
+        drawing = (
+            COLLECTED[name].half
+            if name in COLLECTED
+            else "third"
+            if name in THIRD
+            else "second"
+            if name in SECOND
+            else "first"
+        )
         held = drawing if name in HELD_OUT else ""
         lines.append(f"| `{name}` | {held} | {verdicts[name]}: {kind} | {says[:160]} |")
     return "\n".join(lines) + "\n"
@@ -134,15 +181,17 @@ def test_the_bed_is_as_large_as_it_says():
 
 @pytest.mark.timeout(400)
 def test_a_sample_of_the_bed():
-    played = play(list(SAMPLE))
+    names = [*SAMPLE, *COLLECTED_SAMPLE]
+    played = play(names)
     verdicts = {name: verdict(one) for name, one in played.items()}
-    assert set(verdicts.values()) <= {"right", "passed"}, {name: played[name] for name in SAMPLE}
+    assert set(verdicts.values()) <= {"right", "passed"}, {name: played[name] for name in names}
 
 
-@pytest.mark.timeout(3600)
-@pytest.mark.skipif(not PLAYS_ALL, reason="all of the bed: TIERD_BED=all")
+@pytest.mark.timeout(7200)
+@pytest.mark.skipif(not PLAYS_ALL, reason="all of the bed: make bed")
 def test_all_of_the_bed():
-    played = play([*sorted(EXPECTED), *RIGHT], processes=2)
+    assert all(one.can_run for one in COLLECTED.values()), "make loaders/ready installs what they need"
+    played = play([*sorted(EXPECTED), *RIGHT, *COLLECTED], processes=2)
     verdicts = {name: verdict(one) for name, one in played.items()}
     PAGE.write_text(page(verdicts, played))
     assert not {"missed", "false alarm"} & set(verdicts.values())

@@ -83,7 +83,8 @@ def evidence(again: History, killed: History, rank: int, launch: int, what: str)
     # A batch is drawn before the forward pass, so that what was not lost may be only a consequence of other samples.
     known.sort(
         key=lambda one: (
-            one.weak,
+            # Other samples draw another number of times.
+            one.weak or (what == "samples" and one.kind == "generator" and not one.is_sure),
             not one.lost if what == "samples" else not one.is_sure,
             position_of(one.path) is None,
             order.index(one.kind),

@@ -60,7 +60,7 @@ def _running(objects: LiveObjects, seen: set[int]) -> Iterator[tuple[str, ValueL
 
 
 def _beside(
-    state: Mapping[str, Any] | None, entries: Collection[str] = (), seen: set[int] | None = None
+    state: Mapping[str, Any] | None, entries: Collection[str], seen: set[int]
 ) -> Iterator[tuple[str, ValueLeaf]]:
     """Yield what the checkpoint lacks of what gives the samples or counts the steps.
 

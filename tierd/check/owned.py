@@ -21,6 +21,7 @@ import msgspec
 
 from tierd.check.leaves import ValueLeaf, leaves
 from tierd.check.places import is_users
+from tierd.check.usage import only_logged
 
 _SAME = 16  # objects of one class; of more, none is read, because they are records or samples
 _MOST = 2000  # leaves in one capture, at most
@@ -107,7 +108,7 @@ def _is_read_with_modules(value: object) -> bool:
 
 
 def _of_class(name: str, objects: list[Any]) -> Iterator[tuple[str, ValueLeaf]]:
-    torch = sys.modules["torch"]
+    torch, logged = sys.modules["torch"], only_logged()
     for number, one in enumerate(objects, start=1):
         where = name if len(objects) == 1 else f"{name} ({number} of {len(objects)})"
         kind: Any = type(one)
@@ -117,7 +118,7 @@ def _of_class(name: str, objects: list[Any]) -> Iterator[tuple[str, ValueLeaf]]:
         is_module = isinstance(one, torch.nn.Module)
         for key, value in (_class_values(kind) | _in_slots(one) | dict(getattr(one, "__dict__", {}))).items():
             # Other functions read the numbers and tensors of modules, their mode, and their inner modules.
-            if not _is_own_attribute(kind, key):
+            if key in logged or not _is_own_attribute(kind, key):
                 continue
             if is_module and (key.startswith("_") or key == "training" or _is_read_with_modules(value)):
                 continue

@@ -7,7 +7,7 @@ import sysconfig
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import lru_cache, wraps
+from functools import cache, lru_cache, wraps
 from multiprocessing import active_children
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -26,16 +26,14 @@ _HOOKED = {
 }
 
 
-@lru_cache(maxsize=4096)
+@cache  # the files of a process are bounded, and frameworks have thousands
 def is_users(file: str) -> bool:
     """Return whether code is neither in Python's library, nor in an installed package, nor in tierd.
 
     Packages are also installed outside of this interpreter's directories: for the user, for the system, or in the
     environment below a virtual one. They all lie in a directory of one of two names.
     """
-    paths = sysconfig.get_paths()
-    ours = ("<", _OURS, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
-    return not file.startswith(ours) and _PACKAGES.isdisjoint(Path(file).parts)
+    return not file.startswith(_not_users()) and _PACKAGES.isdisjoint(Path(file).parts)
 
 
 def is_alone(value: object) -> bool:
@@ -53,6 +51,22 @@ def _is_tierds(thread: threading.Thread) -> bool:
     target = getattr(thread, "_target", None)
     names = (type(thread).__module__, getattr(target, "__module__", None) or "", thread.name)
     return any(name.startswith("tierd") for name in names)
+
+
+def users_modules() -> tuple[ModuleType, ...]:
+    """Return the modules of the user's own code that are imported."""
+    return _users_modules(len(sys.modules))
+
+
+@lru_cache(maxsize=1)  # because a framework has thousands, and each capture asks
+def _users_modules(_count: int) -> tuple[ModuleType, ...]:
+    return tuple(one for one in list(sys.modules.values()) if is_users(getattr(one, "__file__", None) or "<"))
+
+
+@cache
+def _not_users() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return ("<", _OURS, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 
 
 class ObjectPlaces:

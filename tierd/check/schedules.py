@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from tierd.check.final import of_other_forms
 from tierd.check.finding import StateFinding
 from tierd.check.history import RankHistory, Taken
 from tierd.check.kinds import kind_of_path, same, values
@@ -29,21 +30,18 @@ def schedule_findings(
     if done is None or now is None or begin[1].at != "forward":
         return
     before, after, killed = (values(taken) for taken in (begin[0], done, now))
-    restored = values(begin[1])
-    for path in after.keys() & killed.keys() & before.keys():
+    restored, kinds = values(begin[1]), done.kinds | now.kinds
+    apart = of_other_forms(done, now)
+    for path in sorted(after.keys() & killed.keys() & before.keys()):
         was, is_ = after[path], killed[path]
         if not _SETTING.search(path) or same(was, is_) or not same(before[path], restored.get(path)):
             continue
-        if path.startswith("state[") and done.note != now.note:
-            continue  # of another object than the one that trains
-        kind = "scheduler" if "scheduler" in {*done.kinds.values(), *now.kinds.values()} else "optimizer"
-        if kind_of_path(path, done.kinds | now.kinds) not in ("optimizer", "scheduler"):
+        if path.startswith(apart) or kind_of_path(path, kinds) not in ("optimizer", "scheduler"):
             continue
-        name = "the learning rate" if "lr" in path.rpartition("[")[0] + path else path
         yield StateFinding(
-            kind,
+            "scheduler" if "scheduler" in kinds.values() else "optimizer",
             path,
-            f"{path}: as uninterrupted before step {begun}, and {is_.text} after it, {was.text} uninterrupted: {name} "
+            f"{path}: as uninterrupted before step {begun}, and {is_.text} after it, {was.text} uninterrupted: it "
             "follows a schedule that is made of other numbers in a resumed launch, as of the steps that are left, or "
             "that counts from another step",
             lost=True,

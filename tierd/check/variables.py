@@ -7,6 +7,7 @@ Invariant: as `insides`, this module reads attributes and calls nothing.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count, islice
@@ -14,7 +15,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from tierd.check.leaves import ValueLeaf, leaves
-from tierd.check.places import is_users, users_frames
+from tierd.check.places import users_frames, users_modules
+from tierd.check.usage import only_logged
 
 _MOST = 4000  # leaves in one capture, at most
 _OF_ONE = 200  # leaves of one variable, at most
@@ -33,10 +35,10 @@ def variable_leaves(
     """
     saved: set[int] = set()
     _add_containers(state, saved)
-    known = set(named)
+    known, logged = set(named), only_logged()
     found: dict[str, ValueLeaf] = {}
     for path, value in _variables(functions):
-        if id(value) in saved or path in known or not _is_small(value):
+        if id(value) in saved or path in known or re.split(r"[ .]", path)[-1] in logged or not _is_small(value):
             continue
         there = False if state is not None else None
         if isinstance(value, count):  # its text has its next number, and reading that draws none
@@ -49,7 +51,7 @@ def variable_leaves(
 
 def _variables(functions: Iterable[FunctionType]) -> Iterator[tuple[str, Any]]:
     frames = list(users_frames())
-    for module in [one for one in list(sys.modules.values()) if is_users(getattr(one, "__file__", None) or "<")]:
+    for module in users_modules():
         yield from _of_module(module)
     of_frames: set[str] = set()
     for frame in frames:

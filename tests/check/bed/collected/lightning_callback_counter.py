@@ -1,0 +1,75 @@
+# HALF: first
+# FRAMEWORK: lightning
+# SOURCE: https://github.com/Lightning-AI/pytorch-lightning/issues/2631 (custom callbacks are lost after a resume), https://github.com/Lightning-AI/pytorch-lightning/issues/147
+# EXPECTED: The warm-up callback's counter is not saved (no state_dict), so the learning rate warms up from zero once more.
+# KEYWORDS: count|warm.?up|learning rate|\blr\b
+# WRONG: sampler|position|\(generator\)|\(weights\)|buffers
+# CHECK: --steps 16 --kill-at 11 --ignore 'state["lightning"]["loops"]' --ignore '_*'
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import tierd
+import tierd.adapters.lightning
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self):
+        self.x = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return i, self.x[i]
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(5, 12), torch.nn.ReLU(), torch.nn.Linear(12, 1))
+
+    def training_step(self, batch, batch_idx):
+        ids, x = batch
+        loss = (self.net(x) - x.sum(1, keepdim=True)).square().mean()
+        self.last = ids.tolist(), loss.detach()
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        tierd.observe(self.trainer.global_step, *self.last)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Warmup(L.Callback):
+    """Raises the learning rate linearly over the first steps."""
+
+    def __init__(self, steps, lr):
+        self.steps, self.lr, self.count = steps, lr, 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.count += 1
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = self.lr * min(1.0, self.count / self.steps)
+
+
+def main(spool):
+    L.seed_everything(0)
+    ckpt = tierd.Checkpointer(spool, run="l", rank=0, world_size=1, to=[])
+    io = tierd.adapters.lightning.TierdCheckpointIO(ckpt)
+    sampler = torch.utils.data.DistributedSampler(Rows(), num_replicas=1, rank=0, seed=3)
+    loader = StatefulDataLoader(Rows(), batch_size=4, sampler=sampler)
+    trainer = L.Trainer(
+        max_steps=16,
+        plugins=[io],
+        callbacks=[Warmup(14, 0.02), io.callback, ModelCheckpoint(f"{spool}-out", every_n_train_steps=3)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    trainer.fit(Net(), loader, ckpt_path=io.latest())
+    ckpt.close()

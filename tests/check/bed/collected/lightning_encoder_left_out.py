@@ -1,0 +1,70 @@
+# HALF: second
+# FRAMEWORK: lightning
+# SOURCE: https://github.com/Lightning-AI/pytorch-lightning/issues/17543 (other weights after a resume); strict_loading=False with keys left out
+# EXPECTED: The encoder is left out of the checkpoint although it is trained, so a resume has its first weights.
+# KEYWORDS: encoder|\(weights\)
+# WRONG: sampler|position|scheduler|\(optimizer\)|\(generator\)|\(buffers\)
+# CHECK: --steps 16 --kill-at 11 --ignore 'state["lightning"]["loops"]' --ignore '_*'
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import tierd
+import tierd.adapters.lightning
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self):
+        self.x = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return i, self.x[i]
+
+
+class Net(L.LightningModule):
+    strict_loading = False
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = torch.nn.Linear(5, 16)
+        self.head = torch.nn.Linear(16, 1)
+
+    def training_step(self, batch, batch_idx):
+        ids, x = batch
+        loss = (self.head(self.encoder(x).relu()) - x.norm(dim=1, keepdim=True)).square().mean()
+        self.last = ids.tolist(), loss.detach()
+        return loss
+
+    def on_save_checkpoint(self, checkpoint):
+        # the pretrained encoder is large, do not store it
+        checkpoint["state_dict"] = {k: v for k, v in checkpoint["state_dict"].items() if not k.startswith("encoder.")}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        tierd.observe(self.trainer.global_step, *self.last)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=5e-3)
+
+
+def main(spool):
+    L.seed_everything(0)
+    ckpt = tierd.Checkpointer(spool, run="l", rank=0, world_size=1, to=[])
+    io = tierd.adapters.lightning.TierdCheckpointIO(ckpt)
+    sampler = torch.utils.data.DistributedSampler(Rows(), num_replicas=1, rank=0, seed=3)
+    loader = StatefulDataLoader(Rows(), batch_size=4, sampler=sampler)
+    trainer = L.Trainer(
+        max_steps=16,
+        plugins=[io],
+        callbacks=[io.callback, ModelCheckpoint(f"{spool}-out", every_n_train_steps=3)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    trainer.fit(Net(), loader, ckpt_path=io.latest())
+    ckpt.close()

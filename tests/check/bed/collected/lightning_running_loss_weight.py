@@ -1,0 +1,67 @@
+# HALF: first
+# FRAMEWORK: lightning
+# SOURCE: https://github.com/lightly-ai/lightly-train/pull/892 (a plain Python number is not in the checkpoint)
+# EXPECTED: The running magnitude that weighs the second loss is a plain float of the module, so it is not saved and starts at 1.
+# KEYWORDS: magnitude|weigh(t|s) of the loss|running
+# WRONG: sampler|position|scheduler|\(optimizer\)|\(generator\)|\(weights\)|buffers
+# CHECK: --steps 16 --kill-at 11 --ignore 'state["lightning"]["loops"]' --ignore '_*'
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import tierd
+import tierd.adapters.lightning
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self):
+        self.x = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return i, self.x[i]
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(5, 2)
+        self.magnitude = 1.0  # running magnitude of the second task's loss
+
+    def training_step(self, batch, batch_idx):
+        ids, x = batch
+        out = self.net(x)
+        first, second = (out[:, 0] - x.sum(1)).square().mean(), (out[:, 1] - 5 * x.prod(1)).abs().mean()
+        self.magnitude = 0.9 * self.magnitude + 0.1 * second.item()
+        loss = first + second / self.magnitude
+        self.last = ids.tolist(), loss.detach()
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        tierd.observe(self.trainer.global_step, *self.last)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def main(spool):
+    L.seed_everything(0)
+    ckpt = tierd.Checkpointer(spool, run="l", rank=0, world_size=1, to=[])
+    io = tierd.adapters.lightning.TierdCheckpointIO(ckpt)
+    sampler = torch.utils.data.DistributedSampler(Rows(), num_replicas=1, rank=0, seed=3)
+    loader = StatefulDataLoader(Rows(), batch_size=4, sampler=sampler)
+    trainer = L.Trainer(
+        max_steps=16,
+        plugins=[io],
+        callbacks=[io.callback, ModelCheckpoint(f"{spool}-out", every_n_train_steps=3)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    trainer.fit(Net(), loader, ckpt_path=io.latest())
+    ckpt.close()

@@ -1,0 +1,72 @@
+# HALF: first
+# FRAMEWORK: transformers
+# SOURCE: https://github.com/huggingface/accelerate/issues/2016 (resumes as if in the first epoch), https://github.com/EvolvingLMMs-Lab/lmms-engine/pull/172
+# EXPECTED: The streaming dataset counts its passes itself and starts at zero again, so the resumed epoch has the order of the first.
+# KEYWORDS: epoch|passes|order
+# WRONG: scheduler|\(optimizer\)|\(generator\)|\(weights\)|buffers
+# CHECK: --steps 16 --kill-at 11
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import tierd
+import tierd.adapters.transformers
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Shuffles anew in each pass."""
+
+    def __init__(self):
+        self.x = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
+        self.passes = 0
+
+    def __iter__(self):
+        order = torch.randperm(24, generator=torch.Generator().manual_seed(10 + self.passes))
+        self.passes += 1
+        for i in order.tolist():
+            yield {"x": self.x[i], "ids": i}
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 6))
+
+    def forward(self, x, ids):
+        return {"loss": (self.net(x) - x.cumsum(1)).square().mean()}
+
+
+class MyTrainer(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        loss = super().compute_loss(model, inputs, return_outputs, **kwargs)
+        self.seen = (inputs["ids"].tolist(), loss.detach())
+        return loss
+
+
+class Report(TrainerCallback):
+    trainer = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        tierd.observe(state.global_step, *self.trainer.seen)
+
+
+def main(spool):
+    torch.manual_seed(0)
+    ckpt = tierd.Checkpointer(spool, run="hf", to=[])
+    report, saving = Report(), tierd.adapters.transformers.TierdCallback(ckpt, every_steps=3)
+    args = TrainingArguments(
+        output_dir=f"{spool}-out",
+        max_steps=16,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        warmup_steps=4,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        remove_unused_columns=False,
+        logging_strategy="no",
+    )
+    trainer = report.trainer = MyTrainer(model=Model(), args=args, train_dataset=Stream(), callbacks=[report, saving])
+    trainer.train(resume_from_checkpoint=saving.resume(trainer))
+    ckpt.close()

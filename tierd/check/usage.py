@@ -1,0 +1,141 @@
+"""Find the names in a user's code whose values go into nothing but logs.
+
+Sums for a log are lost at many resumes, and change nothing, so that a capture leaves them out.
+
+Invariant: code is read and never run. A name counts as used in any doubt; equal names in different scopes are one.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+from tierd.check.places import users_modules
+
+_LOGS = frozenset({"print", "log", "log_dict", "log_metrics", "info", "debug", "warning", "write", "observe"})
+_LOGS_TOO = frozenset({"set_postfix", "set_description", "add_scalar", "add_scalars", "writerow"})
+_COLLECT = frozenset({"append", "appendleft", "extend", "add", "update", "clear"})
+# Functions and methods that give a value made of their arguments, and do nothing else.
+_PURE = frozenset(
+    {"sum", "len", "min", "max", "float", "int", "str", "round", "abs", "sorted", "list", "tuple", "mean", "item"}
+    | {"detach", "cpu", "tolist", "numpy", "clone", "sqrt", "exp", "format", "join", "stack", "tensor"}
+)
+
+
+class _Reads(ast.NodeVisitor):
+    """Records which names are used, and into which other names the values of names go."""
+
+    def __init__(self) -> None:
+        self.used: set[str] = set()
+        self.into: defaultdict[str, set[str]] = defaultdict(set)
+        self.assigned: set[str] = set()
+        self._targets: set[str] | None = None  # of the values that are visited; None: they are used
+
+    def _name(self, name: str) -> None:
+        if self._targets is None:
+            self.used.add(name)
+        else:
+            self.into[name] |= self._targets
+
+    def _values(self, nodes: Iterable[ast.AST], targets: set[str] | None) -> None:
+        before, self._targets = self._targets, targets
+        for node in nodes:
+            self.visit(node)
+        self._targets = before
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self._name(node.id)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self._name(node.attr)
+        self.visit(node.value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        arguments = [*node.args, *node.keywords]
+        if _last(node.func) in _PURE:
+            inside = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+            for part in (*inside, *arguments):
+                self.visit(part)
+        else:
+            self._values([node.func, *arguments], None)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        call = node.value
+        if isinstance(call, ast.Call) and _last(call.func) in _LOGS | _LOGS_TOO:
+            self._values([*call.args, *call.keywords], set())
+        elif isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _COLLECT:
+            name = _last(call.func.value)
+            self.assigned.add(name)
+            self._values([*call.args, *call.keywords], {name} if name else None)
+        else:
+            self._values([call], None)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self._assign(node.targets, node.value)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._assign([node.target], node.value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self._assign([node.target], node.value)
+
+    def _assign(self, targets: list[ast.expr], value: ast.expr | None) -> None:
+        flat = [inner for one in targets for inner in (one.elts if isinstance(one, ast.Tuple | ast.List) else [one])]
+        names = {_last(one) for one in flat if _is_own(one)}
+        self.assigned |= names
+        if value is not None:  # another object's attribute may be read by a library
+            self._values([value], names if all(map(_is_own, flat)) else None)
+        for one in flat:
+            while isinstance(one, ast.Subscript | ast.Attribute):  # which item, and of which object
+                self._values([one.slice] if isinstance(one, ast.Subscript) else [], None)
+                one = one.value
+
+
+def _is_own(target: ast.AST) -> bool:
+    """Return whether a target is a variable, an attribute of `self`, or an item of one of them."""
+    while isinstance(target, ast.Subscript):
+        target = target.value
+    if isinstance(target, ast.Attribute):
+        return isinstance(target.value, ast.Name) and target.value.id == "self"
+    return isinstance(target, ast.Name)
+
+
+def _last(node: ast.AST) -> str:
+    """Return the name of a variable or an attribute, of which an item may be meant; empty if it has none."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+@lru_cache(maxsize=256)
+def _reads(file: str) -> _Reads:
+    reads = _Reads()
+    try:
+        reads.visit(ast.parse(Path(file).read_text()))
+    except (OSError, SyntaxError, ValueError, RecursionError):  # no source, so that nothing is known to be unused
+        return _Reads()
+    return reads
+
+
+def only_logged() -> frozenset[str]:
+    """Return the names of variables and attributes that the user's modules set, and of which nothing but a log has."""
+    return _only_logged(frozenset(str(module.__file__) for module in users_modules()))
+
+
+@lru_cache(maxsize=16)
+def _only_logged(files: frozenset[str]) -> frozenset[str]:
+    every = [_reads(file) for file in files]
+    used = {name for one in every for name in one.used}
+    into: defaultdict[str, set[str]] = defaultdict(set)
+    for one in every:
+        for name, targets in one.into.items():
+            into[name] |= targets - {name}
+    rising = True
+    while rising:
+        more = {name for name, targets in into.items() if name not in used and targets & used}
+        used |= more
+        rising = bool(more)
+    return frozenset({name for one in every for name in one.assigned} - used - {""})
