@@ -55,11 +55,11 @@ def _is_tierds(thread: threading.Thread) -> bool:
 
 def users_modules() -> tuple[ModuleType, ...]:
     """Return the modules of the user's own code that are imported."""
-    return _users_modules(len(sys.modules))
+    return _users_modules(frozenset(sys.modules))
 
 
 @lru_cache(maxsize=1)  # because a framework has thousands, and each capture asks
-def _users_modules(_count: int) -> tuple[ModuleType, ...]:
+def _users_modules(_names: frozenset[str]) -> tuple[ModuleType, ...]:
     return tuple(one for one in list(sys.modules.values()) if is_users(getattr(one, "__file__", None) or "<"))
 
 

@@ -1,0 +1,145 @@
+"""Values in variables that a user wrote, and which of them are left out because nothing but a log has them."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from tierd.check.objects import find_live
+from tierd.check.owned import owned_leaves
+from tierd.check.usage import only_logged
+from tierd.check.variables import variable_leaves
+
+LOOP = """
+import itertools
+import numpy
+
+BETA, WINDOW, WEIGHTS, numbers = 0.5, {"size": 8}, numpy.ones(3), itertools.count(4)
+
+class Config:
+    temperature = 2.0
+
+class Critic:
+    __slots__ = ("baseline",)
+    def __init__(self):
+        self.baseline = 1.5
+
+class Loop:
+    def __init__(self):
+        self.total = self.factor = 0.0
+        self.losses = []
+    def step(self, loss, logger):
+        self.total += loss.item()
+        self.losses.append(loss.item())
+        mean = self.total / len(self.losses)
+        print(f"{mean}")
+        logger.add_scalar("loss", mean, len(self.losses))
+        self.factor = 0.9 * self.factor + loss
+        return loss * self.factor * BETA * WINDOW["size"] * Config.temperature * WEIGHTS.sum() * next(numbers)
+
+def curriculum():
+    level = 3
+    def harder(more):
+        nonlocal level
+        level += more
+        return level
+    return harder
+
+def smoothed(value, history=[]):
+    history.append(value)
+    return sum(history)
+
+def warm():
+    warm.calls += 1
+    return warm.calls
+warm.calls = 7
+
+critic, loop, harder = Critic(), Loop(), curriculum()
+"""
+
+
+@pytest.fixture
+def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    (tmp_path / "users_loop.py").write_text(LOOP)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("users_loop")
+    del sys.modules["users_loop"]
+
+
+def variables(state: dict[str, object] | None = None) -> dict[str, str]:
+    return {path: leaf.text for path, leaf in variable_leaves(find_live().functions, state, ()).items()}
+
+
+def test_values_of_modules_classes_closures_and_defaults_are_read(users):
+    found = variables()
+    expected = {
+        "users_loop.BETA": "0.5",
+        'users_loop.WINDOW["size"]': "8",
+        "users_loop.numbers": "count(4)",
+        "Config.temperature": "2.0",
+        "harder() level": "3",
+        "warm.calls": "7",
+        "smoothed() history": "0 items",
+    }
+    assert {path: found.get(path) for path in expected} == expected
+    assert "users_loop.WEIGHTS" in found and users.numbers.__next__() == 4  # reading it drew nothing
+
+
+def test_slots_of_the_users_own_objects_are_read(users):
+    assert owned_leaves([users.critic], known=True)["Critic.baseline"].text == "1.5"
+
+
+def test_local_variables_of_a_running_function_are_read():
+    baseline, phase, data = 0.25, "warm", itertools.count()
+    found = variables()
+    where = "test_local_variables_of_a_running_function_are_read()"
+    assert (found[f"{where} baseline"], found[f"{where} phase"], found[f"{where} data"]) == (
+        "0.25",
+        "'warm'",
+        "count(0)",
+    )
+    assert (baseline, phase, next(data)) == (0.25, "warm", 0)
+
+
+def test_the_saved_state_and_large_tensors_are_left_out():
+    state = {"step": 3, "inner": {"best": 1.0}}
+    large = torch.empty(10_000_001, dtype=torch.uint8)
+    assert not [path for path in variables(state) if " state" in path or " large" in path]
+    assert large.numel()
+
+
+def test_sums_that_only_a_log_has_are_left_out_and_those_that_training_uses_are_not(users):
+    found = set(owned_leaves([users.loop], known=True))
+    assert "Loop.factor" in found and not {"Loop.total", "Loop.losses"} & found
+    assert {"total", "losses", "mean"} <= only_logged() and not {"factor", "BETA", "level", "history"} & only_logged()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "optimizer.scale = total",  # an attribute of another object, which a library may read
+        "loss = model(x, total)",
+        "if total > 3: stop()",
+        "rate = total / 2\nstep(rate)",
+        "for one in total: step(one)",
+        "groups[total] = 1",
+        "report(total)",
+    ],
+)
+def test_a_name_counts_as_used_in_any_doubt(use, tmp_path, monkeypatch):
+    (tmp_path / "users_use.py").write_text(
+        f"def train(x):\n    total = 0\n    total += 1\n    {use.replace(chr(10), chr(10) + '    ')}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("users_use")
+    try:
+        assert "total" not in only_logged()
+    finally:
+        del sys.modules["users_use"]
