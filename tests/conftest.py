@@ -1,5 +1,9 @@
-"""Which tests are slow or long; that no example of Hypothesis fails for taking long, since machines are shared; and
-what the processes that tests start load (`lean/`)."""
+"""Which tests are slow or long; that no example of Hypothesis fails for taking long, since machines are shared; what
+the processes that tests start load (`lean/`); and that threads of OpenMP sleep while they wait.
+
+Between two operations of torch its threads spin for work, on the cores that other tests and processes need. Tests of
+tensors took three times the CPU of their work by that.
+"""
 
 import os
 from pathlib import Path
@@ -15,6 +19,8 @@ __all__ = ["pytest_collection_modifyitems", "pytest_make_collect_report", "pytes
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent / "lean"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded, here and in processes of tests
 
 settings.register_profile("tierd", deadline=None)
 settings.load_profile("tierd")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import shutil
 import subprocess
 import sys
@@ -74,6 +75,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="the one trial of this seed")
     parser.add_argument("--keep", type=Path, help="a JSON file that gets the result")
     given = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in tests/conftest.py
     if given.kind == "page":
         page.write({kind: kit(kind).GATE for kind in KINDS})
         return 0
