@@ -57,6 +57,8 @@ class DaemonTimings:
         idle_renew_s: the longest time between two records of a watch that has nothing to take.
         silent_s: until a node whose announcement is not renewed counts as dead for the other watchers.
         yield_s: how long a watcher leaves a unit to another node that still renews its announcement.
+        http_lifetime_s: how long an HTTP client may have its connection.
+        http_grace_s: how long it may wait with its request if another client waits for the connection.
         wall_ns: the wall clock, nanoseconds since 1970.
     """
 
@@ -96,6 +98,8 @@ class DaemonTimings:
     idle_renew_s: float = 600.0
     silent_s: float = 180.0
     yield_s: float = 3600.0
+    http_lifetime_s: float = 15.0
+    http_grace_s: float = 0.5
     wall_ns: Callable[[], int] = _wall_ns
 
     def now_s(self) -> float:

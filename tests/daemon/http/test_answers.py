@@ -11,9 +11,10 @@ import subprocess
 import sys
 
 import msgspec
-from support.waiting import until
 from support.web import get, serving
 from support.world import attempt, commit, part
+
+from tierd.daemon.http.views import Shared
 
 # -- JSON, probes, page -----------------------------------------------------------------------------------------------
 
@@ -65,25 +66,22 @@ def test_probes(spool, tmp_path, monkeypatch) -> None:
     asyncio.run(work())
 
 
-def test_answers_are_shared(spool, tmp_path) -> None:
+def test_answers_are_shared() -> None:
     """However many ask, an answer is computed once a second."""
+    calls = 0
+
+    async def counted() -> bytes:
+        nonlocal calls
+        calls += 1
+        await asyncio.sleep(0)
+        return b"answer"
 
     async def work() -> None:
-        async with serving(spool, tmp_path / "tier") as http:
-            await until(lambda: http._views is not None)
-            calls = 0
-            real = http._views._status
-
-            def counted():
-                nonlocal calls
-                calls += 1
-                return real()
-
-            http._views._status = counted
-            await asyncio.gather(*(http._views.status.get() for _ in range(50)))
-            assert calls == 1
+        shared = Shared(counted)
+        assert set(await asyncio.gather(*(shared.get() for _ in range(50)))) == {b"answer"}
 
     asyncio.run(work())
+    assert calls == 1
 
 
 def test_the_page_runs_only_its_own_script(spool, tmp_path) -> None:

@@ -1,8 +1,8 @@
 """The HTTP server: a bounded number of short connections, each with one GET or HEAD.
 
-Invariant: a client costs the daemon at most one of `_MOST` connections for `_LIFETIME_S`, whatever it sends or does not
-send, reads or does not read. While others wait, a client without a request has `_GRACE_S` only, so that silent clients
-do not block a probe. What a client sent is never logged or sent back, because it may hold a token.
+Invariant: a client costs the daemon at most one of `_MOST` connections for `http_lifetime_s`, whatever it sends or does
+not send, reads or does not read. While others wait, a client without a request has `http_grace_s` only, so that silent
+clients do not block a probe. What a client sent is never logged or sent back, because it may hold a token.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ _silent = logging.getLogger("tierd.daemon.http.requests")
 _silent.disabled = True
 
 _MOST = 32  # connections at a time; further ones wait in the kernel's queue
-_LIFETIME_S = 15.0
-_GRACE_S = 0.5  # for a request, if another client waits for the connection
 _LINGER_S = 1.0  # for a body, which nobody reads
 _LONGEST_LINE = 2048  # bytes of a request line; a header line may have 8 KiB, because browsers send cookies
 _REBIND_S = 30.0  # seconds until a port that was taken is tried again
@@ -70,7 +68,7 @@ class HttpServer:
     async def run(self, reconciler: Reconciler, status: Callable[[], Status]) -> None:
         """Listen and answer until cancelled. A port that is taken is tried again, because training matters more."""
         self._views = Views(reconciler, status, Exposition(reconciler, self.tally).render)
-        loop, manager = asyncio.get_running_loop(), web.Server(self._handle)
+        loop, manager, timings = asyncio.get_running_loop(), web.Server(self._handle), reconciler.timings
         serving: dict[asyncio.Task[None], _Connection] = {}  # oldest first
         listener = await self._bind()
         try:
@@ -83,11 +81,11 @@ class HttpServer:
                     continue
                 try:
                     while len(serving) >= _MOST:
-                        await _one_ended(serving)
+                        await _one_ended(serving, timings.http_grace_s)
                 except asyncio.CancelledError:
                     connection.close()
                     raise
-                protocol = _Connection(manager, loop)
+                protocol = _Connection(manager, loop, timings.http_lifetime_s)
                 task = loop.create_task(self._serve(connection, protocol))
                 serving[task] = protocol
                 task.add_done_callback(lambda task: serving.pop(task, None))
@@ -120,7 +118,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         transport: asyncio.BaseTransport | None = None
         try:
-            async with asyncio.timeout(_LIFETIME_S):
+            async with asyncio.timeout(protocol.lifetime_s):
                 transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls)
                 await protocol.ended
         except OSError:  # also a client that was too slow, or that speaks no TLS
@@ -171,10 +169,10 @@ class HttpServer:
 _PATHS = ("/", "/metrics", "/status", "/runs", *_OPEN)
 
 
-async def _one_ended(serving: dict[asyncio.Task[None], _Connection]) -> None:
+async def _one_ended(serving: dict[asyncio.Task[None], _Connection], grace_s: float) -> None:
     """Wait until a connection has ended, or end the oldest one that has sent no request within its grace."""
     silent = next(((task, one) for task, one in serving.items() if not one.asked), None)
-    left_s = max(0.0, silent[1].since_s + _GRACE_S - asyncio.get_running_loop().time()) if silent else None
+    left_s = max(0.0, silent[1].since_s + grace_s - asyncio.get_running_loop().time()) if silent else None
     done, _ = await asyncio.wait(serving, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
     if silent and not done and not silent[1].asked:
         silent[0].cancel()
@@ -187,22 +185,23 @@ class _Connection(web.RequestHandler):
     """One connection.
 
     Attributes:
+        lifetime_s: after which it is closed.
         since_s: when it was accepted, by the loop's clock.
         asked: whether a request has arrived.
         ended: done when the connection is closed.
     """
 
-    def __init__(self, manager: web.Server, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, manager: web.Server, loop: asyncio.AbstractEventLoop, lifetime_s: float) -> None:
         super().__init__(
             manager,
             loop=loop,
-            keepalive_timeout=_LIFETIME_S,
+            keepalive_timeout=lifetime_s,
             lingering_time=_LINGER_S,
             logger=_silent,
             access_log=_silent,
             max_line_size=_LONGEST_LINE,
         )
-        self.since_s, self.asked = loop.time(), False
+        self.lifetime_s, self.since_s, self.asked = lifetime_s, loop.time(), False
         self.ended: asyncio.Future[None] = loop.create_future()
 
     def connection_lost(self, exc: BaseException | None) -> None:
