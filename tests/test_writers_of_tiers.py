@@ -32,7 +32,6 @@ from support.writers import (
 )
 
 import tierd
-from tierd.client.ranks import ranks
 from tierd.core.errors import CheckpointNotFound, ManifestError, StoreFull, StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId, flushing_prefix, head_key, pin_key, pruning_prefix, retention_key
 from tierd.core.manifest_codec import decode
@@ -159,7 +158,7 @@ def test_no_key_name_of_another_world_stops_no_rank(bucket, spool, tmp_path, mon
     for rank in (0, 1):
         asyncio.run(put(spool, part(1, rank=rank, world=2), state(1), tier))
     asyncio.run(bucket.put(part(2).manifest_key, b""))
-    monkeypatch.setattr(ranks, "_process_group", lambda: group)
+    group.install(monkeypatch)
 
     def restore(number: int) -> int:
         with tierd.Checkpointer(spool.root, RUN) as ckpt:

@@ -20,7 +20,6 @@ from support.world import RUN, Daemon, attempt, hurry, part
 from support.writers import daemon_until, forge, kinds, lie, restored, state
 
 import tierd
-from tierd.client.ranks import ranks
 from tierd.core.errors import CheckpointNotFound, SaveFailed, StateMismatch
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.timeline.candidates import RestoreOrder, restore_order
@@ -57,7 +56,7 @@ Both = Callable[..., list]
 def both(spool: Spool, monkeypatch) -> Both:
     """What each rank's restore gives or raises."""
     group = Group(2)
-    monkeypatch.setattr(ranks, "_process_group", lambda: group)
+    group.install(monkeypatch)
 
     def restore(then: int | None = None, **asked: object) -> list:
         def work(number: int) -> object:
@@ -92,7 +91,7 @@ def test_rank_bytes(spool, both, monkeypatch):
                     ckpt.save(3, state(300)).wait(timeout=60)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ranks, "_process_group", lambda: group)
+        group.install(patch)
         assert group.run(work) == [None, None]
     assert both() == [(3, 666.0, []), (3, 301.0, [])]
 

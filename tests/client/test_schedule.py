@@ -13,7 +13,6 @@ from support.world import attempt
 
 import tierd
 from tierd.client import schedule
-from tierd.client.ranks import ranks as ranks_module
 from tierd.client.saving import pipeline
 from tierd.core.errors import ConfigError, SaveFailed, StateRefused
 from tierd.spool.spool import Spool
@@ -156,7 +155,7 @@ def test_a_handler_may_save_at_any_line_of_the_schedule(spool):
 @pytest.fixture
 def group(monkeypatch):
     made = Group(2)
-    monkeypatch.setattr(ranks_module, "_process_group", lambda: made)
+    made.install(monkeypatch)
     return made
 
 

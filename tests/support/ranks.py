@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +37,19 @@ class Group:
         self.distributed_c10d = self
         self._stores = [_Store(self) for _ in range(world)]  # one each, as in processes, over the same values
         self.values: dict[str, bytes] = {}
+
+    def install(self, monkeypatch: Any) -> Group:
+        """Make this the process group of `torch.distributed` until the test ends."""
+        from torch import distributed
+
+        for name, value in {
+            "is_initialized": lambda: True,
+            "get_rank": self.get_rank,
+            "get_world_size": self.get_world_size,
+            "distributed_c10d": self,  # torch has no public name for the store
+        }.items():
+            monkeypatch.setattr(distributed, name, value)
+        return self
 
     def get_rank(self) -> int:
         return self.me.rank

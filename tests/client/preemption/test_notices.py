@@ -30,7 +30,6 @@ from tierd.client.preemption import preemption
 from tierd.client.preemption.agreement import Notice
 from tierd.client.preemption.clouds import ADDRESS
 from tierd.client.preemption.signals import SIGNALS
-from tierd.client.ranks import ranks as ranks_module
 from tierd.client.saving import pipeline
 from tierd.core.errors import ConfigError, StoreUnavailable
 from tierd.spool.spool import Spool
@@ -219,7 +218,7 @@ def test_preemption_is_refused_for_ranks_without_a_way_to_agree(spool) -> None:
 def test_a_notice_to_one_rank_is_due_on_all_at_one_step(spool, monkeypatch) -> None:
     """As threads, which take no signals: the notice is queued as its handler does."""
     group = Group(4)
-    monkeypatch.setattr(ranks_module, "_process_group", lambda: group)
+    group.install(monkeypatch)
     monkeypatch.setattr(preemption, "Signals", lambda heard: type("None", (), {"close": lambda self: None})())
 
     def work(number: int):

@@ -58,7 +58,7 @@ def test_arguments_go_before_the_group_before_torchrun_before_slurm(environ, mon
     assert who() == (1, 2)
     made = Group(5)
     made.me.rank = 4
-    monkeypatch.setattr(ranks_module, "_process_group", lambda: made)
+    made.install(monkeypatch)
     assert who() == (4, 5)
     assert who(6, 7) == (6, 7)
     for half in ((1, None), (None, 2)):

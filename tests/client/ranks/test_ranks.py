@@ -14,7 +14,6 @@ from support.world import Daemon, attempt, commit, part
 
 import tierd
 from tierd.client.checkpointer import made_of
-from tierd.client.ranks import ranks as ranks_module
 from tierd.client.ranks.attempts import Beginning, Clock
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring import source
@@ -126,7 +125,7 @@ def test_rank_with_a_corrupt_part_cannot_decide_and_the_next_launch_restores_the
 @pytest.fixture
 def group(monkeypatch, spool):
     made = Group(3)
-    monkeypatch.setattr(ranks_module, "_process_group", lambda: made)
+    made.install(monkeypatch)
 
     def saving(number: int) -> None:
         with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
@@ -428,7 +427,7 @@ def test_group_that_was_initialised_later_and_contradicts_the_rank_is_detected(s
     checkpointer = tierd.Checkpointer(spool.root, "run", to=[], when=tierd.When(steps=1))
     made = Group(2)
     made.me.rank = 1
-    monkeypatch.setattr(ranks_module, "_process_group", lambda: made)
+    made.install(monkeypatch)
     calls = {
         "save": lambda: checkpointer.save(1, tensors(1)),
         "restore": lambda: checkpointer.restore(tensors(0)),
@@ -446,7 +445,7 @@ def test_group_that_was_initialised_later_and_contradicts_the_rank_is_detected(s
 def test_notes_of_ranks_are_small_and_have_a_schema(monkeypatch):
     """No pickle: what is no such value is refused, and ranks that are at different calls are told so."""
     made = Group(2)
-    monkeypatch.setattr(ranks_module, "_process_group", lambda: made)
+    made.install(monkeypatch)
     said = Beginning(run="run", world=2, clock=Clock(7, "0" * 8, None))
 
     def say(number: int) -> list:

@@ -11,7 +11,6 @@ from support.training import same, tensors
 from support.world import Daemon
 
 import tierd
-from tierd.client.ranks import ranks as ranks_module
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.restorer import Restorer
 from tierd.core.errors import (
@@ -31,7 +30,7 @@ class Nodes:
         self.stores = [Double(self.inner) for _ in self.spools]
         self.group = Group(2)
         self.order = [0, 1]  # rank -> node
-        monkeypatch.setattr(ranks_module, "_process_group", lambda: self.group)
+        self.group.install(monkeypatch)
 
     def __enter__(self):
         self.daemons = [

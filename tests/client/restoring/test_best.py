@@ -12,7 +12,6 @@ from support.training import fresh, same, tensors, train
 from support.world import Daemon
 
 import tierd
-from tierd.client.ranks import ranks as ranks_module
 from tierd.core.errors import CheckpointNotFound, ConfigError, StoreUnavailable
 from tierd.spool.spool import Spool
 
@@ -93,7 +92,7 @@ def test_best_checkpoint_is_fetched_from_a_tier_and_never_guessed(spool, quick, 
 
 def test_all_ranks_get_the_best_of_rank_0_and_step_back_together(spool, monkeypatch):
     group = Group(2)
-    monkeypatch.setattr(ranks_module, "_process_group", lambda: group)
+    group.install(monkeypatch)
 
     def saving(number: int) -> None:
         with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:

@@ -14,7 +14,6 @@ from support.ranks import Group
 
 import tierd
 from tierd.client.checkpointer import made_of
-from tierd.client.ranks import ranks as ranks_module
 from tierd.client.restoring.restorer import Restorer
 from tierd.core.errors import CheckpointNotFound, ConfigError, StateMismatch, StoreUnavailable
 from tierd.spool.spool import Spool
@@ -185,7 +184,7 @@ def test_restore_that_outlasts_another_restore_does_not_block_saves_for_good(spo
 @pytest.mark.parametrize("interrupted", [0, 1])
 def test_the_other_ranks_hear_of_an_interrupt_at_once(spool, monkeypatch, interrupted):
     group = Group(2)
-    monkeypatch.setattr(ranks_module, "_process_group", lambda: group)
+    group.install(monkeypatch)
 
     def work(number: int) -> tuple[float, int]:
         with made(spool) as checkpointer:

@@ -11,7 +11,6 @@ from support.training import tensors
 from support.world import Daemon
 
 import tierd
-from tierd.client.ranks import ranks
 from tierd.core.errors import StoreUnavailable
 from tierd.core.timeline.candidates import because, restore_order
 from tierd.core.timeline.run_view import RunView
@@ -24,7 +23,7 @@ def launch(tmp_path, monkeypatch, quick):
     """Two nodes with a rank each, whose tier is a directory that only the first one has; restores, saves step 1."""
     tier, group = tmp_path / "tier", Group(2)
     tier.mkdir()
-    monkeypatch.setattr(ranks, "_process_group", lambda: group)
+    group.install(monkeypatch)
     homes = [tmp_path / name for name in "ab"]
 
     def restore(rank: int) -> int | None:

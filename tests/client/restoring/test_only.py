@@ -13,7 +13,6 @@ from support.world import Daemon
 from torch import nn
 
 import tierd
-from tierd.client.ranks import ranks as ranks_module
 from tierd.core.errors import ConfigError, StateMismatch
 from tierd.spool.spool import Spool
 
@@ -144,7 +143,7 @@ def test_no_more_is_read_than_is_wanted_and_all_of_that_is_verified(spool, quick
 
 def test_a_rank_that_cannot_load_them_keeps_all_from_it(spool, monkeypatch):
     group = Group(2)
-    monkeypatch.setattr(ranks_module, "_process_group", lambda: group)
+    group.install(monkeypatch)
 
     def work(number: int):
         with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:

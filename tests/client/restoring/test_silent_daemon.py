@@ -22,7 +22,6 @@ from support.waiting import wait_until
 import tierd
 from tierd.client import attachment
 from tierd.client.checkpointer import made_of
-from tierd.client.ranks import ranks
 from tierd.client.restoring import source
 from tierd.core.errors import DaemonSilent, DaemonUnavailable, StoreUnavailable, TierdError
 from tierd.ipc import daemon_start
@@ -178,7 +177,7 @@ def test_restore_does_without_a_daemon_that_was_stopped_before_it_listened(spool
 def test_every_rank_continues_where_one_nodes_daemon_is_stopped(spool, stopped, monkeypatch):
     """Two ranks of one node: both do without it, at the same time."""
     group = Group(2)
-    monkeypatch.setattr(ranks, "_process_group", lambda: group)
+    group.install(monkeypatch)
 
     def launch(rank: int) -> int | None:
         with tierd.Checkpointer(spool.root, "pair", to=[]) as ckpt:
