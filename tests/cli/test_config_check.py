@@ -117,12 +117,12 @@ def test_directories_that_are_not_apart_are_refused(tmp_path: Path, monkeypatch,
 def test_a_directory_that_does_not_answer_is_judged_by_its_text(monkeypatch) -> None:
     """A hung mount keeps no daemon from its other tiers."""
     hung = threading.Event()
-    monkeypatch.setattr(directory_overlap, "_inspect", lambda path: hung.wait(60))
-    monkeypatch.setattr(directory_overlap, "_ANSWER", 0.1)
+    monkeypatch.setattr(directory_overlap.os.path, "realpath", lambda path: hung.wait(60))
     tiers = [TierConfig(name=name, url=f"/{name}") for name in ("a", "b")]
-    asyncio.run(directory_overlap.check_apart(Config(spool="/s", tier=tuple(tiers))))
+    asyncio.run(directory_overlap.check_apart(Config(spool="/s", tier=tuple(tiers)), answer_s=0.1))
     with pytest.raises(ConfigError, match=r"tier\[2\]\.url: /a/c lies in"):
-        asyncio.run(directory_overlap.check_apart(Config(spool="/s", tier=(*tiers, TierConfig(name="c", url="/a/c")))))
+        nested = Config(spool="/s", tier=(*tiers, TierConfig(name="c", url="/a/c")))
+        asyncio.run(directory_overlap.check_apart(nested, answer_s=0.1))
     hung.set()
 
 

@@ -23,7 +23,7 @@ from stores.conformance import Conformance, keys
 from tierd.core.errors import DeleteRefused, ObjectNotFound, StoreRefused, StoreUnavailable, TierdError
 from tierd.spool.direct_io import LARGE, PAGE, PIECE, memory_for
 from tierd.spool.spool import Spool
-from tierd.stores import file_reads, file_tree
+from tierd.stores import file_reads
 from tierd.stores.base import ObjectInfo, Store
 from tierd.stores.file import FileStore
 from tierd.stores.file_tree import FileTree
@@ -237,18 +237,11 @@ def test_the_order_of_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     asyncio.run(whole())
 
 
-def test_a_node_that_never_prunes_remembers_no_more_directories_than_a_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_tree, "_DURABLE", 10)
-
-    async def whole() -> None:
-        store = FileStore(tmp_path)
-        for step in range(50):
-            await store.put(f"run/chunks/{step}/x", b"1")
-            assert len(store._tree._durable) <= 10
-
-    asyncio.run(whole())
+def test_a_node_that_never_prunes_remembers_no_more_directories_than_a_bound(tmp_path: Path) -> None:
+    tree = FileTree(tmp_path, trial=False, remembered=10)
+    for step in range(50):
+        tree.put(f"run/chunks/{step}/x", memoryview(b"1"), threading.Event())
+        assert len(tree._durable) <= 10
 
 
 def test_a_failed_fsync_is_never_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

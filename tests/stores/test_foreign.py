@@ -120,9 +120,4 @@ def test_a_read_is_tried_again(place) -> None:  # type: ignore[no-untyped-def]
     async def at_once(_: float) -> None:
         pass
 
-    def retrying() -> ForeignStore:
-        store = RetryingForeignStore(make())
-        store._sleep = store._window._sleep = at_once
-        return store
-
-    within(retrying, use)
+    within(lambda: RetryingForeignStore(make(), sleep=at_once), use)

@@ -12,7 +12,7 @@ from tierd.core.errors import StoreUnavailable
 from tierd.stores.base import Buffer
 from tierd.stores.memory import MemoryStore
 from tierd.stores.retry import RetryingStore
-from tierd.stores.window import StoreThrottled, Window
+from tierd.stores.window import StoreThrottled
 
 WRITERS, AT_ONCE, OBJECTS = 1000, 8, 5
 
@@ -62,8 +62,7 @@ class Bucket(MemoryStore):
 async def write(number: int, bucket: Bucket, rng: random.Random) -> None:
     """Put all objects of one node, as a tier worker does: after a call has failed for good, it begins again later."""
     loop = asyncio.get_running_loop()
-    store = RetryingStore(bucket, rng=rng.random)
-    store._window = Window(clock=loop.time, rng=rng.random)
+    store = RetryingStore(bucket, rng=rng.random, clock=loop.time)
     left, failures = {f"{number}/{one}" for one in range(OBJECTS)}, 0
 
     async def lane(todo: list[str]) -> None:

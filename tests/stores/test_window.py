@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
@@ -27,10 +28,10 @@ from tierd.stores.encrypted import EncryptedStore
 from tierd.stores.keys import Key
 from tierd.stores.limit import LimitedStore
 from tierd.stores.memory import MemoryStore
-from tierd.stores.open import open_store
 from tierd.stores.request_counts import CountedStore
 from tierd.stores.retry import RetryingStore
 from tierd.stores.s3.answers import said
+from tierd.stores.s3.s3_store import S3Store
 from tierd.stores.window import StoreThrottled, Window
 
 __all__ = ["credentials"]  # the fixture
@@ -130,10 +131,20 @@ def test_nothing_begins_before_the_place_wants_to_be_asked_again() -> None:
     asyncio.run(work())
 
 
+async def narrow() -> Window:
+    """A window that lets one request in, because the server has refused another."""
+    now = 0.0
+    window = Window(clock=lambda: now, rng=lambda: 0.0)
+    with contextlib.suppress(StoreThrottled):
+        async with window.request():
+            raise StoreThrottled("SlowDown")
+    now = 1000.0
+    return window
+
+
 def test_cancelled_request_and_cancelled_waiter_leave_their_room() -> None:
     async def work() -> None:
-        window = Window()
-        window._most = 1.0
+        window = await narrow()
         holder = asyncio.Event()
 
         async def held() -> None:
@@ -270,14 +281,13 @@ def test_a_server_s_fault_narrows_nothing() -> None:
     assert not isinstance(error, StoreThrottled)
 
 
-def test_header_retry_after_is_obeyed(credentials: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierd.stores.retry._FIRST_DELAY_S", 0.001)
+def test_header_retry_after_is_obeyed(credentials: None) -> None:
     with serving(Bucket()) as bucket:
         bucket.deny("GetObject", status=503, code="SlowDown")
         bucket.headers["Retry-After"] = "1"
 
         async def work() -> list[float]:
-            store = RetryingStore(open_store(parse_url(bucket.url()))._inner, attempts=3)  # type: ignore[attr-defined]
+            store = RetryingStore(S3Store(parse_url(bucket.url())), attempts=3, rng=lambda: 0.0)
             with pytest.raises(StoreThrottled):
                 await store.get("k")
             await store.aclose()

@@ -19,9 +19,6 @@ from tierd.core.errors import ConfigError
 from tierd.core.urls import parse_url
 from tierd.own_thread import in_own_thread
 
-# Seconds that a directory's mount may take to answer, because a hung mount must not block the other tiers.
-_ANSWER = 5.0
-
 _MOUNTS = Path("/proc/self/mountinfo")
 _Identity = tuple[int, int]  # st_dev, st_ino
 
@@ -58,14 +55,18 @@ class _Directory:
         return self.given if self.given == str(self.path) else f"{self.given} (which is {self.path})"
 
 
-async def check_apart(config: Config) -> None:
+async def check_apart(config: Config, *, answer_s: float = 5.0) -> None:
     """Refuse file tiers and watched directories that overlap the spool or each other. Changes nothing.
+
+    Args:
+        config: names the directories.
+        answer_s: that a directory's mount may take to answer, because a hung mount must not block the other tiers.
 
     Raises:
         ConfigError: two directories overlap. The message names the key, both paths, and the remedy.
     """
     places = list(_places(config))
-    found = await asyncio.gather(*(_resolved(path) for _, _, path in places))
+    found = await asyncio.gather(*(_resolved(path, answer_s) for _, _, path in places))
     for number, here in enumerate(found):
         for other, there in enumerate(found[:number]):
             if how := here.relation(there):
@@ -97,9 +98,9 @@ def _places(config: Config) -> Iterator[tuple[str, str, str]]:
         yield f"watch[{index}].directory", f"the watched directory of run {watch.run!r}", watch.directory
 
 
-async def _resolved(path: str) -> _Directory:
+async def _resolved(path: str, answer_s: float) -> _Directory:
     try:
-        return await asyncio.wait_for(in_own_thread(lambda: _inspect(path), "tierd-apart"), _ANSWER)
+        return await asyncio.wait_for(in_own_thread(lambda: _inspect(path), "tierd-apart"), answer_s)
     except TimeoutError:
         return _Directory(path, Path(os.path.normpath(path)))
 

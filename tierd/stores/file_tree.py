@@ -30,7 +30,6 @@ _TMP_NAME = re.compile(r"[0-9a-f]{32}")
 _SWEEP = 1000  # leftover temp files that one sweep examines, at most
 _PUT_TRIES = 8  # attempts, because a delete may remove the directory and a sweep the temp file while a put runs
 _SMALL = 1 << 20  # bytes
-_DURABLE = 10_000  # directories that are remembered, because a daemon that never prunes would remember all for years
 _KEPT = (errno.EPERM, errno.EACCES)  # errors for an entry that may not be removed
 
 
@@ -40,9 +39,11 @@ class FileTree:
     Args:
         root: the directory.
         trial: as for `FileStore`.
+        remembered: how many directories are known to be durable, because a daemon that never prunes would remember all
+            for years.
     """
 
-    def __init__(self, root: Path, *, trial: bool) -> None:
+    def __init__(self, root: Path, *, trial: bool, remembered: int = 10_000) -> None:
         self._path = root
         self._trial = f"{_TMP}-{secrets.token_hex(8)}" if trial else ""  # its own directory for temp files
         self._tmp = _TMP
@@ -51,6 +52,7 @@ class FileTree:
         self._seen = False  # whether the root has existed
         self._marked = False  # whether the root has had its mark
         self._swept = False
+        self._remembered = remembered
         self._durable: set[str] = set()  # directories whose own entries are known to be durable
 
     def count_piece(self) -> None:
@@ -231,7 +233,7 @@ class FileTree:
                 # An existing directory may come from a put that hasn't synced it yet, so sync all but the known ones.
                 if made or path not in self._durable:
                     sync_directory(fd)
-                    if len(self._durable) >= _DURABLE:
+                    if len(self._durable) >= self._remembered:
                         self._durable.clear()
                     self._durable.add(path)
                 below = os.open(part, DIRECTORY, dir_fd=fd)

@@ -6,7 +6,8 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Protocol
 
 from tierd.stores.base import ObjectInfo, Store
@@ -32,8 +33,8 @@ class ForeignStore(Store, Protocol):
 class RetryingForeignStore(RetryingStore):
     """The deadlines and retries of `RetryingStore` around a `ForeignStore`."""
 
-    def __init__(self, inner: ForeignStore) -> None:
-        super().__init__(inner)
+    def __init__(self, inner: ForeignStore, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        super().__init__(inner, sleep=sleep)
         self._foreign = inner
 
     def names(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:

@@ -39,7 +39,7 @@ class RetryingStore:
 
     Between attempts the store waits a random part ("full jitter") of a delay that doubles from 0.25 s to 20 s. The
     server's Retry-After is added to it. `window` limits the number of concurrent requests by how many the server
-    refuses. Tests replace `rng` and `sleep`.
+    refuses. Tests replace `rng`, `sleep` and `clock`, the window's.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class RetryingStore:
         deadline_s: float = 60.0,
         rng: Callable[[], float] = random.random,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._inner = inner
         self._attempts = attempts
@@ -58,7 +59,7 @@ class RetryingStore:
         self._slowest = getattr(inner, "slowest", _SLOWEST)
         self._rng = rng
         self._sleep = sleep
-        self._window = Window(sleep=sleep, rng=rng)
+        self._window = Window(clock=clock, sleep=sleep, rng=rng)
         self._answers = 0
         self._due: dict[object, float] = {}  # each attempt under way -> when it could be answered, monotonic seconds
 
