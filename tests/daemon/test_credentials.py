@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
 from stores.s3.test_answers import file, written
 from stores.s3.test_s3_store import credentials
 from support.s3stub import Bucket, serving
@@ -14,19 +13,16 @@ from support.world import commit, part, reconciler, running, settle, steps_on
 
 from tierd.core.urls import parse_url
 from tierd.spool.spool import Spool
-from tierd.stores.open import open_store
-from tierd.stores.s3 import credentials as chain
+from tierd.stores.retry import RetryingStore
+from tierd.stores.s3.limits import S3Limits
+from tierd.stores.s3.s3_store import S3Store
 
 __all__ = ["credentials", "file"]  # the fixtures
 
 
-def test_a_daemon_finds_credentials_that_come_or_are_replaced(
-    spool: Spool, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chain, "_PAUSE_S", 0.05)
-
+def test_a_daemon_finds_credentials_that_come_or_are_replaced(spool: Spool, file: Path) -> None:
     async def work(bucket: Bucket) -> None:
-        store = open_store(parse_url(bucket.url()))
+        store = RetryingStore(S3Store(parse_url(bucket.url()), S3Limits(credentials_s=0.05)))
         commit(spool, part(1))
         async with running(reconciler(spool, {"s3": store})) as daemon:
             await until(lambda: "NoCredentialsError" in str(daemon.workers["s3"].last_error))

@@ -27,6 +27,7 @@ from tierd.stores.base import Store
 from tierd.stores.open import open_store
 from tierd.stores.s3 import checksum_probe, s3_store
 from tierd.stores.s3.checksums import CHECKSUMS, MD5, Checksum
+from tierd.stores.s3.limits import USUAL, S3Limits
 from tierd.stores.s3.line import Body
 from tierd.stores.s3.s3_store import S3Store
 
@@ -103,9 +104,9 @@ class TestS3StoreWithoutPrefix(Conformance):
         return lambda: open_store(replace(url, prefix=""))
 
 
-def on(url: StoreUrl, use: Callable[[S3Store], Awaitable[None]]) -> None:
+def on(url: StoreUrl, use: Callable[[S3Store], Awaitable[None]], limits: S3Limits = USUAL) -> None:
     async def whole() -> None:
-        store = S3Store(url)
+        store = S3Store(url, limits)
         try:
             await use(store)
         finally:
@@ -196,9 +197,7 @@ def test_keys_that_are_not_tierds_are_not_shown(url: StoreUrl) -> None:
     on(url, use)
 
 
-def test_more_calls_than_connections(url: StoreUrl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_store, "_CONNECTIONS", 4)
-
+def test_more_calls_than_connections(url: StoreUrl) -> None:
     async def use(store: S3Store) -> None:
         await asyncio.gather(*(store.put(f"k{n}", bytes([n]) * 10_000) for n in range(100)))
         missing = asyncio.gather(*(store.get(f"none{n}") for n in range(50)), return_exceptions=True)
@@ -206,7 +205,7 @@ def test_more_calls_than_connections(url: StoreUrl, monkeypatch: pytest.MonkeyPa
         assert [data[0] for data in found] == list(range(100))
         assert {type(error) for error in await missing} == {ObjectNotFound}
 
-    on(url, use)
+    on(url, use, S3Limits(connections=4))
 
 
 def test_a_missing_bucket_is_refused_by_name(url: StoreUrl) -> None:
@@ -355,17 +354,14 @@ class Proxy:
 
 @pytest.mark.parametrize("end", ["close", "reset", "stall"])
 @pytest.mark.parametrize("limit", [0, 100, 5_000, 1_000_000])
-def test_an_answer_that_breaks_off_is_unavailable(
-    url: StoreUrl, end: str, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(s3_store, "_READ_TIMEOUT_S", 1)
-    monkeypatch.setattr(s3_store, "_CONNECTIONS", 2)
+def test_an_answer_that_breaks_off_is_unavailable(url: StoreUrl, end: str, limit: int) -> None:
     data = random.Random(8).randbytes(2 << 20)
 
     async def whole() -> None:
         proxy = Proxy(str(url.endpoint))
         async with proxy.running():
-            store = S3Store(replace(url, endpoint=f"http://127.0.0.1:{proxy.port}"))
+            limits = S3Limits(connections=2, answer_s=1, stall_s=1)
+            store = S3Store(replace(url, endpoint=f"http://127.0.0.1:{proxy.port}"), limits)
             await store.put("k", data)
             proxy.limit, proxy.end = limit, end
             for _ in range(3):  # more often than the pool has connections: none may stay taken
@@ -378,8 +374,7 @@ def test_an_answer_that_breaks_off_is_unavailable(
     asyncio.run(whole())
 
 
-def test_cancelled_gets_give_their_connections_back(url: StoreUrl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_store, "_CONNECTIONS", 2)
+def test_cancelled_gets_give_their_connections_back(url: StoreUrl) -> None:
     data = random.Random(9).randbytes(8 << 20)
 
     async def use(store: S3Store) -> None:
@@ -391,4 +386,4 @@ def test_cancelled_gets_give_their_connections_back(url: StoreUrl, monkeypatch: 
             await asyncio.wait([task])
         assert await asyncio.wait_for(store.get("k"), 60) == data
 
-    on(url, use)
+    on(url, use, S3Limits(connections=2))

@@ -61,13 +61,15 @@ class Watched:
 
     @contextmanager
     def watching(self) -> Iterator[Watched]:
-        own = Connection._own
+        connect = Connection.connect
 
-        def watched(connection: Connection, sock: socket.socket) -> socket.socket:
-            self.sockets[connection._place].append(sock)
-            return own(connection, sock)
+        def watched(connection: Connection) -> None:
+            try:
+                connect(connection)
+            finally:
+                self.sockets[connection._place].append(connection.sock)
 
-        with mock.patch.object(Connection, "_own", watched):
+        with mock.patch.object(Connection, "connect", watched):
             yield self
 
 

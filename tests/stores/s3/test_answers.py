@@ -17,9 +17,12 @@ from tierd.core.urls import parse_url
 from tierd.stores.retry import RetryingStore
 from tierd.stores.s3 import credentials as chain
 from tierd.stores.s3.answers import said
+from tierd.stores.s3.limits import S3Limits
 from tierd.stores.s3.s3_store import S3Store
 
 __all__ = ["credentials"]  # the fixture
+
+AT_ONCE = S3Limits(credentials_s=0.0)
 
 
 def refusal(status: int, code: str, message: str = "") -> StoreRefused | StoreUnavailable:
@@ -229,17 +232,18 @@ def written(file: Path, key: str) -> None:
     file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = secret\n")
 
 
-def test_credentials_that_appear_after_the_start_are_used(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_that_appear_after_the_start_are_used(file: Path) -> None:
     async def use(bucket: Bucket) -> None:
-        store = S3Store(parse_url(bucket.url()))
-        with pytest.raises(StoreRefused, match="NoCredentialsError"):
-            await store.put("k", b"1")
+        patient, store = S3Store(parse_url(bucket.url())), S3Store(parse_url(bucket.url()), AT_ONCE)
+        for one in (patient, store):
+            with pytest.raises(StoreRefused, match="NoCredentialsError"):
+                await one.put("k", b"1")
         written(file, "first")
         with pytest.raises(StoreRefused, match="NoCredentialsError"):  # a moment ago there were none
-            await store.put("k", b"1")
-        monkeypatch.setattr(chain, "_PAUSE_S", 0.0)
+            await patient.put("k", b"1")
         await store.put("k", b"1")
-        await store.aclose()
+        for one in (patient, store):
+            await one.aclose()
 
     with serving(Bucket()) as bucket:
         asyncio.run(use(bucket))
@@ -260,14 +264,11 @@ def test_refusal_without_a_text_is_reported_without_text(file: Path) -> None:
         asyncio.run(use(bucket))
 
 
-def test_credentials_that_were_replaced_are_taken_up_within_the_call(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chain, "_PAUSE_S", 0.0)
+def test_credentials_that_were_replaced_are_taken_up_within_the_call(file: Path) -> None:
     written(file, "first")
 
     async def use(bucket: Bucket) -> None:
-        store = RetryingStore(S3Store(parse_url(bucket.url())), sleep=lambda _: asyncio.sleep(0))
+        store = RetryingStore(S3Store(parse_url(bucket.url()), AT_ONCE), sleep=lambda _: asyncio.sleep(0))
         await store.put("k", b"1")
         written(file, "second")
         bucket.keys = {"second"}

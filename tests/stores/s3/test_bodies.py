@@ -17,15 +17,20 @@ from stores.s3.test_tls import check_nothing_is_left, session_of
 from stores.s3.test_transport import LISTING, Reader, Server, Writer, head
 
 from tierd.core.errors import StoreRefused, StoreUnavailable
-from tierd.stores.s3 import line, s3_store
+from tierd.stores.s3 import s3_store
 from tierd.stores.s3.connection import SLOWEST, StallTimer
 from tierd.stores.s3.http1 import Unanswered, chunk_size, parse_head, request_head
+from tierd.stores.s3.limits import USUAL, S3Limits
 from tierd.stores.s3.s3_store import S3Store
 
 __all__ = ["credentials"]  # the fixture
 
 
-def against(respond: Callable[[str, Writer], Awaitable[None]], use: Callable[[S3Store], Awaitable[None]]) -> None:
+def against(
+    respond: Callable[[str, Writer], Awaitable[None]],
+    use: Callable[[S3Store], Awaitable[None]],
+    limits: S3Limits = USUAL,
+) -> None:
     """Use a store whose server answers the first request on each connection by `respond`, and closes."""
 
     async def serve(_: int, reader: Reader, writer: Writer) -> None:
@@ -36,18 +41,16 @@ def against(respond: Callable[[str, Writer], Awaitable[None]], use: Callable[[S3
 
     async def whole(store: S3Store) -> None:
         await use(store)
-        check_nothing_is_left(session_of(store), s3_store._CONNECTIONS)
+        check_nothing_is_left(session_of(store), limits.connections)
 
-    Server(serve).use(whole)
+    Server(serve).use(whole, limits=limits)
 
 
 async def listed(store: S3Store) -> list[str]:
     return [info.key async for info in store.scan("")]
 
 
-def test_a_size_that_is_too_long_is_given_up_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "_STALL_S", 0.3)
-
+def test_a_size_that_is_too_long_is_given_up_and_named() -> None:
     async def respond(first: str, writer: Writer) -> None:
         body = LISTING if "list-type" in first else b"data"
         writer.write(b"HTTP/1.1 200 OK\r\nETag: e\r\nContent-Length: %d\r\n\r\n" % (len(body) + 500) + body)
@@ -61,7 +64,7 @@ def test_a_size_that_is_too_long_is_given_up_and_named(monkeypatch: pytest.Monke
         with pytest.raises(StoreUnavailable, match=rf"after {len(LISTING)} of the {len(LISTING) + 500} bytes"):
             await listed(store)
 
-    against(respond, use)
+    against(respond, use, S3Limits(stall_s=0.3))
 
 
 def test_chunks_that_are_fewer_bytes_than_the_answer_says_are_no_object() -> None:
@@ -149,9 +152,8 @@ def test_a_reply_that_says_that_it_is_huge_is_not_begun() -> None:
     against(respond, use)
 
 
-def test_a_drip_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drip_is_given_up() -> None:
     """A byte now and then is no progress: otherwise it would take the attempt's whole deadline, which is long."""
-    monkeypatch.setattr(line, "_STALL_S", 0.5)
 
     async def respond(first: str, writer: Writer) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nETag: e\r\nContent-Length: 100000\r\n\r\n")
@@ -165,7 +167,7 @@ def test_a_drip_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(StoreUnavailable, match=r"stalled: no more than \d+ bytes in .* of the 100000 bytes"):
                 await call()
 
-    against(respond, use)
+    against(respond, use, S3Limits(stall_s=0.5))
 
 
 @pytest.mark.parametrize("body", [b"<html>please log in</ht", LISTING[:30], b"no markup"])
@@ -236,16 +238,15 @@ class Trickle:
             client.sendall(b"HTTP/1.1 200 OK\r\nETag: e\r\nContent-Length: 0\r\n\r\n")
 
 
-def test_a_large_body_on_a_slow_link_is_not_cut_off_while_it_flows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_body_on_a_slow_link_is_not_cut_off_while_it_flows() -> None:
     """All of it fits into the kernel's buffer at once; the answer comes only when it has trickled out, long after the
     time in which an answer must begin."""
     from tierd.core.urls import parse_url
 
-    monkeypatch.setattr(s3_store, "_READ_TIMEOUT_S", 1.0)
-    server = Trickle(600_000)
+    server, limits = Trickle(600_000), S3Limits(answer_s=1.0, stall_s=1.0)
 
     async def whole() -> None:
-        store = S3Store(parse_url(f"s3://bucket/p?endpoint={server.url}&addressing=path"))
+        store = S3Store(parse_url(f"s3://bucket/p?endpoint={server.url}&addressing=path"), limits)
         store.probe.next_at = None
         began = time.monotonic()
         try:

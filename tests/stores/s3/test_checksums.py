@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +18,7 @@ from tierd.stores.base import is_key
 from tierd.stores.s3 import checksum_probe, checksums
 from tierd.stores.s3.checksum_probe import PROBE
 from tierd.stores.s3.checksums import CHECKSUMS, MD5
+from tierd.stores.s3.limits import USUAL, S3Limits
 from tierd.stores.s3.s3_store import S3Store
 
 __all__ = ["credentials"]  # the fixture
@@ -62,14 +65,14 @@ class Server:
         return 200, "", {f"x-amz-checksum-{name}": self.echo(right)} if self.echo and name else {}
 
 
-def puts(server: Server, *expected: str, keys: str = "abc") -> None:
+def puts(server: Server, *expected: str, keys: str = "abc", limits: S3Limits = USUAL) -> None:
     """Put some objects; each put answers as expected, and they alone lie on the server."""
 
     async def use(store: S3Store) -> None:
         for key, name in zip(keys, expected, strict=False):
             assert await store.put(key, memoryview(key.encode() * 1000)) == name
 
-    against(server.respond, use)
+    against(server.respond, use, limits=limits)
     assert server.objects == {key: key.encode() * 1000 for key in keys[: len(expected)]}
 
 
@@ -88,9 +91,8 @@ def test_strongest_checksum_is_first_and_md5_is_none_of_them() -> None:
     assert MD5.digest(memoryview(b"x")) == hashlib.md5(b"x").digest()
 
 
-def test_large_data_is_digested_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksums, "_SMALL", 4)
-    for data in (b"123", b"123456789"):
+def test_large_data_is_digested_in_a_thread() -> None:
+    for data in (b"123", bytes(2 << 20)):
         given = asyncio.run(BY_NAME["crc32c"].parameters(memoryview(data)))
         assert given == {"ChecksumAlgorithm": "CRC32C", "ChecksumCRC32C": BY_NAME["crc32c"].value(memoryview(data))}
 
@@ -125,13 +127,11 @@ def test_a_server_that_knows_no_checksum_gets_an_md5(unknown: tuple[int, str]) -
     assert server.log == [*(f"PUT {PROBE} {c.name}" for c in CHECKSUMS), *(f"PUT {key} md5" for key in "abc")]
 
 
-def test_a_probe_without_an_answer_says_nothing_and_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_without_an_answer_says_nothing_and_is_repeated() -> None:
     server = Server(down=1)
     puts(server, "", "")  # not again at once
     assert server.log == [f"PUT {PROBE} crc64nvme", "PUT a md5", "PUT b md5"]
-    monkeypatch.setattr(checksum_probe, "_AGAIN_S", 0)
-    server = Server(down=2)
-    puts(server, "", "", "crc64nvme")
+    puts(Server(down=2), "", "", "crc64nvme", limits=S3Limits(probe_s=0))
 
 
 def test_puts_at_once_probe_once() -> None:
@@ -170,10 +170,13 @@ def test_changed_body_is_refused_by_server_or_client(verifies: set[str]) -> None
 
 
 def test_without_awscrt_it_is_a_crc32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksums, "_crt", None)
-    known = checksums._known()
-    assert [checksum.name for checksum in known] == ["crc32"]
-    monkeypatch.setattr(checksum_probe, "CHECKSUMS", known)
+    spec = importlib.util.find_spec(checksums.__name__)
+    without = importlib.util.module_from_spec(spec)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "awscrt", None)
+        spec.loader.exec_module(without)
+    assert [checksum.name for checksum in without.CHECKSUMS] == ["crc32"]
+    monkeypatch.setattr(checksum_probe, "CHECKSUMS", without.CHECKSUMS)
     puts(Server(), "crc32")
 
 

@@ -14,6 +14,8 @@ import ssl
 import threading
 import time
 from collections.abc import Coroutine, Iterator
+from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 from urllib.parse import urlsplit
@@ -31,6 +33,7 @@ from support.tls import reset
 from tierd.core.errors import StoreUnavailable, TierdError
 from tierd.core.urls import parse_url
 from tierd.stores.s3 import connection, line
+from tierd.stores.s3.limits import USUAL, S3Limits
 from tierd.stores.s3.line import State
 from tierd.stores.s3.s3_store import S3Store
 from tierd.stores.s3.transport import DirectSession
@@ -176,22 +179,26 @@ class LineMachine(RuleBasedStateMachine):
         self.server, self.loop, self.store = shared.server, shared.loop, shared.store
         self.patches = contextlib.ExitStack()
         self._watch_sockets()
-        self.session = DirectSession(timeout=(1, 0.15), max_pool_connections=_SLOTS)
+        # Not frozen, because they change while the session lives.
+        self.limits: Any = SimpleNamespace(**asdict(S3Limits(connections=_SLOTS, connect_s=1.0)))
+        self.session = DirectSession(self.limits)
         self.store._client._endpoint.http_session = self.session
 
     def _watch_sockets(self) -> None:
         made, lines = self.sockets, self.lines
-        own, begin = connection.Connection._own, line.HttpLine.__init__
+        connect, begin = connection.Connection.connect, line.HttpLine.__init__
 
-        def watched(self: connection.Connection, sock: socket.socket) -> socket.socket:
-            made.append(sock)
-            return own(self, sock)
+        def watched(self: connection.Connection) -> None:
+            try:
+                connect(self)
+            finally:
+                made.append(self.sock)
 
         def begun(self: line.HttpLine, *args: Any) -> None:
             lines.append(self)
             begin(self, *args)
 
-        self.patches.enter_context(mock.patch.object(connection.Connection, "_own", watched))
+        self.patches.enter_context(mock.patch.object(connection.Connection, "connect", watched))
         self.patches.enter_context(mock.patch.object(line.HttpLine, "__init__", begun))
 
     def teardown(self) -> None:
@@ -267,9 +274,12 @@ class LineMachine(RuleBasedStateMachine):
 
     @rule()
     def a_while_passes(self) -> None:
-        with mock.patch.object(line, "_LONGEST_IDLE_S", -1):
+        self.limits.idle_s = -1
+        try:
             self._begin("answer")
             self.loop.run_until_complete(self._call("get"))
+        finally:
+            self.limits.idle_s = USUAL.idle_s
 
     def _begin(self, how: str) -> None:
         self.server.over.set()  # a peer that stalls since an earlier step goes away
@@ -281,9 +291,7 @@ class LineMachine(RuleBasedStateMachine):
             time.sleep(0.001)
         self.server.script = how
         # Only who is to be given up needs to be given up soon: the machine may be busy.
-        patience_s = self.session._read_timeout_s = 0.15 if "stall" in how or how == "too long" else 10.0
-        for one in self.lines:
-            one._answer_s = one._stall_s = patience_s
+        self.limits.answer_s = self.limits.stall_s = 0.15 if "stall" in how or how == "too long" else 10.0
 
     @invariant()
     def nothing_is_left(self) -> None:
@@ -332,7 +340,7 @@ def test_a_line_whose_answer_broke_off_is_dead() -> None:
     """The model seldom sees the difference, because the one that gives the line back closes it as well."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = urlsplit(f"http://127.0.0.1:{server.getsockname()[1]}/k")
-        one = line.HttpLine(url, ssl.create_default_context, 5.0, 5.0)
+        one = line.HttpLine(url, ssl.create_default_context, S3Limits(connect_s=5.0, answer_s=5.0, stall_s=5.0))
 
         def serve() -> None:
             client, _ = server.accept()

@@ -16,6 +16,7 @@ from tierd.core.urls import parse_url
 from tierd.stores.base import children
 from tierd.stores.s3.checksum_probe import PROBE
 from tierd.stores.s3.checksums import CHECKSUMS
+from tierd.stores.s3.limits import USUAL, S3Limits
 from tierd.stores.s3.s3_store import S3Store
 
 Headers = dict[str, str]
@@ -32,7 +33,9 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def against(respond: Respond, use: Callable[[S3Store], Awaitable[None]], query: str = "") -> None:
+def against(
+    respond: Respond, use: Callable[[S3Store], Awaitable[None]], query: str = "", limits: S3Limits = USUAL
+) -> None:
     """Use a store whose server answers each request with what `respond` returns: a status and a body."""
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -56,7 +59,7 @@ def against(respond: Respond, use: Callable[[S3Store], Awaitable[None]], query: 
     async def whole() -> None:
         server = await asyncio.start_server(connect, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        store = S3Store(parse_url(f"s3://bucket/p?endpoint=http://127.0.0.1:{port}{query}"))
+        store = S3Store(parse_url(f"s3://bucket/p?endpoint=http://127.0.0.1:{port}{query}"), limits)
         try:
             await use(store)
         finally:

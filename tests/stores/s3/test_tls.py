@@ -20,7 +20,7 @@ from support.tls import Authority, Front
 from tierd.core.errors import StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import parse_url
 from tierd.stores.retry import RetryingStore
-from tierd.stores.s3 import s3_store
+from tierd.stores.s3.limits import USUAL, S3Limits
 from tierd.stores.s3.s3_store import S3Store
 from tierd.stores.s3.transport import DirectSession
 
@@ -45,9 +45,16 @@ def trusted(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_CA_BUNDLE", str(authority.bundle))
 
 
-def use(port: int, call: Callable[[S3Store], Awaitable[None]], scheme: str = "https", host: str = "127.0.0.1") -> None:
+def use(
+    port: int,
+    call: Callable[[S3Store], Awaitable[None]],
+    scheme: str = "https",
+    host: str = "127.0.0.1",
+    limits: S3Limits = USUAL,
+) -> None:
     async def whole() -> None:
-        store = S3Store(parse_url(f"s3://bucket/p?endpoint={scheme}://{host}:{port}&addressing=path&region=us-east-1"))
+        url = f"s3://bucket/p?endpoint={scheme}://{host}:{port}&addressing=path&region=us-east-1"
+        store = S3Store(parse_url(url), limits)
         store.probe.next_at = None  # no puts but the test's
         try:
             await call(store)
@@ -80,14 +87,10 @@ def sockets() -> int:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_handshakes_that_are_reset_cost_no_slot(
-    seed: int, authority: Authority, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_handshakes_that_are_reset_cost_no_slot(seed: int, authority: Authority, bucket: Bucket) -> None:
     """35 % of all handshakes fail, each call on a connection of its own: ten times more failures than there are slots,
     and the tier takes every put in the end."""
-    monkeypatch.setattr(s3_store, "_CONNECTIONS", 4)
-    monkeypatch.setattr("tierd.stores.s3.line._LONGEST_IDLE_S", 0)
-    rng = random.Random(seed)
+    rng, limits = random.Random(seed), S3Limits(connections=4, idle_s=0)
     harmed: list[str] = []
 
     def harm() -> str:
@@ -103,13 +106,13 @@ def test_handshakes_that_are_reset_cost_no_slot(
         before = None
         for number in range(30):
             await asyncio.gather(*(retrying.put(f"{number}-{one}", os.urandom(100)) for one in range(3)))
-            check_nothing_is_left(session_of(store), s3_store._CONNECTIONS)
+            check_nothing_is_left(session_of(store), limits.connections)
             if number == 5:
                 before = sockets(), threading.active_count()
         assert before and sockets() <= before[0] + 12  # those of the server, too, which close a moment later
 
     with Front(bucket.port, authority.server("127.0.0.1"), harm).running() as front:
-        use(front.port, call)
+        use(front.port, call, limits=limits)
     assert len(bucket.objects) == 90
     assert len(harmed) > 34
 
@@ -149,10 +152,10 @@ def test_a_call_that_breaks_leaves_nothing_and_says_why(
                     line.connection.close()
             with pytest.raises(StoreUnavailable, match=_BROKEN):
                 await doing()
-            check_nothing_is_left(session_of(store), s3_store._CONNECTIONS)
+            check_nothing_is_left(session_of(store), USUAL.connections)
             now[0] = ""
             await store.put("k", bytes(1000))
-            check_nothing_is_left(session_of(store), s3_store._CONNECTIONS)
+            check_nothing_is_left(session_of(store), USUAL.connections)
 
     context = authority.server("127.0.0.1") if tls else None
     with Front(bucket.port, context, lambda: now[0]).running() as front:
@@ -176,7 +179,7 @@ def test_a_wrong_certificate_is_named_with_the_way_out(
             with pytest.raises(StoreRefused) as caught:
                 await store.get("k")
             assert says in str(caught.value)
-            check_nothing_is_left(session_of(store), s3_store._CONNECTIONS)
+            check_nothing_is_left(session_of(store), USUAL.connections)
 
     with Front(bucket.port, authority.server(host, begins, ends)).running() as front:
         use(front.port, call)
@@ -190,7 +193,7 @@ def test_a_certificate_of_nobody_that_is_trusted_is_named(
     async def call(store: S3Store) -> None:
         with pytest.raises(StoreRefused, match=r"of 127\.0\.0\.1 is not trusted .* in AWS_CA_BUNDLE"):
             await store.get("k")
-        check_nothing_is_left(session_of(store), s3_store._CONNECTIONS)
+        check_nothing_is_left(session_of(store), USUAL.connections)
 
     with Front(bucket.port, authority.server("127.0.0.1")).running() as front:
         use(front.port, call)
@@ -204,7 +207,7 @@ def test_tls_on_the_server_alone_is_named() -> None:
     async def call(store: S3Store) -> None:
         with pytest.raises(StoreRefused, match=r"speaks TLS on this port; write endpoint=https"):
             await store.get("k")
-        check_nothing_is_left(session_of(store), s3_store._CONNECTIONS)
+        check_nothing_is_left(session_of(store), USUAL.connections)
 
     Server(alert).use(call)
 
@@ -213,7 +216,7 @@ def test_tls_on_the_client_alone_leaves_nothing(bucket: Bucket) -> None:
     async def call(store: S3Store) -> None:
         with pytest.raises(TierdError):
             await store.get("k")
-        check_nothing_is_left(session_of(store), s3_store._CONNECTIONS)
+        check_nothing_is_left(session_of(store), USUAL.connections)
 
     use(bucket.port, call)
 
@@ -233,23 +236,21 @@ def test_a_connection_is_used_again_where_sessions_can_be_resumed(
             await store.put(f"{number}", data)
             assert await store.get(f"{number}") == data
             await asyncio.sleep(0.02)
-        check_nothing_is_left(session_of(store), s3_store._CONNECTIONS)
+        check_nothing_is_left(session_of(store), USUAL.connections)
 
     with Front(bucket.port, context).running() as front:
         use(front.port, call)
     assert front.connections == 1
 
 
-def test_a_handshake_that_stalls_is_given_up_and_named(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_store, "_CONNECT_TIMEOUT_S", 0.3)
-
+def test_a_handshake_that_stalls_is_given_up_and_named(bucket: Bucket) -> None:
     async def call(store: S3Store) -> None:
         with pytest.raises(StoreUnavailable, match=r"stalled: no byte for 0\.3 s in the TLS handshake"):
             await store.get("k")
-        check_nothing_is_left(session_of(store), s3_store._CONNECTIONS)
+        check_nothing_is_left(session_of(store), USUAL.connections)
 
     with Front(bucket.port, None, lambda: "mute").running() as front:
-        use(front.port, call)
+        use(front.port, call, limits=S3Limits(connect_s=0.3))
 
 
 def test_a_cancelled_handshake_leaves_nothing(authority: Authority, bucket: Bucket) -> None:

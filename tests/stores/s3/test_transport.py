@@ -15,7 +15,8 @@ from stores.s3.test_s3_store import credentials
 
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.core.urls import parse_url
-from tierd.stores.s3 import line, proxied, s3_store
+from tierd.stores.s3 import proxied
+from tierd.stores.s3.limits import USUAL, S3Limits
 from tierd.stores.s3.line import Body
 from tierd.stores.s3.s3_store import S3Store
 from tierd.stores.s3.transport import DirectSession, http_session
@@ -23,6 +24,7 @@ from tierd.stores.s3.transport import DirectSession, http_session
 __all__ = ["credentials"]  # the fixture
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 BIG = 8 << 20  # bytes: more than fits into the buffers of a connection
+BEHIND = "s3://bucket/p?endpoint=http://example.invalid&addressing=path"  # a server that only a proxy reaches
 
 
 async def head(reader: Reader) -> tuple[str, int]:
@@ -36,11 +38,18 @@ class Server:
     """Speaks HTTP on loopback; `serve(number, reader, writer)` has one connection, which is closed after it."""
 
     def __init__(self, serve: Callable[[int, Reader, Writer], Awaitable[None]]) -> None:
-        self.serve, self.connections = serve, 0
+        self.serve, self.connections, self.url = serve, 0, ""
 
     def use(
-        self, use: Callable[[S3Store], Awaitable[None]], tls: ssl.SSLContext | None = None, host: str = "127.0.0.1"
+        self,
+        use: Callable[[S3Store], Awaitable[None]],
+        tls: ssl.SSLContext | None = None,
+        host: str = "127.0.0.1",
+        limits: S3Limits = USUAL,
+        url: str | None = None,
     ) -> None:
+        """`url`: the store's, if it is not the server's own."""
+
         async def connect(reader: Reader, writer: Writer) -> None:
             self.connections += 1
             try:
@@ -54,7 +63,8 @@ class Server:
             server = await asyncio.start_server(connect, "127.0.0.1", 0, ssl=tls)
             port = server.sockets[0].getsockname()[1]
             scheme = "https" if tls else "http"
-            store = S3Store(parse_url(f"s3://bucket/p?endpoint={scheme}://{host}:{port}&addressing=path"))
+            self.url = f"{scheme}://{host}:{port}"
+            store = S3Store(parse_url(url or f"s3://bucket/p?endpoint={self.url}&addressing=path"), limits)
             store.probe.next_at = None  # no puts but the test's
             try:
                 await use(store)
@@ -97,27 +107,25 @@ def test_connection_is_used_again_unless_it_ended() -> None:
     assert server.connections == 3
 
 
-def test_a_connection_that_was_idle_for_long_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "_LONGEST_IDLE_S", 0)
+def test_a_connection_that_was_idle_for_long_is_not_used_again() -> None:
     server = Server(echo)
 
     async def use(store: S3Store) -> None:
         for _ in range(3):
             await store.put("k", b"data")
 
-    server.use(use)
+    server.use(use, limits=S3Limits(idle_s=0))
     assert server.connections == 3
 
 
-def test_no_more_connections_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_store, "_CONNECTIONS", 3)
+def test_no_more_connections_than_allowed() -> None:
     server = Server(echo)
 
     async def use(store: S3Store) -> None:
         await asyncio.gather(*(store.put(f"k{number}", b"data" * 1000) for number in range(30)))
         assert {len(data) for data in await asyncio.gather(*(store.get("k") for _ in range(9)))} == {BIG}
 
-    server.use(use)
+    server.use(use, limits=S3Limits(connections=3))
     assert server.connections <= 3
 
 
@@ -150,9 +158,7 @@ def test_success_before_the_end_of_the_body_is_none() -> None:
 
 
 @pytest.mark.parametrize("where", ["body", "answer"])
-def test_a_server_that_stalls_is_given_up(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_store, "_READ_TIMEOUT_S", 0.2)
-
+def test_a_server_that_stalls_is_given_up(where: str) -> None:
     async def serve(_: int, reader: Reader, writer: Writer) -> None:
         _, size = await head(reader)
         if where == "answer":
@@ -164,7 +170,7 @@ def test_a_server_that_stalls_is_given_up(where: str, monkeypatch: pytest.Monkey
             with pytest.raises(StoreUnavailable, match=r"stalled: no byte for 0\.2 s"):
                 await asyncio.wait_for(call, 60)
 
-    Server(serve).use(use)
+    Server(serve).use(use, limits=S3Limits(answer_s=0.2, stall_s=0.2))
 
 
 def test_a_cancelled_put_returns_at_once_and_its_buffer_is_not_read_any_more() -> None:
@@ -402,8 +408,7 @@ def test_through_a_proxy_it_is_aiobotocores_own_session(monkeypatch: pytest.Monk
             await answer(writer, b"12345" if first.startswith("GET") else b"")
 
     async def use(store: S3Store) -> None:
-        monkeypatch.setenv("http_proxy", str(store._url.endpoint))
-        store._url = parse_url("s3://bucket/p?endpoint=http://example.invalid&addressing=path")
+        monkeypatch.setenv("http_proxy", server.url)
         into = memoryview(bytearray(8))
         await store.put("k", bytes(BIG))
         assert bytes(await store.get("k", into)) == b"12345" == into[:5]
@@ -411,9 +416,10 @@ def test_through_a_proxy_it_is_aiobotocores_own_session(monkeypatch: pytest.Monk
         with pytest.raises(StoreRefused, match=r"5.*4"):
             await store.get("k", into[:4])
 
-    Server(proxy).use(use)
+    server = Server(proxy)
+    server.use(use, url=BEHIND)
     assert lines[0] == f"PUT http://example.invalid/bucket/p/k HTTP/1.1 {BIG}"
-    assert isinstance(http_session(timeout=(1, 1), proxies={"http": "x"}), AIOHTTPSession)
+    assert isinstance(http_session(USUAL, timeout=(1, 1), proxies={"http": "x"}), AIOHTTPSession)
 
 
 @pytest.mark.parametrize(
@@ -430,7 +436,6 @@ def test_through_a_proxy_a_listing_is_bounded_in_bytes_and_time(
     monkeypatch: pytest.MonkeyPatch, pieces: Callable[[], Iterable[bytes]], says: str
 ) -> None:
     """aiohttp reads whatever comes, into memory, for as long as it comes."""
-    monkeypatch.setattr(proxied, "_STALL_S", 0.5)
     monkeypatch.setattr(proxied, "LONGEST_REPLY", 1 << 20)
     sent = 0
 
@@ -448,19 +453,19 @@ def test_through_a_proxy_a_listing_is_bounded_in_bytes_and_time(
         writer.write(b"0\r\n\r\n")
 
     async def use(store: S3Store) -> None:
-        monkeypatch.setenv("http_proxy", str(store._url.endpoint))
-        store._url = parse_url("s3://bucket/p?endpoint=http://example.invalid&addressing=path")
+        monkeypatch.setenv("http_proxy", server.url)
         with pytest.raises(StoreUnavailable, match=says):
             async with asyncio.timeout(60):
                 _ = [info async for info in store.scan("")]
 
-    Server(proxy).use(use)
+    server = Server(proxy)
+    server.use(use, url=BEHIND, limits=S3Limits(stall_s=0.5))
     assert sent < 16 << 20
 
 
 def test_session_without_a_proxy_is_direct() -> None:
     async def whole() -> None:
-        session = http_session(timeout=(1, 1), proxies={}, client_cert=None, connector_args={})
+        session = http_session(USUAL, timeout=(1, 1), proxies={}, client_cert=None, connector_args={})
         assert isinstance(session, DirectSession)
         await session.close()
 

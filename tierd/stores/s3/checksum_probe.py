@@ -15,9 +15,9 @@ from botocore import exceptions as botocore
 
 from tierd.stores.s3.answers import FOREIGN, MISMATCH
 from tierd.stores.s3.checksums import CHECKSUMS, MD5, Checksum
+from tierd.stores.s3.limits import S3Limits
 
 PROBE = ".tierd-probe"  # under the store's prefix; not a valid key, so that no scan shows it
-_AGAIN_S = 60.0  # after a probe without a usable response
 _UNKNOWN_CHECKSUM = {"InvalidArgument", "InvalidRequest", "NotImplemented"}
 
 # The store's logger, because collectors of JSON logs see its name.
@@ -32,6 +32,7 @@ class ChecksumProbe:
         name: the object to put.
         put: puts an object of this name, with these bytes and these additional parameters; returns the response.
         remove: deletes an object.
+        limits: of the client.
 
     Attributes:
         checksum: the one for each upload; MD5 until a probe has found a better one.
@@ -45,11 +46,13 @@ class ChecksumProbe:
         name: str,
         put: Callable[[str, memoryview, dict[str, str]], Awaitable[Any]],
         remove: Callable[[str], Awaitable[None]],
+        limits: S3Limits,
     ) -> None:
         self._url, self._name, self._put, self._remove = url, name, put, remove
         self.checksum: Checksum = MD5
         self.proven = ""
         self.next_at: float | None = 0.0
+        self._again_s = limits.probe_s
         self._probing = asyncio.Lock()
 
     async def ask(self) -> None:
@@ -62,7 +65,7 @@ class ChecksumProbe:
         async with self._probing:
             if self.next_at is None or time.monotonic() < self.next_at:
                 return
-            self.next_at = time.monotonic() + _AGAIN_S
+            self.next_at = time.monotonic() + self._again_s
             taken: list[Checksum] = []
             for checksum in CHECKSUMS:
                 refused = await self._refuses(checksum)

@@ -1,8 +1,8 @@
 """Credentials from the standard AWS chain, as they are now and not as they were when the daemon began.
 
 Invariant: a client asks for credentials at each request and gets the most recently found ones. If there are none, or if
-the server rejects them, the chain is searched again, at most once in `_PAUSE_S`. Open connections and calls in flight
-are not disturbed. This module logs nothing.
+the server rejects them, the chain is searched again, at most once in `S3Limits.credentials_s`. Open connections and
+calls in flight are not disturbed. This module logs nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from aiobotocore.credentials import AioCredentials
 from aiobotocore.session import AioSession, get_session
 
 from tierd.core.errors import StoreRefused
-
-# Seconds between two searches, because a link of the chain may run a program or ask the instance's metadata.
-_PAUSE_S = 3.0
+from tierd.stores.s3.limits import S3Limits
 
 
 class Chain(AioCredentials):  # type: ignore[misc]  # the library has no types
@@ -28,12 +26,13 @@ class Chain(AioCredentials):  # type: ignore[misc]  # the library has no types
     `generation` rises whenever a search finds other credentials.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: S3Limits) -> None:
         super().__init__("", "", method="tierd")
         self.generation = 0
         self._found: Any = None
         self._known: object = None  # the keys themselves, to notice a change
-        self._checked_at = -_PAUSE_S
+        self._pause_s = limits.credentials_s
+        self._checked_at = -self._pause_s
         self._checking = asyncio.Lock()
 
     def session(self) -> AioSession:
@@ -58,7 +57,7 @@ class Chain(AioCredentials):  # type: ignore[misc]  # the library has no types
     async def renew(self) -> None:
         """Search the chain again. Raises botocore's errors if a link of the chain fails."""
         async with self._checking:
-            if time.monotonic() - self._checked_at < _PAUSE_S:
+            if time.monotonic() - self._checked_at < self._pause_s:
                 return
             self._checked_at = time.monotonic()
             found = await get_session().get_credentials()

@@ -32,12 +32,11 @@ from tierd.stores.s3.http1 import (
     parse_head,
     request_head,
 )
+from tierd.stores.s3.limits import S3Limits
 
 _AHEAD = 1 << 16  # bytes that are received at once before the body's size is known
 _PIECE = 1 << 20  # bytes that are read at once of a body of unknown size
-_STALL_S = 20.0  # seconds within which a byte must move while a body is transferred
 _INTERIM = 8  # interim responses before the final one, such as "100 Continue"
-_LONGEST_IDLE_S = 12.0  # seconds after which a server or a middlebox may have dropped an idle connection
 
 
 class Body(io.RawIOBase):
@@ -80,13 +79,11 @@ class HttpLine:
     Every method but `abort` blocks, and one thread at a time calls it.
     """
 
-    def __init__(
-        self, url: SplitResult, tls: Callable[[], ssl.SSLContext], connect_timeout_s: float, read_timeout_s: float
-    ) -> None:
+    def __init__(self, url: SplitResult, tls: Callable[[], ssl.SSLContext], limits: S3Limits) -> None:
         self.place = url.scheme, url.netloc
         self.state = State.NEW
-        self.connection = Connection(url, tls, connect_timeout_s)
-        self._answer_s, self._stall_s = read_timeout_s, min(read_timeout_s, _STALL_S)
+        self.connection = Connection(url, tls, limits.connect_s)
+        self._limits = limits
         self._job: Future[Any] | None = None  # a cancelled call that may still be running
         self._ahead = bytearray()  # received, and not yet parsed
         self._head: MessageHead | None = None
@@ -108,9 +105,9 @@ class HttpLine:
             elif self.state is not State.IDLE:
                 raise Unanswered(f"a line that is {self.state.name} was taken for another exchange")
             self.state, self._got = State.BUSY, 0
-            self.connection.watch(self._stall_s, "while the request was sent")
+            self.connection.watch(self._limits.stall_s, "while the request was sent")
             cut = self.connection.send(request_head(request.method, url, request.headers), _view(request.body))
-            self.connection.watch(self._answer_s, "before the answer began")
+            self.connection.watch(self._limits.answer_s, "before the answer began")
             self._head = head = self._answered(request.method, cut)
             self._left, self._more = head.size or 0, head.size is None
             if not self._left and not self._more:
@@ -154,7 +151,7 @@ class HttpLine:
         """Fill `view` with the response's body, and return the number of bytes; fewer if the body ends first."""
         at = 0
         with self._fatal():
-            self.connection.watch(self._stall_s, "in the answer's body")
+            self.connection.watch(self._limits.stall_s, "in the answer's body")
             while at < len(view) and (count := self._some(view[at:])):
                 at += count
             if not self._left and not self._more:
@@ -165,7 +162,7 @@ class HttpLine:
         """Read the response's body, or its first `most` bytes."""
         data = bytearray()
         with self._fatal():
-            self.connection.watch(self._stall_s, "in the answer's body")
+            self.connection.watch(self._limits.stall_s, "in the answer's body")
             while len(data) < most:
                 piece = memoryview(bytearray(min(most - len(data), self._left or _AHEAD, _PIECE)))
                 count = self._some(piece)
@@ -250,7 +247,8 @@ class HttpLine:
 
         It is not after a long idle time, after the connection's end, or if an unrequested byte has arrived.
         """
-        return self.is_idle() and time.monotonic() - self._idle_since <= _LONGEST_IDLE_S and self.connection.is_quiet()
+        idle_s = time.monotonic() - self._idle_since
+        return self.is_idle() and idle_s <= self._limits.idle_s and self.connection.is_quiet()
 
     def abort(self) -> None:
         """End the current operation; when this returns, no buffer is read or written any more."""

@@ -10,8 +10,7 @@ from aiobotocore.httpsession import AIOHTTPSession
 
 from tierd.stores.s3.connection import StallTimer
 from tierd.stores.s3.http1 import LONGEST_REPLY, Unanswered, check_xml
-
-_STALL_S = 20.0  # seconds within which a byte of a response must arrive; `line` has the same limit for the others
+from tierd.stores.s3.limits import S3Limits
 
 
 class ProxiedSession(AIOHTTPSession):  # type: ignore[misc]
@@ -19,6 +18,10 @@ class ProxiedSession(AIOHTTPSession):  # type: ignore[misc]
 
     The limits are on bytes, and on time by a `StallTimer`.
     """
+
+    def __init__(self, limits: S3Limits, **options: Any) -> None:
+        super().__init__(**options)
+        self._stall_s = limits.stall_s
 
     async def send(self, request: Any) -> AioAWSResponse:
         """Send one of botocore's prepared requests.
@@ -34,7 +37,7 @@ class ProxiedSession(AIOHTTPSession):  # type: ignore[misc]
         finally:
             request.stream_output = False
         try:
-            response._content = body = await _reply(response.raw)
+            response._content = body = await _reply(response.raw, self._stall_s)
         except BaseException:
             response.raw.close()
             raise
@@ -43,12 +46,12 @@ class ProxiedSession(AIOHTTPSession):  # type: ignore[misc]
         return response
 
 
-async def _reply(raw: Any) -> bytes:
+async def _reply(raw: Any, stall_s: float) -> bytes:
     """Read through aiohttp the body of a response that is not an object."""
     if (size := raw.content_length or 0) > LONGEST_REPLY:
         raise Unanswered(f"an answer of {size} bytes, where no more than {LONGEST_REPLY} make sense")
     loop, data = asyncio.get_running_loop(), bytearray()
-    watch = StallTimer(_STALL_S, loop.time(), 0, "in the middle of an answer")
+    watch = StallTimer(stall_s, loop.time(), 0, "in the middle of an answer")
     while len(data) <= LONGEST_REPLY:
         try:
             async with asyncio.timeout(watch.left_s(loop.time(), len(data))):

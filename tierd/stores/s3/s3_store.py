@@ -41,12 +41,11 @@ from tierd.stores.s3.checksum_probe import PROBE, ChecksumProbe
 from tierd.stores.s3.checksums import MD5
 from tierd.stores.s3.connection import SLOWEST, where
 from tierd.stores.s3.credentials import Chain, check_bundle
+from tierd.stores.s3.limits import USUAL, S3Limits
 from tierd.stores.s3.line import Body
 from tierd.stores.s3.proxied import ProxiedSession
 from tierd.stores.s3.transport import Answer, DirectSession, exchanges, http_session
 
-_CONNECTIONS = 32
-_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 10, 60  # the latter until a response begins; see `transport`
 _DELETE_BATCH = 1000  # S3's own limit
 _FIRST_PAGE = FIRST_PAGE
 
@@ -55,23 +54,28 @@ for _library in ("botocore", "aiobotocore"):  # at DEBUG they log session tokens
 
 
 class S3Store:
-    """A `Store` in the bucket, and under the prefix, that `url` names. Connects at the first call."""
+    """A `Store` in the bucket, and under the prefix, that `url` names. Connects at the first call.
+
+    Args:
+        url: the bucket.
+        limits: of the client.
+    """
 
     # Bytes/s; the transport itself gives up stalled transfers, so no deadline may cut off one that progresses.
     slowest = SLOWEST
 
-    def __init__(self, url: StoreUrl) -> None:
-        self._url = url
+    def __init__(self, url: StoreUrl, limits: S3Limits = USUAL) -> None:
+        self._url, self._limits = url, limits
         self._base = f"{url.prefix}/" if url.prefix else ""
         self._extra: dict[str, str] = {}  # additional parameters of each PutObject
         if url.storage_class:
             self._extra["StorageClass"] = url.storage_class
         if url.sse_kms_key_id:
             self._extra |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": url.sse_kms_key_id}
-        self.probe = ChecksumProbe(str(url), self._base + PROBE, self._put, self._remove)
+        self.probe = ChecksumProbe(str(url), self._base + PROBE, self._put, self._remove, limits)
         self._client: Any = None
         self._session: DirectSession | ProxiedSession | None = None
-        self._chain = Chain()
+        self._chain = Chain(limits)
         self._heard = False  # whether the server has ever responded
         self._opening = asyncio.Lock()
         self._closing = AsyncExitStack()
@@ -199,9 +203,9 @@ class S3Store:
             if self._client is None:
                 config = AioConfig(
                     http_session_cls=self._opened,
-                    max_pool_connections=_CONNECTIONS,
-                    connect_timeout=_CONNECT_TIMEOUT_S,
-                    read_timeout=_READ_TIMEOUT_S,
+                    max_pool_connections=self._limits.connections,
+                    connect_timeout=self._limits.connect_s,
+                    read_timeout=self._limits.answer_s,
                     retries={"total_max_attempts": 1},
                     request_checksum_calculation="when_required",  # some servers reject headers that they don't know
                     response_checksum_validation="when_required",  # tierd's own digests are stronger
@@ -221,7 +225,7 @@ class S3Store:
             return self._client
 
     def _opened(self, **options: Any) -> DirectSession | ProxiedSession:
-        self._session = http_session(**options)
+        self._session = http_session(self._limits, **options)
         return self._session
 
     def _check_whose(self, answer: dict[str, Any], member: str, doing: str) -> None:

@@ -2,7 +2,7 @@
 
 Invariant: ownership is defined from the first moment to the last.
 
-- A *slot* is the right to have one exchange in flight; there are `max_pool_connections` slots. `send` takes one and
+- A *slot* is the right to have one exchange in flight; there are `S3Limits.connections` slots. `send` takes one and
   gives it to an `Answer` at once, before anything can fail. `Answer.close` returns it exactly once, also after an
   error.
 - A *line* (see `line` for its states) belongs to the answer from `send` on. `Answer.close` parks it if it is IDLE, and
@@ -36,6 +36,7 @@ from botocore.httpsession import get_cert_path
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.priority import Pools
 from tierd.stores.s3.http1 import LONGEST_REPLY, MessageHead, Unanswered, check_xml
+from tierd.stores.s3.limits import S3Limits
 from tierd.stores.s3.line import HttpLine
 from tierd.stores.s3.proxied import ProxiedSession
 
@@ -95,25 +96,18 @@ class DirectSession:
     """An HTTP session for `AioConfig(http_session_cls=...)`.
 
     Args:
-        timeout: (connect, read) in seconds. The read timeout applies until a response begins; within bodies the limit
-            of `line` applies.
+        limits: of the client.
+        verify: see `_tls`.
 
     Attributes:
         in_use: how many slots are taken.
     """
 
-    def __init__(
-        self,
-        *,
-        timeout: tuple[float, float],
-        verify: bool | str | None = True,
-        max_pool_connections: int = 10,
-        **_: Any,
-    ) -> None:
-        self._connect_timeout_s, self._read_timeout_s = timeout
+    def __init__(self, limits: S3Limits, *, verify: bool | str | None = True, **_: Any) -> None:
+        self._limits = limits
         self._verify = verify
-        self._slots = asyncio.Semaphore(max_pool_connections)
-        self._threads = Pools(max_pool_connections, "tierd-s3")
+        self._slots = asyncio.Semaphore(limits.connections)
+        self._threads = Pools(limits.connections, "tierd-s3")
         self._parked: dict[tuple[str, str], list[HttpLine]] = {}
         self._busy: set[HttpLine] = set()
         self._closed = False
@@ -151,7 +145,7 @@ class DirectSession:
         return self._signs + sum(line.connection.signs for line in self._busy)
 
     async def send(self, request: Any) -> AioAWSResponse:
-        """Send one of botocore's prepared requests. At most `max_pool_connections` run at once; others wait.
+        """Send one of botocore's prepared requests. At most `S3Limits.connections` run at once; others wait.
 
         Raises:
             botocore.HTTPClientError: there is no response, or none that can be used.
@@ -195,7 +189,7 @@ class DirectSession:
                 break
             line.close()
         else:
-            line = HttpLine(url, lambda: self._tls, self._connect_timeout_s, self._read_timeout_s)
+            line = HttpLine(url, lambda: self._tls, self._limits)
         self._busy.add(line)
         return line
 
@@ -249,8 +243,8 @@ def exchanges(doing: str) -> Iterator[None]:
             answer.close()
 
 
-def http_session(**options: Any) -> DirectSession | ProxiedSession:
+def http_session(limits: S3Limits, **options: Any) -> DirectSession | ProxiedSession:
     """Create the session for a client: aiobotocore's own if it uses a proxy or a client certificate."""
     if options.get("proxies") or options.get("client_cert"):
-        return ProxiedSession(**options)
-    return DirectSession(**options)
+        return ProxiedSession(limits, **options)
+    return DirectSession(limits, **options)
