@@ -108,7 +108,7 @@ def test_launch_that_only_a_head_names_decides_the_restored_checkpoint(tmp_path:
 
 
 @pytest.mark.parametrize("later_s", [10.0, 1000.0])
-def test_a_deletion_may_have_been_decided_before_another_copy_went_for_want_of_room(
+def test_deletion_may_have_been_decided_before_another_copy_was_deleted_for_want_of_room(
     tmp_path: Path, later_s: float
 ) -> None:
     """Seed 1000039: the spool keeps two. Of three, the oldest was to go, and the second went first, for a full disk."""

@@ -124,7 +124,7 @@ def test_a_run_keeps_every_sample_and_those_of_parts_that_it_does_not_measure(tm
     assert "A restore from a spool" in (out / "growth.md").read_text()
 
 
-def test_values_come_back_and_every_arm_has_its_samples(tmp_path, monkeypatch):
+def test_values_are_restored_and_every_library_has_its_samples(tmp_path, monkeypatch):
     monkeypatch.setattr(values, "ROUNDS", 1)
     monkeypatch.setattr(values, "MANY", 2000)
     found = values.values(tmp_path, "list of 1,000,000 floats")

@@ -250,7 +250,7 @@ def test_a_loop_that_ends_at_its_last_step_is_behind_there_and_skips_nothing():
     assert result.ok and (result.again, result.skipped) == (3, 0)
 
 
-def test_how_far_the_reference_went_on_decides_nothing():
+def test_length_of_the_reference_decides_nothing():
     """One step late, and stopped at the last step, beside a reference that came to the next epoch meanwhile."""
 
     def epoch(step: int) -> tuple[int, ...]:

@@ -117,7 +117,7 @@ def test_an_entry_that_only_one_run_has():
     assert (one.path, one.got, one.magnitude) == ('state["late"]', "nothing", None)
 
 
-def test_a_run_that_was_never_resumed_or_never_came_to_the_end_says_nothing():
+def test_run_that_was_never_resumed_or_never_ended_says_nothing():
     assert found(WHOLE, history(seen(1, STEPS, taken(STEPS, "end", best=5.0)))) == []
     assert found(WHOLE, history(seen(1, 4, taken(4, best=2.0)), seen(3, STEPS))) == []
 

@@ -140,7 +140,7 @@ def test_disown_asks_a_person_before_it_deletes_unreadable_checkpoints(
     assert steps(home) == [1, 2, 3]
 
 
-def test_all_names_of_the_launch_go_and_of_no_other(home: Path) -> None:
+def test_disown_deletes_all_names_of_the_launch_and_of_no_other(home: Path) -> None:
     before = files(home)
     for sort in ("manifests", "quarantine"):
         plant(home, b"garbage", sort=sort)
@@ -192,7 +192,7 @@ def test_garbage_in_the_spool_makes_it_no_launch_of_this_node(home: Path) -> Non
     assert steps(home) == [1, 2, 3]
 
 
-def test_marks_of_the_launch_go_unless_a_deletion_may_be_going_on(home: Path) -> None:
+def test_disown_deletes_marks_of_the_launch_unless_a_deletion_may_be_running(home: Path) -> None:
     plant(home, b"garbage")
     pruning, now = home / "tier" / RUN / "pruning", time.time_ns() // 1_000_000
     pruning.mkdir(exist_ok=True)
@@ -204,7 +204,7 @@ def test_marks_of_the_launch_go_unless_a_deletion_may_be_going_on(home: Path) ->
     assert {path.name for path in pruning.iterdir()} == {*names} - {names[1]}
 
 
-def test_manifests_go_first(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disown_deletes_manifests_first(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(home, b"garbage")
     plant(home, b"garbage", sort="quarantine")
     calls: list[str] = []

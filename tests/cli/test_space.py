@@ -130,7 +130,7 @@ def test_rm_keeps_the_runs_of_a_tier_below_the_run(places, tmp_path, capsys, nam
     assert all(path.read_bytes() == data for path, data in inner_files.items())
 
 
-def test_manifests_go_first(places, monkeypatch) -> None:
+def test_rm_deletes_manifests_first(places, monkeypatch) -> None:
     """Cut off anywhere, nothing is left that looks whole."""
     tier, real = places[1], FileStore.delete
     calls: list[list[str]] = []

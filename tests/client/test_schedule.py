@@ -167,7 +167,7 @@ def test_ranks_that_cannot_talk_count_and_nothing_else(spool):
         assert [step for step in range(7) if checkpointer.due(step)] == [2, 4, 6]
 
 
-def test_ranks_of_one_launch_go_by_the_same_policy(spool, group):
+def test_ranks_of_one_launch_have_the_same_policy(spool, group):
     for error in group.run(lambda number: made(spool, tierd.When(steps=2 + number))):
         assert isinstance(error, ConfigError) and "when=" in str(error)
 

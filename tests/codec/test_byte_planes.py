@@ -93,7 +93,7 @@ def small_blocks(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("phase", range(8))
-def test_numbers_shrink_wherever_they_begin_and_come_back(kind, phase, join_planes):
+def test_numbers_shrink_wherever_they_begin_and_decode_to_themselves(kind, phase, join_planes):
     raw = noise(phase) + numbers(kind, 70_001) + noise(7 - phase)
     found = codec.encode(PART, described(raw), raw)
     assert found.stored.codec == "planes" or kind.startswith("int")  # those zstd packs as well, here and there
@@ -132,7 +132,7 @@ def test_large_chunks_have_several_blocks_and_an_odd_end():
 @example(bytes(100_000))
 @example(b"\xff" * 99_999)
 @example(bytes(4096) + noise(4097))
-def test_any_bytes_come_back_and_nothing_grows(raw):
+def test_any_bytes_decode_to_themselves_and_nothing_grows(raw):
     if raw:
         found = codec.encode(PART, described(raw), raw)
         assert found.stored.size <= len(raw)
@@ -374,7 +374,7 @@ def test_any_base_is_read_as_the_description_says(base, form, join_planes):
 
 @pytest.mark.parametrize("width", [2, 4, 8])
 @pytest.mark.parametrize("lowest", range(225, 245))
-def test_numbers_of_one_high_byte_and_few_others_come_back(width, lowest, monkeypatch):
+def test_numbers_of_one_high_byte_and_few_others_decode_to_themselves(width, lowest, monkeypatch):
     """Negative integers, labels that are padded with -100, gradients: the codec must not need its second look."""
     monkeypatch.setattr(byte_planes, "_block_reads_back", lambda written, block: True)
     rng = np.random.default_rng(lowest)
@@ -388,7 +388,7 @@ def test_numbers_of_one_high_byte_and_few_others_come_back(width, lowest, monkey
         assert data is not None and byte_planes.unpack(data, raw.size) == raw.tobytes(), count
 
 
-def test_a_block_that_does_not_come_back_is_not_split(monkeypatch, caplog, join_planes):
+def test_block_that_does_not_read_back_is_not_split(monkeypatch, caplog, join_planes):
     """A processor that errs, or a fault of the writer: what is stored can be read all the same."""
     write, calls = byte_planes._write_pairs, []
 
@@ -404,7 +404,7 @@ def test_a_block_that_does_not_come_back_is_not_split(monkeypatch, caplog, join_
     assert [one.levelname for one in caplog.records] == ["ERROR"]
 
 
-def test_a_reader_that_fails_counts_as_a_block_that_does_not_come_back(monkeypatch):
+def test_reader_that_fails_counts_as_a_block_that_does_not_read_back(monkeypatch):
     def fail(*_):
         raise OverflowError("out of bounds")
 
@@ -415,7 +415,7 @@ def test_a_reader_that_fails_counts_as_a_block_that_does_not_come_back(monkeypat
     assert codec.decode(found.chunk, found.data, "t") == raw
 
 
-def test_numbers_that_never_come_back_are_stored_another_way(monkeypatch):
+def test_numbers_that_never_read_back_are_stored_another_way(monkeypatch):
     monkeypatch.setattr(byte_planes, "_block_reads_back", lambda written, block: False)
     raw = numbers("fp32", 1_000_000)
     found = codec.encode(PART, described(raw), raw)

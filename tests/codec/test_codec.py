@@ -115,7 +115,7 @@ def test_compressible_chunk_is_a_single_plain_zstd_frame():
     assert found.stored.xxh3_128 == digest(found.data)
 
 
-def test_a_frame_that_does_not_come_back_is_not_stored(monkeypatch, caplog):
+def test_frame_that_does_not_read_back_is_not_stored(monkeypatch, caplog):
     zstd = codec._zstd
     monkeypatch.setattr(codec, "_zstd", lambda raw: zstd(b"W" + bytes(raw)[1:]))
     raw = b"weights " * 10_000
@@ -124,7 +124,7 @@ def test_a_frame_that_does_not_come_back_is_not_stored(monkeypatch, caplog):
     assert "which is not stored: other bytes" in caplog.text
 
 
-def test_a_patch_that_does_not_come_back_is_not_stored(monkeypatch):
+def test_patch_that_does_not_read_back_is_not_stored(monkeypatch):
     base = noise(MB)
     raw = b"W" + base[1:]
     of = Chunk(size=MB, xxh3_128=digest(base), stored=encoded(base).stored)
@@ -146,7 +146,7 @@ def test_equal_input_in_any_buffer_gives_equal_output():
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 @pytest.mark.parametrize("raw", [b"ab" * 5000, noise(5000)], ids=["zst", "raw"])
-def test_stored_bytes_may_come_in_any_buffer(kind, raw):
+def test_stored_bytes_decode_from_any_buffer(kind, raw):
     found = encoded(raw)
     assert bytes(codec.decode(found.chunk, kind(bytes(found.data)), "t")) == raw
 

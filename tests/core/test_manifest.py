@@ -409,7 +409,7 @@ print(died)
 """
 
 
-def test_the_first_manifests_of_a_process_may_come_from_several_threads():
+def test_first_manifests_of_a_process_may_be_encoded_by_several_threads():
     """A daemon that takes over two ranks' first snapshots at once: some of these died of SIGSEGV."""
     done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "0\n"

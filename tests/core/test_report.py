@@ -63,7 +63,7 @@ def test_each_state_a_copy_can_be_in():
     assert [one.complete for one in found.checkpoints] == [True, False, False]  # names alone decide
 
 
-def test_a_copy_that_unusable_manifests_make_incomplete_says_so_and_not_that_parts_may_come():
+def test_copy_that_unusable_manifests_make_incomplete_says_so_and_not_that_parts_may_arrive():
     tier = Place.of({part(A200, 0, 2): None, part(A200, 1, 2): None, part(B210, 0, 2): None})
     found = report(Inventory(Place(), {"a": tier}), LAST1)
     assert {one.step: one.copies[0].reasons for one in found.checkpoints} == {

@@ -20,7 +20,7 @@ from tierd.stores.s3.s3_store import S3Store
 __all__ = ["credentials", "file"]  # the fixtures
 
 
-def test_a_daemon_finds_credentials_that_come_or_are_replaced(spool: Spool, file: Path) -> None:
+def test_daemon_uses_credentials_that_appear_or_are_replaced(spool: Spool, file: Path) -> None:
     async def work(bucket: Bucket) -> None:
         store = RetryingStore(S3Store(parse_url(bucket.url()), S3Limits(credentials_s=0.05)))
         commit(spool, part(1))

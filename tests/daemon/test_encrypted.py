@@ -300,7 +300,7 @@ def test_the_check_for_a_key_ends_at_manifests_that_nobody_can_read():
 
 
 @pytest.mark.parametrize("view", [lambda inner: inner, lambda inner: tier(inner, OTHER)], ids=["none", "another"])
-def test_a_copy_that_cannot_be_read_lets_no_copy_of_the_spool_go(spool, view):
+def test_unreadable_copy_lets_no_copy_of_the_spool_be_pruned(spool, view):
     for step in (1, 2, 3):
         commit(spool, part(step))
 

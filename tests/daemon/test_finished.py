@@ -101,7 +101,7 @@ def test_chunk_that_a_tier_lost_is_detected_before_the_run_leaves(spool):
     assert steps_in(spool) == []
 
 
-def test_pins_leave_with_the_run_and_stay_on_the_tier(spool):
+def test_pins_leave_the_spool_with_the_run_and_are_kept_on_the_tier(spool):
     store = Double()
     for step in (1, 2, 3):
         commit(spool, part(step))
@@ -130,7 +130,7 @@ def test_run_with_a_trainer_is_kept_and_leaves_after_the_trainer_ended(spool, mo
         daemon.call(until(lambda: not spool.parts()))
 
 
-def test_while_a_trainer_does_not_say_its_run_all_runs_stay(spool):
+def test_runs_are_kept_while_a_trainer_does_not_say_its_run(spool):
     commit(spool, part(1))
     with Daemon(spool.root, {"tier": Double()}) as daemon, Link(spool) as link:
         link.ask(Attach())

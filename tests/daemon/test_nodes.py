@@ -18,7 +18,7 @@ from tierd.core.planning.actions import Flush
 @pytest.mark.parametrize(
     "placing", [("A", "B"), ("B", "A"), ("A", "A", "B", "B"), ("D", "C", "B", "A"), ("B", "A", "C", "A")], ids="".join
 )
-def test_only_rank_0s_node_prunes_and_all_come_to_rest(home, placing):
+def test_only_rank_0s_node_prunes_and_every_node_is_at_rest_in_the_end(home, placing):
     async def work():
         nodes = Nodes(home, *sorted(set(placing)), keep=2)
         for step in range(1, 6):
@@ -69,7 +69,7 @@ def test_when_the_janitors_node_is_lost_the_next_launchs_rank_0_takes_over(home)
     asyncio.run(work())
 
 
-def test_all_daemons_at_work_come_to_rest_too(home):
+def test_daemons_at_work_together_are_at_rest_in_the_end(home):
     """Their own loops, not turns."""
 
     async def work():

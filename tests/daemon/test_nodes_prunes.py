@@ -114,7 +114,7 @@ async def met(nodes: Nodes, moment: int, at: Line, meanwhile: Callable[[], Await
     return next(calls) > moment
 
 
-def test_chunks_that_the_live_launch_is_about_to_name_stay_or_it_looks_again(home):
+def test_chunks_that_the_live_launch_is_about_to_name_are_kept_or_it_observes_again(home):
     """At every call of C's flush, A and B send step 30 and A prunes step 21."""
 
     async def work():

@@ -309,7 +309,7 @@ def test_both_copies_wrong_is_still_corruption(spool):
     asyncio.run(work())
 
 
-def test_where_a_newer_tierd_writes_nothing_is_judged_to_go(spool):
+def test_nothing_is_pruned_where_a_newer_tierd_writes(spool):
     """By the plan, `ls` and `tierd prune` alike: they ask the same function."""
     for step in (1, 2, 3):
         commit(spool, part(step))

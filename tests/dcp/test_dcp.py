@@ -507,7 +507,7 @@ def test_fresh_node_loads_from_the_tier_and_keeps_no_chunk_for_long(tiered, fres
         swept(fresh.node, place)
 
 
-def test_only_the_chunks_that_are_wanted_come(tiered, fresh, daemon):
+def test_only_the_wanted_chunks_are_fetched(tiered, fresh, daemon):
     save(tiered, 3)
     daemon.settle()
     double = daemon._stores["tier"]

@@ -116,7 +116,7 @@ def test_ranks_that_read_their_own_step_back_together(cluster, name):
         assert (step, own) == (4, [rank] * 50) and reason.startswith("rank 1: ")
 
 
-def test_a_model_of_fsdp_and_its_adam_come_back_on_fewer_ranks(cluster):
+def test_model_of_fsdp_and_its_adam_are_restored_on_fewer_ranks(cluster):
     expected = cluster.run(4, dcp_ranks.save_trained, cluster.nodes(4), 3)
     cluster.settle()
     for step, state in cluster.run(2, dcp_ranks.load_trained, cluster.nodes(2)):

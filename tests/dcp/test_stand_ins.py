@@ -42,7 +42,7 @@ def moments(made, own):
 
 @pytest.mark.parametrize("how", ["save", "dcp"])
 @pytest.mark.parametrize("seed", [None, 9], ids=["fresh", "stepped"])
-def test_moments_are_assigned_by_name_where_parameters_come_in_another_order(local, how, seed):
+def test_moments_are_assigned_by_name_for_parameters_in_another_order(local, how, seed):
     saved, own = optimizer("abc", seed=1)
     save(local, how, {"optimizer": saved})
     restored, fresh = optimizer("bca", seed=seed)

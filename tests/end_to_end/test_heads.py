@@ -71,7 +71,7 @@ def read(home: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def test_a_head_says_where_each_launch_came_from_and_its_newest_checkpoint(home) -> None:
+def test_head_names_the_origin_and_the_newest_checkpoint_of_each_launch(home) -> None:
     head = read(home)
     (first, one), (_, two) = sorted(head["launches"].items())
     assert (one, two) == (
@@ -191,7 +191,7 @@ def test_record_of_the_spool_counts_though_every_other_trace_of_the_run_is_lost(
         restored(home, "spool")
 
 
-def test_where_a_launch_came_from_is_known_without_a_daemon_too(home) -> None:
+def test_origin_of_a_launch_is_known_without_a_daemon_too(home) -> None:
     (path,) = (home / "spool/r").glob("000000000025.*/*/manifest.json")
     path.write_bytes(b"")
     with tierd.Checkpointer(home / "spool", "r", to=[]) as ckpt:

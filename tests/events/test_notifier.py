@@ -144,7 +144,7 @@ def test_daemon_that_starts_notifies_of_no_earlier_state(spool):
 
 
 @pytest.mark.parametrize("answer", ["hang", "drip"])
-def test_flushes_go_on_while_a_receiver_hangs(spool, answer):
+def test_flushes_continue_while_a_receiver_hangs(spool, answer):
     """Everything is flushed while the first event has not been taken yet."""
 
     async def work():

@@ -90,7 +90,7 @@ def test_a_quantized_model_is_restored_exactly(tmp_path, name):
         assert torch.equal(plain["model"][0].weight, before)
 
 
-def test_the_shards_of_an_optimizer_of_few_bits_go_on_exactly(tmp_path, monkeypatch):
+def test_shards_of_an_optimizer_of_few_bits_continue_exactly(tmp_path, monkeypatch):
     """As `fully_shard` makes them: a DTensor around each of the optimizer's tensors."""
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh

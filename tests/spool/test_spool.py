@@ -487,7 +487,7 @@ def test_quarantine_twice_keeps_the_quarantined_part(spool):
     assert spool.quarantined() == {part(): manifest}
 
 
-def test_part_that_went_bad_again_after_a_fetch_replaces_the_quarantined_part(spool):
+def test_part_that_is_bad_again_after_a_fetch_replaces_the_quarantined_part(spool):
     commit(spool, part())
     spool.quarantine(part())
     commit(spool, part())
@@ -758,7 +758,7 @@ def test_known_and_new_directories_are_listed_and_nothing_else(tmp_path):
     assert directories_in(tmp_path / "absent", {"known"}) == []
 
 
-def test_pins_come_and_go_and_need_no_checkpoint(spool):
+def test_pins_are_set_and_removed_and_need_no_checkpoint(spool):
     owner = part().checkpoint
     spool.pin(owner, pinned=False)
     spool.pin(owner, pinned=True)
@@ -1009,7 +1009,7 @@ def test_spool_that_vanished_is_not_empty(spool):
     assert Spool(spool.root, write=False).parts() == []
 
 
-def test_an_empty_directory_that_cannot_go_is_said(spool, monkeypatch):
+def test_empty_directory_that_cannot_be_removed_is_reported(spool, monkeypatch):
     """Or a tier worker would try again at once, for ever."""
     (spool.root / "run" / part(1).checkpoint.name).mkdir(parents=True)
     [name] = spool.leftovers()

@@ -289,7 +289,7 @@ def test_any_accepted_state_is_restored_exactly(number, fewest, kept, monkeypatc
 
 
 @pytest.mark.timeout(600)
-def test_many_small_tensors_and_long_runs_come_back(kept):
+def test_many_small_tensors_and_long_runs_are_restored(kept):
     state = {
         "many": {f"layer.{i}": torch.full((3,), float(i)) for i in range(MANY)},
         "tied": [],

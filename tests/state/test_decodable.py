@@ -29,7 +29,7 @@ def wrong(monkeypatch, kind, encoded):
     monkeypatch.setitem(json_tree.SCALARS, kind, lambda value: encoded)
 
 
-def test_a_value_that_would_not_come_back_is_refused_by_its_path(local, spool, monkeypatch):
+def test_value_that_would_not_decode_to_itself_is_refused_by_its_path(local, spool, monkeypatch):
     state = {"a": {"b": [torch.ones(1), {1: 1j}]}, "c": [1, 2]}
     local.save(1, state).wait()
     wrong(monkeypatch, complex, {"$complex": [1]})
@@ -41,7 +41,7 @@ def test_a_value_that_would_not_come_back_is_refused_by_its_path(local, spool, m
     local.save(4, state).wait()
 
 
-def test_a_key_that_would_not_come_back_names_the_entry(local, spool, monkeypatch):
+def test_key_that_would_not_decode_to_itself_names_the_entry(local, spool, monkeypatch):
     wrong(monkeypatch, bytes, {"$unheard": "of"})
     with pytest.raises(StateRefused, match=r'^state\["b"\]: it would not come back .*unknown tag'):
         local.save(1, {"a": 1, "b": {b"k": torch.ones(1)}})
@@ -49,7 +49,7 @@ def test_a_key_that_would_not_come_back_names_the_entry(local, spool, monkeypatc
 
 
 @pytest.mark.parametrize("attached", [False, True])
-def test_where_training_went_on_the_save_fails(local, spool, monkeypatch, attached):
+def test_save_fails_later_where_training_has_continued(local, spool, monkeypatch, attached):
     state = fresh()
     state["z"] = 1j
     if attached:

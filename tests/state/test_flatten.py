@@ -141,7 +141,7 @@ def test_lazy_conjugate_and_negative():
     assert back["neg"].tolist() == [-2, 4]
 
 
-def test_parameters_and_buffers_come_back_as_tensors():
+def test_parameters_and_buffers_are_restored_as_tensors():
     state = {
         "p": nn.Parameter(torch.ones(2)),
         "b": nn.Buffer(torch.zeros(2)),
@@ -257,7 +257,7 @@ def test_arrays(name):
 
 
 @pytest.mark.parametrize("value", SCALARS_OF_NUMPY, ids=lambda v: f"{type(v).__name__}-{v!a}")
-def test_numpy_scalars_stay_numpy_scalars(value):
+def test_numpy_scalars_are_restored_as_numpy_scalars(value):
     assert exactly(through({"a": value}), {"a": value})
 
 

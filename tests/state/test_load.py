@@ -580,7 +580,7 @@ def test_check_fit_changes_nothing():
     assert (flatten(state).tree, state["m"].weight.item(), state["t"].item()) == (*before, 0)
 
 
-def test_an_error_of_load_state_dict_is_chained_and_says_how_far_it_came():
+def test_error_of_load_state_dict_is_chained_and_names_the_loaded_entries():
     class Fails(Keeps):
         def load_state_dict(self, state):
             raise KeyError("moon")

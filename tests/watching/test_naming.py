@@ -36,7 +36,7 @@ def test_units_that_lay_there_before_are_of_the_same_attempt_in_any_order() -> N
     assert len({one.attempt for one in names}) == 1
 
 
-def test_a_program_that_went_back_begins_an_attempt_from_the_checkpoint_below() -> None:
+def test_program_that_rolled_back_begins_an_attempt_from_the_checkpoint_below() -> None:
     known, names = taken((100, 10), (200, 20), (300, 30), (300, 50), (400, 60))
     assert names[3].attempt == names[4].attempt > names[0].attempt
     assert known.origins[names[3].attempt] == names[1]

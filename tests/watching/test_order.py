@@ -64,7 +64,7 @@ def test_units_written_while_no_daemon_ran_follow_in_their_order(root: Path, spo
     assert len({part.checkpoint.attempt for part in spool.parts(RUN)}) == 1
 
 
-def test_a_program_that_went_back_while_no_daemon_ran_has_a_new_attempt(root: Path, spool: Spool) -> None:
+def test_program_that_rolled_back_while_no_daemon_ran_has_a_new_attempt(root: Path, spool: Spool) -> None:
     for step in (10, 20, 30):
         save(root, f"a-{step}.pt", step)
     take(spool, root)
@@ -214,7 +214,7 @@ def test_units_without_a_step_beside_others_are_taken_together_as_another_watch(
     assert part.checkpoint.step == 100 + len("last.ckpt") and not watch.refused
 
 
-def test_units_without_a_step_stay_left_when_the_others_are_gone(root: Path, spool: Spool) -> None:
+def test_units_without_a_step_are_left_when_the_others_are_gone(root: Path, spool: Spool) -> None:
     for name in ("model_10.pt", "last.pt"):
         torch.save({"w": torch.ones(3)}, root / name)
     watch = UnitWatch(spool, root, RUN, Reported(), settle_s=0.0)

@@ -170,7 +170,7 @@ def test_watch_that_cannot_be_checked_is_awaited(tmp_path: Path, caplog: pytest.
     asyncio.run(play())
 
 
-def test_nodes_that_watch_one_directory_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nodes_that_watch_one_directory_continue(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
         store = MemoryStore()
         nodes = [Node(store, tmp_path, who) for who in "abc"]
@@ -184,7 +184,7 @@ def test_nodes_that_watch_one_directory_go_on(tmp_path: Path, caplog: pytest.Log
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
-def test_two_that_begin_at_the_same_time_do_not_both_go_on(tmp_path: Path) -> None:
+def test_two_watches_that_begin_at_the_same_time_do_not_both_continue(tmp_path: Path) -> None:
     class NoteExchange(MemoryStore):
         """Both watches have put their record before either lists again."""
 

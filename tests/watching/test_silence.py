@@ -137,7 +137,7 @@ def test_status_shows_no_watch_that_was_taken_out(root: Path) -> None:
 # -- groups ---------------------------------------------------------------------------
 
 
-def test_groups_are_bounded_and_unknown_names_come_first(root: Path) -> None:
+def test_groups_are_bounded_and_unknown_names_are_first(root: Path) -> None:
     for number in range(40):
         (root / f"d{number}").mkdir()
         (root / f"d{number}" / "x.log").write_text("")

@@ -201,7 +201,7 @@ def test_temporary_directory_without_weights_is_of_no_checkpoint_around_it(root:
     assert [unit.files for unit in listed(root).values()] == [tuple(saved)]
 
 
-def test_temporary_pointer_does_not_come_back(home: Home, capsys) -> None:
+def test_temporary_pointer_is_not_restored(home: Home, capsys) -> None:
     write(home.root, save(10) | {"latest": b"step_10", "latest.tmp": b"step_10"}, 10)
     home.taken()
     shutil.rmtree(home.root)

@@ -159,7 +159,7 @@ def test_two_launches_of_mpirun_mix_no_ranks(environ, spool, name):
     assert parts == ["00000-of-00002", "00001-of-00002"]
 
 
-def test_mpiruns_numbers_go_before_those_of_the_srun_that_started_its_daemons(environ):
+def test_mpiruns_numbers_precede_those_of_the_srun_that_started_its_daemons(environ):
     """mpirun in a SLURM allocation: srun starts one daemon on each node, and each rank inherits its daemon's number."""
     daemon = SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}
     for ranks in (OPEN_MPI_4, HYDRA):
@@ -168,7 +168,7 @@ def test_mpiruns_numbers_go_before_those_of_the_srun_that_started_its_daemons(en
         assert (launch_name() or "").startswith("open-mpi") == (ranks is OPEN_MPI_4), "not named by the daemons' step"
 
 
-def test_torchruns_numbers_go_before_those_of_the_launcher_that_started_it(environ):
+def test_torchruns_numbers_precede_those_of_the_launcher_that_started_it(environ):
     for outer in (SRUN, OPEN_MPI_4, HYDRA):
         environ({**outer, **TORCHRUN, "RANK": "6", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"})
         assert who() == (6, 8) and local_ranks() == 4 and not all_here()

@@ -106,7 +106,7 @@ def test_exchange_ignores_notes_that_earlier_processes_left(boards):
         assert together(*(lambda rank=rank: come(rank) for rank in range(3))) == [expected] * 3
 
 
-def test_a_rank_that_does_not_come_at_all_is_named(boards):
+def test_rank_that_does_not_arrive_at_all_is_named(boards):
     first = NoteExchange(boards(), 0, 3, QUICK)
     second = NoteExchange(boards(), 1, 3, QUICK)
     one, other = together(lambda: first.begin(1.0), lambda: second.begin(1.0))

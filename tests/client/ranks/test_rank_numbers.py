@@ -48,7 +48,7 @@ def who(rank: int | None = None, world: int | None = None) -> tuple[int, int]:
     return rank_and_world(rank, world, ranks_module._group_ranks)
 
 
-def test_arguments_go_before_the_group_before_torchrun_before_slurm(environ, monkeypatch):
+def test_arguments_precede_the_group_then_torchrun_then_slurm(environ, monkeypatch):
     assert who() == (0, 1)
     environ(SLURM_PROCID="0", SLURM_NTASKS="8")
     assert who() == (0, 1), "a batch script, in which one process runs"

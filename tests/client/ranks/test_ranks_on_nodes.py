@@ -400,7 +400,7 @@ def test_a_node_without_a_daemon_says_so_at_once(tmp_path, monkeypatch):
         tierd.Checkpointer(tmp_path, "run")
 
 
-def test_a_rank_that_does_not_come_is_named_with_the_tier(tmp_path, monkeypatch):
+def test_rank_that_does_not_arrive_is_named_with_the_tier(tmp_path, monkeypatch):
     slurm(monkeypatch)
     reported = r"rank 0 did not come within 1 s \(tier tier \(file:///tier\), through the daemon of node"
     with Daemon(tmp_path, {"tier": MemoryStore()}) as daemon, pytest.raises(ConfigError, match=reported):

@@ -178,7 +178,7 @@ def test_the_host_does_not_wait_for_the_device_while_it_reads(saved, fake, monke
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_memory_that_training_let_go_is_not_copied_to_before_training_is_done_with_it(saved, seeded, seed):
+def test_memory_that_training_freed_is_not_copied_to_before_training_is_done_with_it(saved, seeded, seed):
     fake = seeded(seed)
     state = blank(fake)
     for number in range(len(NAMES)):

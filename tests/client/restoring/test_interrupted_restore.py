@@ -77,7 +77,7 @@ def test_a_state_that_was_loaded_in_part_is_not_saved(spool, history, error):
     check_resumes(spool, 110)
 
 
-def test_after_another_restore_saves_go_on_from_its_checkpoint(spool, history):
+def test_saves_after_another_restore_continue_from_its_checkpoint(spool, history):
     with made(spool) as checkpointer:
         with pytest.raises(KeyboardInterrupt):
             checkpointer.restore(state(0, lambda: fail(KeyboardInterrupt())))

@@ -55,7 +55,7 @@ def test_the_model_alone_is_loaded_and_nothing_else_is_touched(spool):
         assert equal(bare["model"], saved["model"])
 
 
-def test_generators_and_names_of_any_kind_come_alone(local):
+def test_generators_and_names_of_any_kind_are_restored_alone(local):
     generator = torch.Generator().manual_seed(4)
     saved = {"\ud800": torch.arange(3), "g": {"deep": [generator]}, "w": torch.zeros(4000), "$x": 1}
     local.save(1, saved).wait()
@@ -69,7 +69,7 @@ def test_generators_and_names_of_any_kind_come_alone(local):
             assert state[name].tolist() == [0, 1, 2]
 
 
-def test_plain_values_tensors_and_arrays_come_alone_too(spool):
+def test_plain_values_tensors_and_arrays_are_restored_alone(spool):
     state = {"$a": torch.arange(5), "b": [1, {"x": torch.ones(3, dtype=torch.complex64)}], "n": 7, "z": torch.zeros(4)}
     state["np"] = torch.arange(6).numpy().reshape(2, 3)
     with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:

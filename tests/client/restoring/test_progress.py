@@ -62,7 +62,7 @@ def test_daemon_reports_the_progress_of_a_fetch(spool):
     assert ["tier"] in [line.get("tiers") for line in reported]
 
 
-def test_as_long_as_bytes_come_a_fetch_may_take_its_time(clock, caplog):
+def test_fetch_may_take_its_time_while_bytes_arrive(clock, caplog):
     watch = Fetching(PART)
     with caplog.at_level(logging.INFO, "tierd"):
         for done in range(100):

@@ -325,7 +325,7 @@ def test_one_unreadable_manifest_hides_no_other_checkpoint(spool, monkeypatch):
 # -- what the daemon is told ------------------------------------------------------------------------------------------
 
 
-def test_daemon_is_notified_of_samples_that_come_twice(spool):
+def test_daemon_is_notified_of_samples_that_repeat(spool):
     with Daemon(spool.root, {}) as daemon, tierd.Checkpointer(spool.root, "run") as checkpointer:
         watch = tierd.SampleWatch(checkpointer)
         assert watch.see(6, [3, 4], 0) == 0 and watch.see(7, [4, 5], 0) == 1

@@ -77,7 +77,7 @@ def whole(spool: Spool, arriving: StreamedPart) -> bool:
     return {name: bytes(data) for name, data in found.items()} == FILES
 
 
-def test_chunks_are_in_memory_while_others_are_still_to_come(spool, store, monkeypatch):
+def test_chunks_are_in_memory_before_all_others_have_arrived(spool, store, monkeypatch):
     monkeypatch.setattr(download, "_HANDS", 1)  # all others have come when the last one is asked for
     monkeypatch.setattr(arriving_module, "_TRIES", 10_000)  # a chunk may be read while it is being written
     with StreamedPart(spool, PART, worth=True) as arriving:
@@ -157,12 +157,12 @@ def test_file_system_without_extent_information_costs_few_extra_reads(spool, sto
     assert len(reads) <= len(chunks(store)) * (arriving_module._TRIES + 1)
 
 
-def test_the_draft_does_not_stay(spool, store):
+def test_draft_is_deleted_after_the_fetch(spool, store):
     bring(spool, store)
     assert not (spool.path(PART) / DRAFT_NAME).exists()
 
 
-def test_direct_reads_that_are_refused_go_through_the_page_cache(spool, store, monkeypatch):
+def test_refused_direct_reads_use_the_page_cache(spool, store, monkeypatch):
     real = os.preadv
 
     def preadv(fd, buffers, offset):

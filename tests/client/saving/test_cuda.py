@@ -431,7 +431,7 @@ def test_two_optimizers_on_two_streams(local, spool, warm):
 
 
 @gpu
-def test_a_tensor_made_for_one_save_is_let_go_while_it_is_persisted(local, monkeypatch, warm):
+def test_tensor_made_for_a_save_is_freed_while_it_is_persisted(local, monkeypatch, warm):
     go, real = threading.Event(), pipeline.write_part
     monkeypatch.setattr(pipeline, "write_part", lambda *a: go.wait(200) and real(*a))
     before = torch.cuda.memory_allocated()

@@ -219,7 +219,7 @@ def test_each_optimizers_stream_waits_for_the_reads_that_confirm(spool, seeded, 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_memory_is_let_go_when_its_copy_has_ended_and_not_before(spool, seeded, seed, monkeypatch):
+def test_memory_is_freed_when_its_copy_has_ended_and_not_before(spool, seeded, seed, monkeypatch):
     """A tensor that is made for one save, such as a whole parameter out of shards. What frees it gives its memory to
     the next at once."""
     fake = seeded(seed)
@@ -238,7 +238,7 @@ def test_memory_is_let_go_when_its_copy_has_ended_and_not_before(spool, seeded, 
     assert holds(loaded(spool, 1), 1) and holds([fake.read(other)], 2)
 
 
-def test_late_tensors_are_let_go_as_well(spool, fake, monkeypatch):
+def test_late_tensors_are_freed_as_well(spool, fake, monkeypatch):
     go, real = threading.Event(), pipeline.write_part
     monkeypatch.setattr(pipeline, "write_part", lambda *a: go.wait(200) and real(*a))
     job = Job(fake)

@@ -104,7 +104,7 @@ def test_only_optimizers_are_attached(local, wrong):
         local.attach(wrong)
 
 
-def test_an_optimizer_is_attached_once_and_let_go_by_close(spool, pace):
+def test_optimizer_is_attached_once_and_detached_by_close(spool, pace):
     state = fresh()
     optimizer = state["optimizer"]
     hooks = optimizer._optimizer_step_pre_hooks

@@ -329,7 +329,7 @@ def test_where_no_interval_helps_it_says_so(changed: dict[str, float], step_time
         advise(replace(COSTS, **changed), step_time)
 
 
-def test_extremes_stay_numbers() -> None:
+def test_extreme_costs_give_finite_goodput() -> None:
     for costs in (Costs(0, 1e-9, 0, 1e12), Costs(1e-6, 1e-6, 0, 1e12), Costs(9.9e11, 9.9e11, 9e11, 1e12)):
         found = advise(costs, step_time=None)
         assert 0 <= found.recommended.goodput <= 1

@@ -36,7 +36,7 @@ def local(world: Inventory, settings=SETTINGS) -> list[object]:
     return [action for action in plan(world, settings, {}, 0.0) if action.tier == SPOOL]
 
 
-def test_runs_without_a_trainer_go_first_and_the_newest_of_the_others_last():
+def test_evict_takes_runs_without_a_trainer_first_and_the_newest_of_the_others_last():
     world = two_runs(trainerless=frozenset({LATE}))
     assert names(evictions(world, ())) == [(LATE, 1), (LATE, 2), (LATE, 3), (OLD, 1), (OLD, 2), (OLD, 3)]
     world = two_runs(trainerless=frozenset({OLD}))

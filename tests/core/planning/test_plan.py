@@ -229,7 +229,7 @@ def _same_newest(before, after):
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(cases(flawed=False, dark=False), st.data())
-def test_two_daemons_on_shared_tiers_come_to_rest_too(case, data):
+def test_plans_of_two_daemons_on_shared_tiers_end_too(case, data):
     """Each node holds its own rank's parts, and knows of the other's only what the tiers show. Ranks that never come
     are among the worlds: found that one node went on sending for ever what the other retired as incomplete."""
     world, settings = case
@@ -261,7 +261,7 @@ def test_only_the_daemon_with_rank_0_of_the_newest_attempt_prunes_a_shared_tier(
     assert prunes(planned(Inventory(Place(), {"a": tier}), config(LAST1))) == []
 
 
-def test_with_little_room_verified_local_copies_go_early_but_never_the_newest_or_the_unverified():
+def test_verified_local_copies_are_pruned_early_with_little_room_but_never_the_newest_or_the_unverified():
     spool, tier = solo(Place(), A100, A200, A300), solo(Place(), A100, A200)
     keep3 = RetentionPolicy(keep_last=3)
     assert prunes(planned(Inventory(spool, {"a": tier}, free=0.06), config(keep3))) == []

@@ -9,7 +9,7 @@ from tierd.core.timeline.alternatives import runs_there, steps_there
 from tierd.core.timeline.candidates import RestoreOrder, not_found
 
 
-def test_runs_of_a_similar_name_come_first_and_many_are_counted() -> None:
+def test_runs_of_a_similar_name_are_first_and_many_are_counted() -> None:
     assert runs_there("x", []) == "there is no run at all"
     assert runs_there("lama-7b", ["a", "llama-7b"]) == "the runs there are: llama-7b, a"
     many = [f"run-{number:03}" for number in range(100)]

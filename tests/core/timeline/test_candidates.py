@@ -211,7 +211,7 @@ def test_checkpoint_error_names_the_request_the_skipped_and_the_existing_checkpo
 
 
 @pytest.mark.parametrize(("error", "expected"), [(SpoolUnusable("EIO"), ("local",)), (ManifestError("cut short"), ())])
-def test_a_place_whose_disk_hides_where_the_newest_attempt_came_from_has_not_answered(error, expected):
+def test_place_whose_disk_hides_the_origin_of_the_newest_attempt_has_not_answered(error, expected):
     newest = part(B210, 0, 2)
     place = remade(solo(Place(), A100), {part(A100): facts(), newest: None}, {newest: error})
     found = restore_candidates(Inventory(place, {"a": Place()}), "r")

@@ -188,7 +188,7 @@ def test_retention_continues_when_deleting_is_allowed_again(spool: Spool, monkey
     asyncio.run(work())
 
 
-def test_intents_that_could_not_be_deleted_go_when_that_is_allowed_again(spool: Spool, monkeypatch) -> None:
+def test_intents_that_could_not_be_deleted_are_deleted_when_that_is_allowed_again(spool: Spool, monkeypatch) -> None:
     """S3 kit, seed 420: one 403 in a storm, and the intent stood until a restart or a prune of the next day."""
 
     async def work() -> None:
@@ -236,7 +236,7 @@ def test_leftover_of_a_refused_deletion_is_known_though_the_next_deletion_succee
     asyncio.run(work())
 
 
-def test_a_head_is_not_written_again_for_others_that_cannot_go(tmp_path, spool: Spool) -> None:
+def test_head_is_not_written_again_for_others_that_cannot_be_deleted(tmp_path, spool: Spool) -> None:
     async def work() -> None:
         store = Lasting()
         commit(spool, part(1))

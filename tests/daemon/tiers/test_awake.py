@@ -21,7 +21,7 @@ def test_timeout_ends_a_task_that_does_not_answer():
     assert 0.2 <= asyncio.run(work()) < 30.0
 
 
-def test_an_answer_that_came_while_the_loop_was_stopped_counts():
+def test_answer_that_arrived_while_the_loop_was_stopped_counts():
     async def work() -> str:
         async with awake_timeout(0.4):
             loop = asyncio.get_running_loop()

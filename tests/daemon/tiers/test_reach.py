@@ -115,7 +115,7 @@ def test_reach_detects_an_object_lock(silent: bool) -> None:
 
 @pytest.mark.parametrize("run", ["", "demo"])
 @pytest.mark.parametrize("kind", ["manifests", "chunks", "pruning"])
-def test_where_some_kinds_of_objects_stay_it_is_append_only_and_names_them(run: str, kind: str) -> None:
+def test_tier_that_keeps_some_kinds_of_objects_is_append_only_and_names_them(run: str, kind: str) -> None:
     """A daemon prunes nothing there, so read-write was no word for it."""
 
     class Partly(MemoryStore):

@@ -23,7 +23,7 @@ def test_shared_chunks_are_only_those_that_other_checkpoints_wrote():
     assert named_by(manifest(one, (5, OLD))).chunks[OLD.checkpoint].tolist() == [mark_of(key)]
 
 
-def test_equal_sets_are_kept_once_and_go_with_the_last_that_names_them():
+def test_equal_sets_are_kept_once_and_dropped_with_the_last_that_names_them():
     memory = SharedChunkTable(limit_bytes=80)
     chunks = [(5, OLD)] * 10
     kept = [memory.kept(named_by(manifest(part(step), *chunks))) for step in range(1, 9)]

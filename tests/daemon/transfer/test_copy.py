@@ -263,7 +263,7 @@ def test_checkpoint_that_is_pruned_during_a_copy_is_no_corruption(spool):
     asyncio.run(work())
 
 
-def test_policies_and_pins_come_first_and_the_target_s_own_policy_holds(spool):
+def test_policies_and_pins_are_copied_first_and_the_targets_own_policy_holds(spool):
     async def work() -> None:
         store = await source(spool, (1, 2, 3))
         await _given(store)
@@ -377,7 +377,7 @@ def test_a_launch_of_which_nothing_is_left_still_links_the_copy(spool):
     assert [one.step for one in asyncio.run(work()).checkpoints] == [1, 3]
 
 
-def test_a_daemon_that_saves_the_run_under_its_new_name_obeys_the_policy_that_came_along(tmp_path):
+def test_daemon_that_saves_the_run_under_its_new_name_obeys_the_copied_policy(tmp_path):
     """Nobody configured anything there, and the default keeps three."""
 
     async def work() -> None:

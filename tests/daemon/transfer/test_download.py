@@ -364,7 +364,7 @@ def test_a_stored_chunk_that_grew_is_corrupt_and_no_refusal(spool, store):
     assert not list((spool.control / "fetch").iterdir()), "nobody will ask for it again"
 
 
-def test_cancelled_while_it_waits_for_its_place_it_lets_go_of_it(spool, store, monkeypatch):
+def test_fetch_that_is_cancelled_while_it_waits_for_its_place_releases_it(spool, store, monkeypatch):
     entered, real = threading.Event(), fetch_module.make_locked
 
     def slow(path: Path) -> int:
@@ -385,7 +385,7 @@ def test_cancelled_while_it_waits_for_its_place_it_lets_go_of_it(spool, store, m
     assert len(spool.leftovers()) == 1, "nobody holds it"
 
 
-def test_a_leftover_that_cannot_be_removed_is_let_go(spool, store, one_hand, monkeypatch):
+def test_leftover_that_cannot_be_removed_is_released(spool, store, one_hand, monkeypatch):
     interrupted(spool, store, 3)
     monkeypatch.setattr(Spool, "_bury", lambda self, path: _raise(OSError(errno.EIO, os.strerror(errno.EIO))))
     (left,) = spool.leftovers()

@@ -212,7 +212,7 @@ def test_a_scrub_repairs_a_corrupt_base_or_patch_where_it_lies(spool, bad, order
     asyncio.run(work())
 
 
-def test_links_of_one_chain_may_come_from_different_tiers(spool):
+def test_links_of_one_chain_may_be_read_from_different_tiers(spool):
     """The base is right on one tier, the patch on the other: a reader fell back, and a scrub quarantined."""
     committed(spool, 1, 2, 3)
     near, far = Double(), Double()

@@ -253,7 +253,7 @@ def test_a_state_of_shards_and_packed_values_grows_without_a_walk(run):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_packed_values_beside_shards_come_back_in_place_and_through_dcp(run, spools, world):
+def test_packed_values_beside_shards_are_restored_in_place_and_through_dcp(run, spools, world):
     run(sharded.save_values, spools, world=2)
     for expected, found in run(sharded.load_values, spools, world=world):
         assert found == expected

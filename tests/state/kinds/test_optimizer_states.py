@@ -65,7 +65,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_moments_are_assigned_by_name_where_parameters_come_in_another_order(kind):
+def test_moments_are_assigned_by_name_for_parameters_in_another_order(kind):
     saved, own = named(SHAPES, kind=kind)
     stepped(saved)
     restored, fresh = named(OTHER, kind=kind)
@@ -273,7 +273,7 @@ def test_an_optimizer_with_a_hook_of_its_own_adapts_the_state_itself():
     assert alike(list(moments(restored, fresh).values()), list(moments(saved, own).values()))
 
 
-def test_a_state_dict_whose_parameters_come_in_another_order_is_refused():
+def test_state_dict_whose_parameters_are_in_another_order_is_refused():
     saved, _ = named(("a.bias", "b.bias"))
     restored, _ = named(("b.bias", "a.bias"))
     state = {"o": stepped(restored, seed=1).state_dict()}
