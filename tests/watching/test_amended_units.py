@@ -41,9 +41,51 @@ def test_touched_checkpoint_becomes_no_newer(home: Home, capsys, names: tuple[st
     for name in names:
         os.utime(home.root / name, (2_000_000, 2_000_000))
     reported = take(home.spool, home.root)
-    assert len(reported.parts) == 1 and not reported.reasons
-    assert take(home.spool, home.root).parts == []
+    assert reported.parts == [] and not reported.reasons
     assert set(newest(home, capsys)) == {"step_30/m.pt", "step_30/config.json"}
+
+
+def touch(root: Path, *names: str) -> None:
+    """Give these files times of now, one after the other, as `cp -r` does."""
+    for second, name in enumerate(names):
+        os.utime(root / name, (2_000_000 + second, 2_000_000 + second))
+
+
+def delete(home: Home, *steps: int) -> None:
+    """Delete these checkpoints, as retention does."""
+    home.spool.remove([part for part in home.spool.parts(RUN) if part.checkpoint.step in steps])
+
+
+@pytest.mark.parametrize("deleted", [(), (10, 20), (10, 20, 30)], ids=["none", "the older", "all but the newest"])
+@pytest.mark.parametrize("is_back", [False, True], ids=["", "after a clock was set back"])
+def test_order_of_checkpoints_that_were_all_touched_is_that_of_their_contents(
+    home: Home, capsys, deleted: tuple[int, ...], is_back: bool
+) -> None:
+    for step in (10, 20, 30, 40):
+        write(home.root, {f"step_{step}.pt": pt(step)}, 1_000_000 - step if is_back else 1_000_000 + step)
+        take(home.spool, home.root)
+    before = {part.checkpoint for part in home.spool.parts(RUN)}
+    delete(home, *deleted)
+    touch(home.root, "step_40.pt", "step_30.pt", "step_20.pt", "step_10.pt")
+    reported = take(home.spool, home.root)
+    assert reported.doubts == {} and home.spool.pins() == set()
+    assert {part.checkpoint for part in home.spool.parts(RUN)} == before
+    assert set(newest(home, capsys)) == {"step_40.pt"}
+
+
+def test_order_of_files_without_a_step_that_were_all_touched_is_that_of_their_contents(home: Home, capsys) -> None:
+    names = [f"{name}/saves/model.pt" for name in "abc"]
+    for number, name in enumerate(names):
+        write(home.root, {name: pt(number)}, 1_000_000 + number)
+        take(home.spool, home.root)
+    write(home.root, {names[0]: pt(7)}, 1_000_007)
+    take(home.spool, home.root)
+    before = home.spool.parts(RUN)
+    touch(home.root, *reversed(names))
+    assert take(home.spool, home.root).parts == [] and home.spool.parts(RUN) == before
+    write(home.root, {names[0]: pt(0)}, 3_000_000)  # the bytes of its first save, by hand
+    assert len(take(home.spool, home.root).parts) == 1
+    assert newest(home, capsys)[names[0]] == pt(0)
 
 
 def test_late_file_of_an_older_checkpoint_is_taken_and_makes_it_no_newer(home: Home, capsys) -> None:

@@ -96,7 +96,7 @@ def test_file_that_became_a_link_is_left(home: Home, capsys) -> None:
     assert (home.root / "step_200/o.pt").is_symlink()
 
 
-def test_lost_checkpoint_comes_back_into_a_copy_without_times(home: Home, capsys) -> None:
+def test_lost_checkpoint_is_restored_into_a_copy_without_times(home: Home, capsys) -> None:
     """The times of the others are later than all checkpoints, and their contents say that they are older."""
     saves(home, NAMES["directories"], 100, 200, 300)
     before = files(home.root)

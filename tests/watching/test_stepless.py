@@ -205,7 +205,7 @@ def test_pointer_on_a_new_node_names_the_newest_with_or_without_a_step(
 
 
 @pytest.mark.parametrize("is_newest", [True, False])
-def test_lost_file_without_a_step_comes_back_with_the_pointer_only_if_it_is_the_newest(
+def test_lost_file_without_a_step_is_restored_with_the_pointer_only_if_it_is_the_newest(
     home: Home, capsys, is_newest: bool
 ) -> None:
     names = ["model_0004999.pth", "model_final.pth", "model_0005999.pth"]
@@ -216,7 +216,7 @@ def test_lost_file_without_a_step_comes_back_with_the_pointer_only_if_it_is_the_
     assert files(home.root) == before
 
 
-def test_lost_pointer_comes_back_beside_a_lost_file_without_a_step(home: Home, capsys) -> None:
+def test_lost_pointer_is_restored_beside_a_lost_file_without_a_step(home: Home, capsys) -> None:
     saves(home, 10, 20)
     flush(home.spool, home.tier)
     before = entries(home.root)

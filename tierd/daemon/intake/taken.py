@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
+from datetime import datetime
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -69,6 +70,7 @@ class _Record(msgspec.Struct):
     newest: tuple[str, int] | None = None  # the newest checkpoint after the last listing; None in an older record
     has_steps: bool = False  # whether a unit ever had a step in its name
     contents: dict[str, tuple[str, str, int]] = {}  # by unit, the digest of what was taken last, attempt and step
+    saved: dict[str, datetime] = {}  # by unit, when that checkpoint was saved
     has_several: bool = False  # whether there ever were several series
     series: dict[str, list[tuple[str, int]]] = {}  # by series, its newest checkpoints, the newest first
     released: list[tuple[str, int]] = []  # checkpoints whose pins on the tiers are to be removed
@@ -156,17 +158,25 @@ class TakenUnits:
         newest = max(units, key=_time, default={})
         return [] if sizes.items() & newest.items() else [*newest]
 
-    def same(self, path: str, files: Iterable[File]) -> CheckpointId | None:
-        """Return the checkpoint as which a unit was last taken, if it had these bytes."""
-        was = self._record.contents.get(path) if self._record else None
-        return CheckpointId(self._run, *was[1:]) if was and was[0] == _content(files) else None
+    def same(self, path: str, files: Iterable[File]) -> tuple[CheckpointId, datetime] | None:
+        """Return the checkpoint as which a unit was last taken, and when that was saved, if it had these bytes."""
+        record = self._record or _Record({}, {})
+        was, saved = record.contents.get(path), record.saved.get(path)
+        return (CheckpointId(self._run, *was[1:]), saved) if was and saved and was[0] == _content(files) else None
 
     @property
     def has_steps(self) -> bool:
         """Whether a unit that was listed ever had a step in its name."""
         return self._record is not None and self._record.has_steps
 
-    def add(self, path: str, shape: Shape, checkpoint: CheckpointId | None = None, files: Iterable[File] = ()) -> None:
+    def add(
+        self,
+        path: str,
+        shape: Shape,
+        checkpoint: CheckpointId | None = None,
+        saved: datetime | None = None,
+        files: Iterable[File] = (),
+    ) -> None:
         """Record that a unit was taken as a checkpoint of these files, or that a place has it. Raises nothing."""
         record = self._record = self._record or _Record({}, {})
         if checkpoint is not None:
@@ -175,6 +185,8 @@ class TakenUnits:
             series = series_of(name for name, _ in shape)
             _add_to_series(record, series, _pair(checkpoint))
             self._settle(record, path, series, _pair(checkpoint))
+        if saved is not None:
+            record.saved[path] = saved
         if self.has(path, shape):
             return
         record.earlier[path] = self.earlier(path, shape)
@@ -273,6 +285,7 @@ class TakenUnits:
         fresh = _Record(
             *(taken, waiting, earlier, known, has_steps or record.has_steps),
             {path: digest for path, digest in record.contents.items() if path in taken},
+            {path: saved for path, saved in record.saved.items() if path in taken},
             *(record.has_several, record.series, record.released, record.held, record.begun),
             *(record.doubts, record.doubted),
         )

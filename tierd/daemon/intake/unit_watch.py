@@ -68,12 +68,12 @@ class Reports(Protocol):
         ...
 
 
-class _Touched(Exception):
-    """A unit was written again with the bytes that it had, after newer ones were taken. `saved` is when it was made."""
+class _Unchanged(Exception):
+    """A unit has the bytes that were taken last from its place, as this checkpoint, which was saved at this time."""
 
-    def __init__(self, saved: datetime) -> None:
-        super().__init__(saved)
-        self.saved = saved
+    def __init__(self, checkpoint: CheckpointId, saved: datetime) -> None:
+        super().__init__(checkpoint, saved)
+        self.checkpoint, self.saved = checkpoint, saved
 
 
 class UnitWatch:
@@ -315,8 +315,14 @@ class UnitWatch:
         if self._settling.finish(due, True, tree.again(due.unit)) == "taken":
             self._record(due)
 
-    def _record(self, due: Due, checkpoint: CheckpointId | None = None, files: Iterable[File] = ()) -> None:
-        self._taken.add(due.unit.path, due.shape, checkpoint, files)
+    def _record(
+        self,
+        due: Due,
+        checkpoint: CheckpointId | None = None,
+        saved: datetime | None = None,
+        files: Iterable[File] = (),
+    ) -> None:
+        self._taken.add(due.unit.path, due.shape, checkpoint, saved, files)
         self._refusals.taken(due.unit.path)
 
     def _take(self, tree: Tree, due: Due, described: Described, named: Named, made: datetime) -> None:
@@ -332,10 +338,12 @@ class UnitWatch:
             self._refusals.wait_for_close(path, error)
         except (Changed, CorruptChunk) as error:
             self._changed(due, str(error))
-        except _Touched as error:  # its place in the order is that of its bytes
-            made = error.saved + timedelta(microseconds=1 + len(self._known.find(named.checkpoint.step, error.saved)))
-            again = name_unit(self._run, path, named.checkpoint.step, made, self._known)
-            self._take(tree, due, described, again, made)
+        except _Unchanged as error:  # whatever its files' times are now, its place in the order is that of its bytes
+            if error.checkpoint in self._known.made:
+                self._finish(tree, due)
+            else:  # no place has it any more, because retention deleted it
+                again = Named(error.checkpoint, self._known.origins.get(error.checkpoint.attempt))
+                self._take(tree, due, described, again, error.saved)
         except StepRefused:  # it was committed since the spool was observed
             self._finish(tree, due)
         except ManifestError as error:
@@ -376,19 +384,17 @@ class UnitWatch:
             after = tree.again(due.unit)
             if not is_unchanged(due, after):
                 raise Changed("it was written to, renamed or deleted")
-            was = self._taken.same(due.unit.path, staged.files)
-            saved = self._known.made.get(was) if was else None
-            is_later = saved is not None and made - saved > timedelta(milliseconds=1)
-            if saved is not None and is_later and due.unit.step is not None and self._has_newer(saved):
-                raise _Touched(saved)
-            if self._ordering.is_in_doubt(due.unit.path, named, made, self._known):
+            same = self._taken.same(due.unit.path, staged.files)
+            if same is not None and same != (named.checkpoint, made):
+                raise _Unchanged(*same)
+            if same is None and self._ordering.is_in_doubt(due.unit.path, named, made, self._known):
                 self._keep(due.unit.path, named.checkpoint, entries)
             elif self._has_several_series():
                 self.pins.hold(named.checkpoint)
             stage.commit(Manifest.of(part, named.origin, described.metrics, made, __version__, staged.files))
         self._settling.finish(due, True, after)
         self._known = self._known.with_one(named.checkpoint, made, named.origin)
-        self._record(due, named.checkpoint, staged.files)
+        self._record(due, named.checkpoint, made, staged.files)
         how = ", ".join(f"{count} by {name}" for name, count in sorted(staged.how.items()))
         log.info("%s: taken as %s: %s", due.unit.path, named.checkpoint, how)
         if not all(is_in_range(entry.mtime_ns) for entry in entries.values()):
