@@ -87,7 +87,7 @@ def test_pins_in_doubt_end_when_a_later_checkpoint_of_the_series_is_on_every_tie
     watched(root, tier)
     pinned = {path.name: path.read_bytes() for path in (tier / RUN / "pins").iterdir()}
     assert len(pinned) == 2 and {*pinned.values()} == {DOUBT}, "those of the last renaming"
-    assert len(on_tier(tier)) == 3
+    assert len(checkpoints_on(tier)) == 3
     assert run(["restore", str(tier), "--run", RUN, "--into", str(root.parent / "new")]) == 0
     assert files(root.parent / "new") == {"ckpt_0.pt": pt(5)}
 
@@ -99,11 +99,11 @@ def test_pin_in_doubt_is_kept_while_no_later_checkpoint_of_the_series_is_certain
     for number in range(2):
         write(root, {f"eval/b-{number}.pt": pt(number)}, 2_000_000 + number)
         watched(root, tier)
-    assert 1000 in {one.step for one in on_tier(tier)}
+    assert 1000 in {one.step for one in checkpoints_on(tier)}
     write(root, {"a-1100.pt": pt(1100)}, 2_000_010)
     for _ in range(3):
         watched(root, tier)
-    assert 1000 not in {one.step for one in on_tier(tier)}
+    assert 1000 not in {one.step for one in checkpoints_on(tier)}
 
 
 def test_pin_in_doubt_that_a_person_removed_is_not_put_again(root: Path, tier: Path) -> None:
