@@ -47,7 +47,7 @@ def what_stays(): ...
 """
     assert prose.old_names("tests/test_a.py", source) == [
         "tests/test_a.py:2: test_what_is_pinned_stays: 'what': write the noun",
-        "tests/test_a.py:2: test_what_is_pinned_stays: 'stays': write is deleted, is restored, is kept",
+        "tests/test_a.py:2: test_what_is_pinned_stays: 'stays': write is deleted, is restored, is kept, or continues",
         "tests/test_a.py:3: test_one_that_is_pinned: 'one_that': write the noun",
         "tests/test_a.py:4: test_another_one: 'one': write the noun",
         "tests/test_a.py:4: test_another_one: 'another_one': write the noun",

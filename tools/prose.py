@@ -47,7 +47,7 @@ _ANY = re.compile("|".join(OLD))
 # What a test's name has today -> what says who does it, or to what. `one` stands here for a noun; as a number it may.
 OLD_NAMES = {
     r"what|whatever|whoever": "the noun",
-    r"goes|comes|stays": "is deleted, is restored, is kept",
+    r"go|goes|went|comes?|came|stay(s|ed)?": "is deleted, is restored, is kept, or continues",
     r"told|tells?|telling|untold": "reports, names, warns, notifies, or distinguishes",
     r"seen|found": "observed, listed, detected, or the actor and the verb",
     r"aside": "quarantined",

@@ -59,7 +59,7 @@ def test_a_rate_that_was_right_before_the_first_step_and_not_after_it_is_the_sch
     assert found("later loss", whole, right) == []
 
 
-def test_lost_state_is_named_before_a_rate_that_follows_from_it():
+def test_lost_attribute_is_named_before_a_rate_that_follows_from_it():
     tokens = {"Loop.tokens": 40}
     whole = [at(4, "step", "w4", **tokens), at(4, "save", "w4", **tokens), at(4, "forward", "w4", **tokens)]
     whole += [at(5, "step", "w5", 0.08)]

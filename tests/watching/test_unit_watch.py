@@ -317,9 +317,7 @@ def test_a_full_disk_is_reported_and_tried_again(root: Path, spool: Spool, monke
     assert len(reported.parts) == 1 and not watch.refused and not watch.waiting
 
 
-def test_status_names_a_checkpoint_that_a_full_spool_does_not_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_names_units_that_a_full_spool_does_not_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, watch_s=0.02, settle_s=0.05)
     for name in ("out", "tier"):
         (tmp_path / name).mkdir()

@@ -246,7 +246,7 @@ def test_counters_of_a_run_begin_at_zero_so_that_an_alert_sees_the_first_event(s
             for one in (event("persist failed"), event("fell back"), event("quarantined", place="disk")):
                 http.heard(one)
             after = before
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while after["tierd_save_failures_total", "run"] == 0:  # an answer is up to a second old
                     after = read((await get(http.address, "/metrics")).body)
                     await asyncio.sleep(0.05)

@@ -34,7 +34,8 @@ class ToReconciler:
     def in_doubt(self, path: str, checkpoint: CheckpointId) -> None:
         why = (
             f"{path} has a later step and an earlier time than other checkpoints: its program went back, or the times "
-            "are wrong. Each such one is pinned, so that nothing is lost, until each tier has a later one of its series"
+            "are wrong. Each such one is pinned, so that nothing is lost, until every tier has a later one of its "
+            "series"
         )
 
         def report() -> None:

@@ -4,7 +4,8 @@ Retention counts the checkpoints of a run, and knows no series. So `_actor/step_
 two, and a series that is saved seldom, as `best-30.pt`, would be deleted by those of another one.
 
 A checkpoint whose place in the order is in doubt is pinned as well, until a later one of its series, which is in no
-doubt, is verified on every tier. A program that renames its checkpoints before each save would else fill the tiers.
+doubt, is verified on every tier. A program that renames its checkpoints before each save would fill the tiers
+otherwise.
 
 Invariant: a pin that a person put stays. The pins that this module puts have a text, and only such a pin is removed.
 Between its commit and its pin on the tiers a checkpoint is pinned in the spool.
