@@ -17,6 +17,7 @@ from tierd.check.final import of_other_forms, unsteady
 from tierd.check.finding import StateFinding
 from tierd.check.history import GLOBAL, History, RankHistory, Taken
 from tierd.check.kinds import DATA, kind_of_path, position_of, same, values
+from tierd.check.leaves import ValueLeaf
 from tierd.check.loading import loader_findings
 from tierd.check.moments import beginnings, capture_before, capture_of, loads_later
 from tierd.check.schedules import schedule_findings
@@ -24,6 +25,7 @@ from tierd.check.steps import wrong_next_step
 from tierd.check.texts import both_texts
 
 _LOCAL = re.compile(r"\w+\(\) \w")
+_ATTRIBUTE = re.compile(r" of \S+:\d+( \(\d+ of \d+\))?[.\w]*\.\w+$")  # of a module, by its place of creation
 _OBJECTS = frozenset({"weights", "optimizer", "scheduler", "scaler"})
 # A loop does not set these because of a loss, so that a change of them is no consequence of other losses.
 _UNCONDITIONAL = frozenset({"weights", "buffers", "mode", "optimizer", "generator"})
@@ -57,14 +59,15 @@ def evidence(again: History, killed: History, rank: int, launch: int, what: str)
     saved = None if loaded is None else capture_of(whole, "save", loaded.step)
     if loaded is not None and (wrong := wrong_next_step(whole, saved, loaded, launch, begun)) is not None:
         return [wrong]
-    if saved is not None and loaded is not None and loads_later(saved, loaded):
+    read, is_later = loaded, saved is not None and loaded is not None and loads_later(saved, loaded)
+    if is_later:
         loaded = None
     if (both := beginnings(whole, here, begun)) is None:
         return []
     then, before = both
     shaky = unsteady([again.launches[0][rank], killed.launches[0][rank]])
     earlier = capture_before(whole, then)
-    found = [one for one in _findings(saved, loaded, earlier, then, before, begun) if one.path not in shaky]
+    found = [one for one in _findings(saved, read, is_later, earlier, then, before, begun) if one.path not in shaky]
     found += loader_findings(then, before, begun, what)
     if what == "samples" and saved is not None and loaded is not None:
         found += filled_again(saved, loaded, then, before, begun)
@@ -90,8 +93,11 @@ def evidence(again: History, killed: History, rank: int, launch: int, what: str)
             order.index(one.kind),
         )
     )
-    if known and known[0].kind in DATA:  # other samples draw another number of times
-        known = [one for one in known if one.lost or one.kind != "generator"]
+    if known and (
+        known[0].kind in DATA or any(one.lost for one in known)
+    ):  # what differs draws another number of times
+        is_data = known[0].kind in DATA
+        known = [one for one in known if one.lost or one.kind != "generator" or (one.is_sure and not is_data)]
     if what in ("later loss", "state") and not any(one.is_sure for one in known):
         known = [*schedule_findings(whole, here, both, begun), *known]
     # Gradients follow from any stronger cause.
@@ -218,8 +224,20 @@ def _left_alone(
 
 
 def _findings(
-    saved: Taken | None, loaded: Taken | None, earlier: Taken | None, then: Taken, before: Taken, begun: int
+    saved: Taken | None,
+    loaded: Taken | None,
+    is_later: bool,
+    earlier: Taken | None,
+    then: Taken,
+    before: Taken,
+    begun: int,
 ) -> Iterator[StateFinding]:
+    """Yield what was lost by the load, and what differs before the first step.
+
+    Args:
+        is_later: a framework gives the loaded values to its objects later, and none to a variable of the user's own.
+        earlier: the uninterrupted run's capture before `then`.
+    """
     apart = of_other_forms(then, before)
     expected, got = (
         {path: leaf for path, leaf in values(one).items() if not path.startswith(apart)} for one in (then, before)
@@ -227,9 +245,14 @@ def _findings(
     kinds = then.kinds | before.kinds
     differ = {path for path in expected.keys() | got.keys() if not same(expected.get(path), got.get(path))}
     at_save, at_load = (values(saved), values(loaded)) if saved and loaded else ({}, {})
+    known = values(loaded) if loaded is not None else None
     saved_evidence = saved.evidence if saved else {}
     reported: set[str] = set()
     weak = {*then.owned, *before.owned}
+    own = weak | {path for path in then.beside if _LOCAL.match(path)}
+    if is_later:
+        usual = {path for path in at_save | at_load if path in own or _is_outside(path, saved_evidence)}
+        at_save, at_load = ({path: one[path] for path in usual & one.keys()} for one in (at_save, at_load))
     for path, was in at_save.items():
         now = at_load.get(path)
         if now is None and (_LOCAL.match(path) or path in weak):
@@ -253,12 +276,14 @@ def _findings(
     at_first = values(earlier) if earlier else {}
     moment = f"{'before' if before.at == 'forward' else 'after'} step {begun}"
     for path in sorted(differ):
-        if path in expected and path.startswith("gradient of ") and path not in got and not at_save:
+        if path in expected and path.startswith("gradient of ") and path not in got and (is_later or not at_save):
             yield StateFinding("gradients", path, f"{path}: {expected[path].text} uninterrupted {moment}, none here")
         if path in expected and path in got and not _within(path, reported):
             was, is_ = expected[path], got[path]
             kind = kind_of_path(path, kinds, was.text, is_.text, was, is_)
-            if _LOCAL.match(path) and path not in at_load and kind != "generator":
+            is_local = _LOCAL.match(path) is not None and path not in at_load and kind != "generator"
+            given = known is None or (path in known and (not is_later or path in own))
+            if is_local and (before.at != "forward" or not given):
                 continue  # a consequence of another value
             if was.saved is False and kind not in DATA | {"generator"}:
                 kind = "not in the checkpoint"
@@ -270,8 +295,14 @@ def _findings(
                 f"{path}: {when}{killed} {moment}, {whole} uninterrupted",
                 moved=not same(at_first.get(path), was),
                 late=before.at != "forward",
-                weak=path in weak,
+                weak=path in weak or is_local or _is_outside(path, then.evidence),
             )
+
+
+def _is_outside(path: str, evidence: Mapping[str, ValueLeaf]) -> bool:
+    """Return whether a value is a number or text of an object that no saved state has, as the rate of a dropout."""
+    leaf = evidence.get(path)
+    return leaf is not None and leaf.saved is not True and leaf.count is None and _ATTRIBUTE.search(path) is not None
 
 
 def _has_generators(saved: Taken | None) -> bool:

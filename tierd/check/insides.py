@@ -25,6 +25,7 @@ from tierd.check.places import is_users, users_frames
 
 _MOST = 2000  # leaves in one capture, at most
 _DEEPEST = 12
+_OF_ONE = 200  # leaves of one attribute, at most
 _FEW = 100  # items of a list that may hold generators
 _INSIDES = ("torch.utils.data", "torchdata")
 
@@ -65,7 +66,7 @@ def _beside(
     """Yield what the checkpoint lacks of what gives the samples or counts the steps.
 
     These are the attributes of loaders, samplers and the like in the loop's variables, because one of them may read
-    ahead of the source that is saved, and the numbers of the user's own objects in `state` that its
+    ahead of the source that is saved, and the attributes of the user's own objects in `state` that its
     entries do not have.
     """
     there = False if state is not None else None
@@ -76,10 +77,9 @@ def _beside(
     for key, value in (state or {}).items():
         if not is_data(value) and _is_opened(value):
             for attribute, inner in list(vars(value).items()):
-                if f'state["{key}"]["{attribute}"]' in entries:
-                    continue
-                if type(inner) in (int, float) and (number := leaf_of(inner)) is not None:
-                    yield f'state["{key}"].{attribute}', msgspec.structs.replace(number, saved=False)
+                if f'state["{key}"]["{attribute}"]' not in entries:
+                    for path, leaf in islice(_walk(inner, f'state["{key}"].{attribute}', seen, 0), _OF_ONE):
+                        yield path, msgspec.structs.replace(leaf, saved=False)
 
 
 def _variables() -> Iterator[tuple[str, Any]]:

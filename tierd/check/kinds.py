@@ -49,8 +49,8 @@ def kind_of_path(
         return kinds[path]
     owner = max((one for one in kinds if path.startswith(one)), key=len, default="")
     kind = kinds.get(owner, "data" if _OF_DATA.search(path) else "state")
-    if kind == "weights":
-        return "buffers" if not path.startswith(f'{owner}["') else kind
+    if kind == "weights" and not path.startswith(f'{owner}["'):  # an attribute: a tensor, or a number
+        return "state" if a is not None and a.count is None else "buffers"
     return data_kind(path, a, b) if kind == "data" else kind
 
 

@@ -73,7 +73,8 @@ class ObjectPlaces:
     """Records where objects were created, for classes whose constructors can be wrapped."""
 
     def __init__(self) -> None:
-        self._made: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
+        # By id, because a class may have a hash that fails before its constructor has ended.
+        self._made: dict[int, tuple[int, str]] = {}
         self._count = 0
 
     def hook(self) -> None:
@@ -91,19 +92,17 @@ class ObjectPlaces:
         def making(one: Any, *args: Any, **kwargs: Any) -> None:
             made(one, *args, **kwargs)
             try:
-                self._count += 1
-                self._made[one] = self._count, _caller(sys._getframe(1), one)
-            except TypeError:  # the object cannot be weakly referenced or hashed
-                pass
+                weakref.finalize(one, self._made.pop, id(one), None).atexit = False
+            except TypeError:  # the object cannot be weakly referenced
+                return
+            self._count += 1
+            self._made[id(one)] = self._count, _caller(sys._getframe(1), one)
 
         kind.__init__ = making
 
     def of(self, one: object) -> tuple[int, str]:
         """Return the object's number in order of creation, and `file:line`; (0, "") if neither was recorded."""
-        try:
-            return self._made.get(one, (0, ""))
-        except TypeError:
-            return 0, ""
+        return self._made.get(id(one), (0, ""))
 
 
 def users_frames(most: int = sys.maxsize) -> Iterator[FrameType]:

@@ -12,6 +12,8 @@ from tierd.check.cause import Cause
 from tierd.check.compare import Divergence, Terms, samples
 from tierd.check.history import Counted, History, Sample
 
+_FOLLOWED = 3  # steps from the first wrong one
+
 
 def whose(reference: History, rank: int, divergence: Divergence) -> int | None:
     """Return the other rank that should have got these samples."""
@@ -45,6 +47,12 @@ def from_samples(
             "in the data set is not in the checkpoint, or not restored (save the loader's or sampler's state_dict())"
             + (", or the step to go on from is one too high" if before - place == len(divergence.expected) else ""),
         )
+    elif place is not None and place > before and not _goes_on(whole[place:], got, divergence):
+        yield Cause(
+            "unknown",
+            f"launch {launch} read samples at step {step} that an uninterrupted run reads later, and went on with "
+            "others: what chooses the samples is not in the checkpoint, or not restored",
+        )
     elif place is not None and place > before:
         ahead = place - before
         size = len(divergence.expected) or 1
@@ -67,6 +75,13 @@ def from_samples(
             f"launch {launch} went on at step {step} in an order that is nowhere in an uninterrupted run: the "
             "shuffle's seed, epoch or generator is not in the checkpoint, or not restored",
         )
+
+
+def _goes_on(rest: Sequence[Sample], got: Mapping[int, Counted], divergence: Divergence) -> bool:
+    """Return whether the next few steps have the samples in `rest` as well, as far as both runs were observed."""
+    steps = range(divergence.step, divergence.step + _FOLLOWED)
+    read = [one for step in steps if step in got for one in got[step].observation.samples]
+    return all(one == other for one, other in zip(rest, read, strict=False))
 
 
 def repeats(launch: int, again: int) -> Cause:

@@ -78,6 +78,7 @@ class _Reads(ast.NodeVisitor):
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self._assign([node.target], node.value)
+        self.into[_last(node.target)] |= set()  # read, too
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         self._assign([node.target], node.value)
@@ -138,4 +139,5 @@ def _only_logged(files: frozenset[str]) -> frozenset[str]:
         more = {name for name, targets in into.items() if name not in used and targets & used}
         used |= more
         rising = bool(more)
-    return frozenset({name for one in every for name in one.assigned} - used - {""})
+    # A name that no code reads is not of a log: a library may read it.
+    return frozenset({name for one in every for name in one.assigned} & into.keys() - used - {""})
