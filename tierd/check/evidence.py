@@ -7,25 +7,21 @@ set since. A value that training itself changes until then was not set: it may o
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from tierd.check.buffers import filled_again
+from tierd.check.differing import Comparison, is_within
 from tierd.check.final import of_other_forms, unsteady
 from tierd.check.finding import StateFinding
-from tierd.check.history import GLOBAL, History, RankHistory, Taken
+from tierd.check.history import History, RankHistory, Taken
 from tierd.check.kinds import DATA, kind_of_path, position_of, same, values
-from tierd.check.leaves import ValueLeaf
 from tierd.check.loading import loader_findings
 from tierd.check.moments import beginnings, capture_before, capture_of, loads_later
 from tierd.check.schedules import schedule_findings
 from tierd.check.steps import wrong_next_step
-from tierd.check.texts import both_texts
 
-_LOCAL = re.compile(r"\w+\(\) \w")
-_ATTRIBUTE = re.compile(r" of \S+:\d+( \(\d+ of \d+\))?[.\w]*\.\w+$")  # of a module, by its place of creation
 _OBJECTS = frozenset({"weights", "optimizer", "scheduler", "scaler"})
 # A loop does not set these because of a loss, so that a change of them is no consequence of other losses.
 _UNCONDITIONAL = frozenset({"weights", "buffers", "mode", "optimizer", "generator"})
@@ -66,8 +62,8 @@ def evidence(again: History, killed: History, rank: int, launch: int, what: str)
         return []
     then, before = both
     shaky = unsteady([again.launches[0][rank], killed.launches[0][rank]])
-    earlier = capture_before(whole, then)
-    found = [one for one in _findings(saved, read, is_later, earlier, then, before, begun) if one.path not in shaky]
+    comparison = Comparison(saved, read, is_later, capture_before(whole, then), then, before, begun)
+    found = [one for one in comparison.findings() if one.path not in shaky]
     found += loader_findings(then, before, begun, what)
     if what == "samples" and saved is not None and loaded is not None:
         found += filled_again(saved, loaded, then, before, begun)
@@ -75,35 +71,48 @@ def evidence(again: History, killed: History, rank: int, launch: int, what: str)
         return [early]
     if what in ("later loss", "state") and saved is not None and loaded is not None:
         found += [] if any(one.lost for one in found) else _left_alone(saved, loaded, whole, here, launch)
-    order = _ORDERS[what].split(", ")
-    idle = _idle(whole, begun, what)
-    known = [one for one in found if one.kind in order and one.path not in idle and _is_cause(one, what)]
+    known = _ranked(found, whole, here, begun, what)
     if what != "samples":  # right samples were drawn by the right generator
-        drawing = _of_orders(*(one for one in (saved, then, before) if one is not None))
-        known = [one for one in known if one.path not in drawing]
-    added_to = _added_to(whole, here, begun)
-    known = [one for one in known if one.kind != "gradients" or one.path in added_to]
-    # A batch is drawn before the forward pass, so that what was not lost may be only a consequence of other samples.
-    known.sort(
-        key=lambda one: (
-            # Other samples draw another number of times.
-            one.weak or (what == "samples" and one.kind == "generator" and not one.is_sure),
-            not one.lost if what == "samples" else not one.is_sure,
-            position_of(one.path) is None,
-            order.index(one.kind),
-        )
-    )
-    if known and (
-        known[0].kind in DATA or any(one.lost for one in known)
-    ):  # what differs draws another number of times
-        is_data = known[0].kind in DATA
-        known = [one for one in known if one.lost or one.kind != "generator" or (one.is_sure and not is_data)]
-    if what in ("later loss", "state") and not any(one.is_sure for one in known):
+        drawing = _of_orders(*(taken for taken in (saved, then, before) if taken is not None))
+        known = [finding for finding in known if finding.path not in drawing]
+    if known and (known[0].kind in DATA or any(finding.lost for finding in known)):
+        known = _without_followers(known)
+    if what in ("later loss", "state") and not any(finding.is_sure for finding in known):
         known = [*schedule_findings(whole, here, both, begun), *known]
     # Gradients follow from any stronger cause.
-    known = [one for one in known if one.kind != "gradients" or known[0].kind == "gradients"]
+    known = [finding for finding in known if finding.kind != "gradients" or known[0].kind == "gradients"]
     names = before.names | then.names
-    return [msgspec.structs.replace(one, says=_with_users_name(one, names)) for one in known]
+    return [msgspec.structs.replace(finding, says=_with_users_name(finding, names)) for finding in known]
+
+
+def _ranked(
+    found: Sequence[StateFinding], whole: RankHistory, here: RankHistory, begun: int, what: str
+) -> list[StateFinding]:
+    """Return the findings that can be causes, the strongest first."""
+    order = _ORDERS[what].split(", ")
+    idle, added_to = _idle(whole, begun, what), _added_to(whole, here, begun)
+
+    def can_be_cause(finding: StateFinding) -> bool:
+        if finding.kind not in order or finding.path in idle:
+            return False
+        return _is_cause(finding, what) and (finding.kind != "gradients" or finding.path in added_to)
+
+    def rank(finding: StateFinding) -> tuple[bool, bool, bool, int]:
+        # Other samples draw another number of times. A batch is drawn before the forward pass, so that what was not
+        # lost may be only a consequence of other samples.
+        follows = what == "samples" and finding.kind == "generator" and not finding.is_sure
+        unsure = not finding.lost if what == "samples" else not finding.is_sure
+        return finding.weak or follows, unsure, position_of(finding.path) is None, order.index(finding.kind)
+
+    return sorted(filter(can_be_cause, found), key=rank)
+
+
+def _without_followers(known: Sequence[StateFinding]) -> list[StateFinding]:
+    """Leave out generators that were restored, and that were drawn from another number of times because of the first."""
+    of_data = known[0].kind in DATA
+    return [
+        finding for finding in known if finding.lost or finding.kind != "generator" or (finding.is_sure and not of_data)
+    ]
 
 
 def first_evidence(again: History, killed: History, rank: int) -> list[StateFinding]:
@@ -122,7 +131,7 @@ def first_evidence(again: History, killed: History, rank: int) -> list[StateFind
 
 def overlap(one: str, other: str) -> bool:
     """Return whether one of two paths is the other, or below it."""
-    return _within(one, {other}) or _within(other, {one})
+    return is_within(one, {other}) or is_within(other, {one})
 
 
 def _is_cause(one: StateFinding, what: str) -> bool:
@@ -221,98 +230,3 @@ def _left_alone(
                 f"in launch {launch} still as it was loaded: the loop goes on with another object than it restored",
                 lost=True,
             )
-
-
-def _findings(
-    saved: Taken | None,
-    loaded: Taken | None,
-    is_later: bool,
-    earlier: Taken | None,
-    then: Taken,
-    before: Taken,
-    begun: int,
-) -> Iterator[StateFinding]:
-    """Yield what was lost by the load, and what differs before the first step.
-
-    Args:
-        is_later: a framework gives the loaded values to its objects later, and none to a variable of the user's own.
-        earlier: the uninterrupted run's capture before `then`.
-    """
-    apart = of_other_forms(then, before)
-    expected, got = (
-        {path: leaf for path, leaf in values(one).items() if not path.startswith(apart)} for one in (then, before)
-    )
-    kinds = then.kinds | before.kinds
-    differ = {path for path in expected.keys() | got.keys() if not same(expected.get(path), got.get(path))}
-    at_save, at_load = (values(saved), values(loaded)) if saved and loaded else ({}, {})
-    known = values(loaded) if loaded is not None else None
-    saved_evidence = saved.evidence if saved else {}
-    reported: set[str] = set()
-    weak = {*then.owned, *before.owned}
-    own = weak | {path for path in then.beside if _LOCAL.match(path)}
-    if is_later:
-        usual = {path for path in at_save | at_load if path in own or _is_outside(path, saved_evidence)}
-        at_save, at_load = ({path: one[path] for path in usual & one.keys()} for one in (at_save, at_load))
-    for path, was in at_save.items():
-        now = at_load.get(path)
-        if now is None and (_LOCAL.match(path) or path in weak):
-            continue  # a variable or an attribute that the loop assigns only later
-        if same(was, now) or _within(path, reported) or not (path in differ or _within_any(path, differ)):
-            continue
-        reported.add(path)
-        unsaved = was.saved is False
-        kind = kind_of_path(path, kinds, was.text, now.text if now else "", was, now)
-        if now is None and kind == "data" and path in saved_evidence:
-            continue  # a variable of a stream that begins only with the next sample
-        if unsaved and kind in DATA:
-            kind = "buffer" if kind == "order" else kind
-        elif unsaved and kind != "generator":
-            kind = "not in the checkpoint"
-        then_text, now_text = both_texts(was, now) if now else (was.text, "gone")
-        says = f"{path}: {then_text} at the save of step {saved.step if saved else 0}, {now_text} right after the load"
-        says += "; the state that is saved does not have it" if unsaved else ""
-        says += "; put tierd.RngState() into the state" if path in GLOBAL and not _has_generators(saved) else ""
-        yield StateFinding(kind, path, says, lost=True, weak=path in weak)
-    at_first = values(earlier) if earlier else {}
-    moment = f"{'before' if before.at == 'forward' else 'after'} step {begun}"
-    for path in sorted(differ):
-        if path in expected and path.startswith("gradient of ") and path not in got and (is_later or not at_save):
-            yield StateFinding("gradients", path, f"{path}: {expected[path].text} uninterrupted {moment}, none here")
-        if path in expected and path in got and not _within(path, reported):
-            was, is_ = expected[path], got[path]
-            kind = kind_of_path(path, kinds, was.text, is_.text, was, is_)
-            is_local = _LOCAL.match(path) is not None and path not in at_load and kind != "generator"
-            given = known is None or (path in known and (not is_later or path in own))
-            if is_local and (before.at != "forward" or not given):
-                continue  # a consequence of another value
-            if was.saved is False and kind not in DATA | {"generator"}:
-                kind = "not in the checkpoint"
-            whole, killed = both_texts(was, is_)
-            when = "as at the save right after the load, and " if path in at_load else ""
-            yield StateFinding(
-                kind,
-                path,
-                f"{path}: {when}{killed} {moment}, {whole} uninterrupted",
-                moved=not same(at_first.get(path), was),
-                late=before.at != "forward",
-                weak=path in weak or is_local or _is_outside(path, then.evidence),
-            )
-
-
-def _is_outside(path: str, evidence: Mapping[str, ValueLeaf]) -> bool:
-    """Return whether a value is a number or text of an object that no saved state has, as the rate of a dropout."""
-    leaf = evidence.get(path)
-    return leaf is not None and leaf.saved is not True and leaf.count is None and _ATTRIBUTE.search(path) is not None
-
-
-def _has_generators(saved: Taken | None) -> bool:
-    """Return whether the saved state has the process's generators."""
-    return saved is not None and any(path.endswith('["python"][0]') for path in saved.entries)
-
-
-def _within(path: str, reported: set[str]) -> bool:
-    return path in reported or any(path.startswith((f"{one}[", f"{one}.")) for one in reported)
-
-
-def _within_any(path: str, differ: set[str]) -> bool:
-    return any(one.startswith((f"{path}[", f"{path}.")) for one in differ)

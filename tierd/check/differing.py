@@ -1,0 +1,153 @@
+"""Find the values that were lost by a load, and those that differ before the first step after it.
+
+Invariant: pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+
+from tierd.check.final import of_other_forms
+from tierd.check.finding import StateFinding
+from tierd.check.history import GLOBAL, Taken
+from tierd.check.kinds import DATA, kind_of_path, same, values
+from tierd.check.leaves import ValueLeaf
+from tierd.check.texts import both_texts
+
+_ATTRIBUTE = re.compile(r" of \S+:\d+( \(\d+ of \d+\))?[.\w]*\.\w+$")  # of a module, by its place of creation
+_LOCAL = re.compile(r"\w+\(\) \w")
+
+
+class Comparison:
+    """The captures of an uninterrupted and of a killed run around one resume.
+
+    Args:
+        saved: the uninterrupted run at the save; None if that is unknown.
+        loaded: the killed run right after the load.
+        is_later: a framework gives the loaded values to its objects later, and none to a variable of the user's own.
+        earlier: the uninterrupted run's capture before `then`.
+        then: the uninterrupted run before step `begun`, or after it.
+        before: the killed run at the same moment.
+    """
+
+    def __init__(
+        self,
+        saved: Taken | None,
+        loaded: Taken | None,
+        is_later: bool,
+        earlier: Taken | None,
+        then: Taken,
+        before: Taken,
+        begun: int,
+    ) -> None:
+        self._saved, self._loaded, self._is_later, self._then = saved, loaded, is_later, then
+        apart = of_other_forms(then, before)
+        self._expected, self._got = (
+            {path: leaf for path, leaf in values(taken).items() if not path.startswith(apart)}
+            for taken in (then, before)
+        )
+        paths = self._expected.keys() | self._got.keys()
+        self._differ = {path for path in paths if not same(self._expected.get(path), self._got.get(path))}
+        self._kinds = then.kinds | before.kinds
+        self._weak = {*then.owned, *before.owned}
+        self._own = self._weak | {path for path in then.beside if _LOCAL.match(path)}
+        self._at_save, self._at_load = self._around_the_load()
+        self._at_first = values(earlier) if earlier else {}
+        self._is_late = before.at != "forward"
+        self._moment = f"{'after' if self._is_late else 'before'} step {begun}"
+
+    def _around_the_load(self) -> tuple[dict[str, ValueLeaf], dict[str, ValueLeaf]]:
+        if self._saved is None or self._loaded is None:
+            return {}, {}
+        at_save, at_load = values(self._saved), values(self._loaded)
+        if not self._is_later:
+            return at_save, at_load
+        evidence = self._saved.evidence
+        own = {path for path in at_save | at_load if path in self._own or _is_outside(path, evidence)}
+        return {path: at_save[path] for path in own & at_save.keys()}, {
+            path: at_load[path] for path in own & at_load.keys()
+        }
+
+    def findings(self) -> Iterator[StateFinding]:
+        """Yield the values that were lost by the load, and then those that differ."""
+        reported: set[str] = set()
+        for path, was in self._at_save.items():
+            now = self._at_load.get(path)
+            if now is None and (_LOCAL.match(path) or path in self._weak):
+                continue  # a variable or an attribute that the loop assigns only later
+            if same(was, now) or is_within(path, reported):
+                continue
+            if path not in self._differ and not _is_above(path, self._differ):
+                continue
+            reported.add(path)
+            if (lost := self._lost(path, was, now)) is not None:
+                yield lost
+        for path in sorted(self._differ & self._expected.keys()):
+            if path in self._got:
+                if not is_within(path, reported) and (changed := self._changed(path)) is not None:
+                    yield changed
+            elif path.startswith("gradient of ") and (self._is_later or not self._at_save):
+                says = f"{path}: {self._expected[path].text} uninterrupted {self._moment}, none here"
+                yield StateFinding("gradients", path, says)
+
+    def _lost(self, path: str, was: ValueLeaf, now: ValueLeaf | None) -> StateFinding | None:
+        assert self._saved is not None
+        is_unsaved = was.saved is False
+        kind = kind_of_path(path, self._kinds, was.text, now.text if now else "", was, now)
+        if now is None and kind == "data" and path in self._saved.evidence:
+            return None  # a variable of a stream that begins only with the next sample
+        if is_unsaved and kind in DATA:
+            kind = "buffer" if kind == "order" else kind
+        elif is_unsaved and kind != "generator":
+            kind = "not in the checkpoint"
+        then, text = both_texts(was, now) if now else (was.text, "gone")
+        says = f"{path}: {then} at the save of step {self._saved.step}, {text} right after the load"
+        says += "; the state that is saved does not have it" if is_unsaved else ""
+        says += "; put tierd.RngState() into the state" if path in GLOBAL and not _has_generators(self._saved) else ""
+        return StateFinding(kind, path, says, lost=True, weak=path in self._weak)
+
+    def _changed(self, path: str) -> StateFinding | None:
+        was, now = self._expected[path], self._got[path]
+        kind = kind_of_path(path, self._kinds, was.text, now.text, was, now)
+        is_local = _LOCAL.match(path) is not None and path not in self._at_load and kind != "generator"
+        if is_local and (self._is_late or not self._was_there(path)):
+            return None  # a consequence of another value
+        if was.saved is False and kind not in DATA | {"generator"}:
+            kind = "not in the checkpoint"
+        whole, killed = both_texts(was, now)
+        when = "as at the save right after the load, and " if path in self._at_load else ""
+        return StateFinding(
+            kind,
+            path,
+            f"{path}: {when}{killed} {self._moment}, {whole} uninterrupted",
+            moved=not same(self._at_first.get(path), was),
+            late=self._is_late,
+            weak=path in self._weak or is_local or _is_outside(path, self._then.evidence),
+        )
+
+    def _was_there(self, path: str) -> bool:
+        """Return whether a local variable may have been there at the load, as a variable of the step was not."""
+        if self._loaded is None:
+            return True
+        return path in values(self._loaded) and (not self._is_later or path in self._own)
+
+
+def is_within(path: str, reported: Collection[str]) -> bool:
+    """Return whether `path` is one of some paths, or below one."""
+    return path in reported or any(path.startswith((f"{above}[", f"{above}.")) for above in reported)
+
+
+def _is_above(path: str, differ: Collection[str]) -> bool:
+    return any(below.startswith((f"{path}[", f"{path}.")) for below in differ)
+
+
+def _is_outside(path: str, evidence: Mapping[str, ValueLeaf]) -> bool:
+    """Return whether a value is a number or text of an object that no saved state has, as the rate of a dropout."""
+    leaf = evidence.get(path)
+    return leaf is not None and leaf.saved is not True and leaf.count is None and _ATTRIBUTE.search(path) is not None
+
+
+def _has_generators(saved: Taken) -> bool:
+    """Return whether the saved state has the process's generators."""
+    return any(path.endswith('["python"][0]') for path in saved.entries)
