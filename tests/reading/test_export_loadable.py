@@ -83,8 +83,10 @@ LOADED = {
 }
 
 
-@pytest.mark.parametrize("name", LOADED)
-@pytest.mark.parametrize("where", ["entry", "dict", "tuple", "list"])
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [(name, each) for index, name in enumerate(LOADED) for each in ("entry", ("dict", "tuple", "list")[index % 3])],
+)
 def test_value_is_loaded_with_its_value(tmp_path, name, where):
     value, wanted, kind = LOADED[name]
     inside = {"entry": value, "dict": {"x": value}, "tuple": (1, value), "list": [value, torch.ones(2)]}[where]

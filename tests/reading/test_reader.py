@@ -198,30 +198,33 @@ def test_single_process_reads_the_states_of_eight_ranks(spool):
                 opened.restore(into(), rank=rank)
 
 
+DIFFERENT = [
+    (1, 1.0),
+    (1, True),
+    (0.0, -0.0),
+    ("a", "b"),
+    (None, torch.zeros(2)),
+    (torch.zeros(2), torch.zeros(3)),
+    (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
+    (torch.zeros(2), -torch.zeros(2)),  # equal numbers of other bytes
+    (torch.zeros(5000), torch.cat([torch.zeros(4999), torch.ones(1)])),
+    (torch.zeros(5000), torch.cat([torch.ones(1), torch.zeros(4999)])),
+    ({"a": 1}, {"a": 1, "b": 2}),
+    (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
+    (float("nan"), -float("nan")),
+    ([0.0] * 2000, [0.0] * 1999 + [-0.0]),
+    ([1] * 2000, [True] * 2000),
+    ([0.0] * 2000, [0.0] * 2001),
+    (dict.fromkeys(range(2000), 1), dict.fromkeys(range(1, 2001), 1)),
+    (b"a" * 70_000, b"a" * 69_999 + b"b"),
+]
+
+
 @pytest.mark.parametrize(
-    ("mine", "theirs"),
-    [
-        (1, 1.0),
-        (1, True),
-        (0.0, -0.0),
-        ("a", "b"),
-        (None, torch.zeros(2)),
-        (torch.zeros(2), torch.zeros(3)),
-        (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
-        (torch.zeros(2), -torch.zeros(2)),  # equal numbers of other bytes
-        (torch.zeros(5000), torch.cat([torch.zeros(4999), torch.ones(1)])),
-        (torch.zeros(5000), torch.cat([torch.ones(1), torch.zeros(4999)])),
-        ({"a": 1}, {"a": 1, "b": 2}),
-        (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
-        (float("nan"), -float("nan")),
-        ([0.0] * 2000, [0.0] * 1999 + [-0.0]),
-        ([1] * 2000, [True] * 2000),
-        ([0.0] * 2000, [0.0] * 2001),
-        (dict.fromkeys(range(2000), 1), dict.fromkeys(range(1, 2001), 1)),
-        (b"a" * 70_000, b"a" * 69_999 + b"b"),
-    ],
+    ("mine", "theirs", "shift"),
+    [(*pair, (0, 300)[index % 2]) for index, pair in enumerate(DIFFERENT)]
+    + [(*DIFFERENT[5], shift) for shift in (0, 1)],
 )
-@pytest.mark.parametrize("shift", [0, 1, 300])
 def test_entries_are_the_same_only_if_every_bit_of_them_is(spool, mine, theirs, shift):
     """Also where the same tensor lies elsewhere in another rank's file, and in other chunks."""
     store, first = MemoryStore(), torch.arange(600.0)

@@ -313,8 +313,13 @@ def untied(value):
     return value
 
 
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("name", REFUSED)
+_NESTED = [around for around in AROUND if around != "alone"]
+
+
+@pytest.mark.parametrize(
+    ("name", "around"),
+    [(name, each) for index, name in enumerate(REFUSED) for each in ("alone", _NESTED[index % len(_NESTED)])],
+)
 def test_near_misses_are_refused_at_every_save(name, around, local):
     good, bad = REFUSED[name]
     for step, make in enumerate((bad, good, bad, good)):

@@ -79,11 +79,11 @@ def exactly(a, b):
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (4, 6), (2, 1, 1, 2, 1, 2, 1, 3, 1, 2)], ids=str)
-def test_every_dtype_and_shape(dtype, shape):
-    tensor = random(dtype, *shape)
-    state = {"a": {"tensor": tensor, "turned": tensor.permute(tuple(reversed(range(len(shape)))))}}
-    assert exactly(through(state), state)
+def test_every_dtype_and_shape(dtype):
+    for shape in ((), (0,), (3, 0, 2), (1,), (4, 6), (2, 1, 1, 2, 1, 2, 1, 3, 1, 2)):
+        tensor = random(dtype, *shape)
+        state = {"a": {"tensor": tensor, "turned": tensor.permute(tuple(reversed(range(len(shape)))))}}
+        assert exactly(through(state), state), shape
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
