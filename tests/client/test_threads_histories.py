@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-import os
 import random
 import sys
 import threading
@@ -19,12 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.seeds import seeds
 
 import tierd
 from tierd.core.errors import SaveFailed, StepRefused
 from tierd.spool.spool import Spool
 
-SEEDS = int(os.environ.get("TIERD_SEEDS", "8"))  # `make gate` takes a hundred
 LAUNCHES = 4
 
 
@@ -173,7 +172,7 @@ def history(spool: Path, seed: int) -> int:
     return len(attempts)
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", seeds())
 def test_next_launch_resumes_the_newest_step_that_threads_saved(tmp_path: Path, seed: int) -> None:
     assert history(tmp_path, seed) == LAUNCHES
 

@@ -9,7 +9,6 @@ And by ARCHITECTURE.md, "What a failure does": a checkpoint whose parts died wit
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.doubles import Double, contents
+from support.seeds import seeds
 from support.waiting import until
 from support.world import attempt, commit, config, converge, hurry, part, running, settle
 
@@ -28,7 +28,6 @@ from tierd.daemon.status import status
 from tierd.spool.node_id import node_id
 from tierd.spool.spool import Spool
 
-SEEDS = int(os.environ.get("TIERD_SEEDS", "8"))
 KEEP_LAST, KEEP_EVERY_STEPS = 2, 5
 FILL = RetentionPolicy(keep_last=KEEP_LAST, keep_every_steps=KEEP_EVERY_STEPS)
 
@@ -127,7 +126,7 @@ async def history(home: Path, seed: int) -> Counter[str]:
     return count
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", seeds(first=8))
 def test_tier_is_filled_or_waiting_is_said_after_node_died(tmp_path, monkeypatch, seed):
     hurry(monkeypatch)
     asyncio.run(history(tmp_path, seed))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.seeds import seeds
 from support.timed import timed
 from support.waiting import until
 from support.world import RUN, commit, hurry, part, steps_in
@@ -27,8 +28,6 @@ from tierd.daemon import service
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Attach
 from tierd.spool.spool import Spool
-
-SEEDS = int(os.environ.get("TIERD_SEEDS", "8"))
 
 
 class Directory:
@@ -116,7 +115,7 @@ def urls(tiers: list[Directory]) -> tuple[str, ...]:
     return tuple(f"file://{tier.path}" for tier in tiers)
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", seeds(first=8))
 def test_tiers_of_each_launch_get_its_newest_checkpoints(spool, tmp_path, monkeypatch, seed):
     hurry(monkeypatch)
     timed(monkeypatch, grace_s=60.0)  # the daemon lives on between two launches

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import random
 from collections import defaultdict
 from collections.abc import Collection
@@ -16,13 +15,12 @@ import pytest
 from support.doubles import contents, is_chunk
 from support.node_states import deterministic  # noqa: F401
 from support.nodes import Node, Nodes, launch_of
+from support.seeds import seeds
 from support.world import RUN, attempt
 
 from tierd.core.errors import StoreUnavailable, TierdError
 from tierd.core.ids import CheckpointId, chunk_owner, pin_key
 from tierd.daemon import timings
-
-SEEDS = int(os.environ.get("TIERD_SEEDS", "8"))  # `make gate` takes a hundred
 
 
 @dataclass
@@ -158,7 +156,7 @@ class Story:
 _WEIGHTS = (40, 12, 15, 8, 5, 1, 6, 3)
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", seeds())
 def test_daemons_in_turns_harm_no_checkpoint_in_any_history(home, seed):
     """Daemons take turns; each acts on what it just saw."""
 
@@ -178,7 +176,7 @@ def test_daemons_in_turns_harm_no_checkpoint_in_any_history(home, seed):
     asyncio.run(work())
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", seeds())
 def test_daemons_at_once_harm_no_checkpoint_in_any_history(home, seed, monkeypatch):
     """Daemons work at the same time over slow lines, and act on what they saw a while ago."""
 

@@ -8,12 +8,12 @@ place of its own, where each policy keeps what it says.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import time
 from collections.abc import AsyncGenerator, Sequence
 
 import pytest
+from support.seeds import seeds
 from support.world import RUN, commit, hurry, part, running, steps_on
 
 from tierd.core.config import Config, TierConfig
@@ -23,8 +23,6 @@ from tierd.daemon.reconcile import Reconciler
 from tierd.spool.spool import Spool
 from tierd.stores.base import Buffer, ObjectInfo
 from tierd.stores.memory import MemoryStore
-
-SEEDS = int(os.environ.get("TIERD_SEEDS", "8"))  # `make gate` takes a hundred
 
 
 class Place(MemoryStore):
@@ -133,7 +131,7 @@ async def history(spool: Spool, seed: int) -> int:
     return shared_rounds
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", seeds(first=4))
 def test_no_name_of_a_place_prunes_for_another_place(spool, monkeypatch, seed):
     hurry(monkeypatch)
     asyncio.run(history(spool, seed))

@@ -8,7 +8,6 @@ repaired from another place. A quarantined copy that is right is used again inst
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import shutil
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 from support.bad_readers import BadDisk
 from support.doubles import is_chunk
+from support.seeds import seeds
 from support.timed import timed
 from support.world import RUN, commit, corrupt, hurry, part, read, reconciler, running, settle
 
@@ -34,8 +34,6 @@ from tierd.daemon.tiers.verify import verify
 from tierd.spool.spool import Spool
 from tierd.stores.base import Buffer
 from tierd.stores.memory import MemoryStore
-
-SEEDS = int(os.environ.get("TIERD_SEEDS", "8"))  # `make gate` takes a hundred
 
 RATES = (0.0, 0.05, 0.2, 0.5)  # the share of a reader's reads that are wrong
 KEEP = {"keep": 2, "every": 1, "keep_local": 1000, "scrub": "30d"}  # everything is kept but quarantined copies
@@ -281,7 +279,7 @@ def history(root: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> Counter[s
     return one.counts
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", seeds(first=5))
 def test_nothing_right_is_lost_to_a_bad_reader(tmp_path, monkeypatch, seed):
     hurry(monkeypatch)
     history(tmp_path / "spool", monkeypatch, seed)

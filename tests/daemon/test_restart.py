@@ -8,6 +8,7 @@ import random
 
 import pytest
 from support.doubles import contents
+from support.seeds import seeds
 from support.world import (
     RUN,
     commit,
@@ -22,8 +23,6 @@ from tierd.core.planning.place import SPOOL
 from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
-
-SEEDS = int(os.environ.get("TIERD_SEEDS", "4"))  # `make gate` takes a hundred
 
 
 def history(spool: Spool, seed: int, *, upto: int, begin: int = 0) -> None:
@@ -52,7 +51,7 @@ async def cut_off(spool: Spool, stores, noise: random.Random) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", seeds())
 def test_cut_off_at_any_point_it_converges_as_if_it_had_not_been(tmp_path, seed, kind):
     """Ten cuts a seed, between commits: the end is the same as without any."""
 

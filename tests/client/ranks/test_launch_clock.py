@@ -15,7 +15,7 @@ import tierd
 from tierd.client.ranks.launch_clock import LaunchClock
 
 YEAR = 365 * 86400.0
-SEEDS = 200
+SEEDS = 20
 
 
 class Wall:

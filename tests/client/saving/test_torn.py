@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import os
 import random
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.attached import Pace, committed, differences, frozen, loaded
+from support.seeds import seeds
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -19,7 +19,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import tierd
 from tierd.core.errors import SaveSkipped
 
-SEEDS = int(os.environ.get("TIERD_SEEDS", "16"))  # `make gate` takes a hundred
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning", "ignore:.*weights_only.*")
 
 
@@ -260,6 +259,6 @@ def test_so_it_is_at_full_speed(spool, seed):
     race(spool, seed, FullSpeed())
 
 
-@pytest.mark.parametrize("seed", range(1000, 1000 + SEEDS))
+@pytest.mark.parametrize("seed", seeds(first=1000, weight=2))
 def test_so_it_is_for_many_trainings(spool, seed, pace):
     race(spool, seed, pace, iterations=10)

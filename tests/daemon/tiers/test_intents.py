@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import random
 import time
 import tracemalloc
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.doubles import Double, contents, is_manifest
+from support.seeds import seeds
 from support.timed import NEVER_MS, Ticking, standing, timed
 from support.waiting import until
 from support.world import CHUNK, RUN, commit, config, converge, part, reconciler, running
@@ -38,8 +38,6 @@ from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 from tierd.stores.base import Buffer, ObjectInfo
 from tierd.stores.memory import MemoryStore
-
-SEEDS = int(os.environ.get("TIERD_SEEDS", "16"))  # `make gate` takes a hundred
 
 
 class Shared(MemoryStore):
@@ -202,7 +200,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(timings, "given", lambda: YOUNG)
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_no_manifest_ever_lacks_a_chunk(seed, tmp_path):
     shared = cut_short(seed, tmp_path)
     assert shared.seen > 5

@@ -7,7 +7,6 @@ again; until then the other one keeps what the former record keeps.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import shutil
 import time
@@ -16,6 +15,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from support.seeds import seeds
 from support.timed import timed
 from support.waiting import BOUND_S
 from support.world import RUN, commit, hurry, part, reconciler, running, settle, steps_on
@@ -27,8 +27,6 @@ from tierd.spool.node_id import is_elsewhere, node_id
 from tierd.spool.records import mark_saved
 from tierd.spool.spool import Spool
 from tierd.stores.memory import MemoryStore
-
-SEEDS = int(os.environ.get("TIERD_SEEDS", "8"))  # `make gate` takes a hundred
 
 
 def cloned(spool: Spool, root: Path) -> Spool:
@@ -246,7 +244,7 @@ async def history(home: Path, seed: int) -> bool:
         await two.close()
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", seeds())
 def test_two_nodes_with_the_same_id_do_not_delete_each_others_checkpoints(tmp_path, monkeypatch, seed):
     timed(monkeypatch, shared_id_s=1.0)
     asyncio.run(history(tmp_path, seed))
