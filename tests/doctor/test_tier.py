@@ -23,7 +23,7 @@ from support.tls import Authority
 from tierd.core.diagnosis.findings import FINDINGS, Finding
 from tierd.core.errors import StoreRefused, StoreUnavailable
 from tierd.core.urls import parse_url
-from tierd.doctor import endpoint, tier
+from tierd.doctor import tier
 from tierd.doctor.endpoint import Endpoint
 from tierd.doctor.endpoint import examine as examine_endpoint
 from tierd.doctor.examine import Examined, examine
@@ -190,8 +190,8 @@ def answering(head: bytes, context=None) -> Iterator[int]:
         thread.join(60)
 
 
-def way(url: str, authorities: str = "") -> dict[str, str]:
-    found = asyncio.run(all_of(examine_endpoint(Endpoint("t", url, authorities))))
+def way(url: str, authorities: str = "", answer_s: float = 10.0) -> dict[str, str]:
+    found = asyncio.run(all_of(examine_endpoint(Endpoint("t", url, authorities, answer_s))))
     return {check: one.finding for check, one in found.items()}
 
 
@@ -238,10 +238,9 @@ def test_a_name_that_does_not_resolve_and_a_port_where_nobody_listens(monkeypatc
     assert way(f"http://127.0.0.1:{port}") == {"DNS": "resolves", "connection": "no connection"}
 
 
-def test_a_server_that_accepts_and_never_answers_is_silent(monkeypatch) -> None:
-    monkeypatch.setattr(endpoint, "_ANSWER_S", 0.1)
+def test_a_server_that_accepts_and_never_answers_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        found = way(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        found = way(f"http://127.0.0.1:{listener.getsockname()[1]}", answer_s=0.1)
     assert found == {"DNS": "resolves", "TLS": "plain on loopback", "connection": "silent server"}
 
 

@@ -11,8 +11,6 @@ from tierd.own_thread import in_own_thread
 
 T = TypeVar("T")
 
-_COMMAND_S = 5.0
-
 
 async def in_thread(call: Callable[[], T], deadline_s: float) -> T:
     """Run a blocking call in a thread of its own, which keeps no process from its end.
@@ -29,10 +27,10 @@ async def within(call: Awaitable[T], deadline_s: float) -> T:
         return await call
 
 
-def output(command: Sequence[str]) -> str:
-    """Return what another program prints; empty if it is missing, fails, or takes more than 5 s."""
+def output(command: Sequence[str], limit_s: float = 5.0) -> str:
+    """Return what another program prints; empty if it is missing, fails, or takes more than `limit_s` seconds."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_COMMAND_S, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit_s, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout

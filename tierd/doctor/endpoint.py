@@ -21,7 +21,7 @@ from tierd.doctor.bounded import within
 
 _HEAD = 16 << 10  # bytes of an answer that are read for its Date
 _LINGER_S = 1.0  # seconds for the end of a connection
-_CONNECT_S, _ANSWER_S = 10.0, 10.0  # seconds for a connection with its handshake, and for the head of an answer
+_CONNECT_S = 10.0  # for a connection with its handshake
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,13 @@ class Endpoint:
         place: the tier's name.
         url: `http(s)://host[:port]`.
         authorities: the file of CA certificates.
+        answer_s: seconds for the head of an answer.
     """
 
     place: str
     url: str
     authorities: str
+    answer_s: float = 10.0
 
     @property
     def host(self) -> str:
@@ -77,11 +79,11 @@ async def examine(where: Endpoint) -> AsyncIterator[Finding]:
         return
     try:
         yield _encryption(where, writer, addresses)
-        ahead_s = await within(_skew(where, reader, writer), _ANSWER_S)
+        ahead_s = await within(_skew(where, reader, writer), where.answer_s)
         yield finding(place, "connects", where.url)
         yield tier.skew(place, ahead_s)
     except TimeoutError:
-        text = f"{where.url}: it accepts a connection, and sends no answer within {_ANSWER_S:.0f} s"
+        text = f"{where.url}: it accepts a connection, and sends no answer within {where.answer_s:.0f} s"
         yield finding(place, "silent server", text)
     finally:
         writer.close()

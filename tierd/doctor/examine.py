@@ -18,8 +18,6 @@ from tierd.doctor.bounded import in_thread
 from tierd.doctor.disk import State
 from tierd.doctor.tier import Subject
 
-_GROUP_S = 30.0  # seconds for one group of checks
-
 
 @dataclass(frozen=True, slots=True)
 class Examined:
@@ -30,19 +28,21 @@ class Examined:
         keep_last: how many checkpoints the spool keeps.
         drain_s: how long the daemon flushes after SIGTERM, in seconds.
         tiers: the tiers.
+        group_s: seconds for one group of checks.
     """
 
     spool: Path | None
     keep_last: int
     drain_s: float
     tiers: Sequence[Subject]
+    group_s: float = 30.0
 
 
 async def examine(what: Examined) -> list[Finding]:
     """Try everything, and return the findings in the order of the places. Takes about 45 s if everything hangs."""
-    state = await _state(what.spool)
+    state = await _state(what.spool, what.group_s)
     size = state.size if state else None
-    groups = [_tier(one, size) for one in what.tiers]
+    groups = [_tier(one, size, what.group_s) for one in what.tiers]
     (found, failures), tiers = await asyncio.gather(_node(what, state), asyncio.gather(*groups))
     shared = await _shared(what.tiers)
     for of, group in zip(what.tiers, tiers, strict=True):
@@ -71,12 +71,12 @@ def _view(of: Subject, found: Sequence[Finding], failures: Mapping[str, str]) ->
     return []
 
 
-async def _state(root: Path | None) -> State | None:
+async def _state(root: Path | None, group_s: float) -> State | None:
     """Find the largest state of a spool. None also if it cannot be read: the checks of the disk say what is wrong."""
     if root is None:
         return None
     try:
-        return await in_thread(lambda: disk.largest_state(root), _GROUP_S / 3)
+        return await in_thread(lambda: disk.largest_state(root), group_s / 3)
     except (TimeoutError, OSError):
         return None
 
@@ -89,31 +89,32 @@ async def _node(what: Examined, state: State | None) -> tuple[list[Finding], Map
     """
     found: list[Finding] = []
     failures: Mapping[str, str] = {}
+    group_s = what.group_s
     if what.spool is not None:
         root = what.spool
         size = state.size if state else None
-        found += await _called("spool", lambda: disk.examine(root, what.keep_last, state), hung="spool silent")
-        found += await _called("memory", lambda: machine.examine(size))
+        found += await _called("spool", lambda: disk.examine(root, what.keep_last, state), group_s, hung="spool silent")
+        found += await _called("memory", lambda: machine.examine(size), group_s)
         try:
-            answer = await in_thread(lambda: service.daemon(root), _GROUP_S / 3)
+            answer = await in_thread(lambda: service.daemon(root), group_s / 3)
         except TimeoutError:
-            answer = service.Asked(_hung(NODE, "daemon", _GROUP_S / 3))
+            answer = service.Asked(_hung(NODE, "daemon", group_s / 3))
         except OSError as error:  # the spool's own checks say what is wrong
             answer = service.Asked(finding(NODE, "not answered", str(error.strerror), "daemon"))
         found.append(answer.finding)
         failures = answer.failures
-        found += await _called("stop timeout", lambda: service.endings(answer.pid, what.drain_s), SYSTEM)
+        found += await _called("stop timeout", lambda: service.endings(answer.pid, what.drain_s), group_s, SYSTEM)
     return found, failures
 
 
 async def _called(
-    check: str, call: Callable[[], Iterable[Finding]], place: str = NODE, hung: str = "not answered"
+    check: str, call: Callable[[], Iterable[Finding]], group_s: float, place: str = NODE, hung: str = "not answered"
 ) -> list[Finding]:
     found: list[Finding] = []
     try:
-        await in_thread(lambda: found.extend(call()), _GROUP_S)
+        await in_thread(lambda: found.extend(call()), group_s)
     except TimeoutError:
-        return [*found, _hung(place, check, _GROUP_S, hung)]
+        return [*found, _hung(place, check, group_s, hung)]
     except (OSError, TierdError) as error:
         return [*found, finding(place, "not answered", str(error), check)]
     return found
@@ -142,40 +143,41 @@ _BUCKET = _Group("lifecycle", tier.bucket, "not answered", ("lifecycle", "object
 _CREDENTIALS = _Group("credentials", tier.credentials, "not answered")
 
 
-async def _tier(of: Subject, state: int | None) -> list[Finding]:
+async def _tier(of: Subject, state: int | None, group_s: float) -> list[Finding]:
     match of.url.scheme:
         case "s3":
-            answers = _in_turn(of, (_SERVER, _OPERATIONS, _BUCKET))
-            way, credentials = await asyncio.gather(answers, _in_turn(of, (_CREDENTIALS,)))
+            answers = _in_turn(of, (_SERVER, _OPERATIONS, _BUCKET), group_s)
+            way, credentials = await asyncio.gather(answers, _in_turn(of, (_CREDENTIALS,), group_s))
             return [*way, *credentials]
         case "file":
-            return await _in_turn(of, (_Group("directory", lambda of: tier.directory(of, state), "mount fails"),))
+            group = _Group("directory", lambda of: tier.directory(of, state), "mount fails")
+            return await _in_turn(of, (group,), group_s)
         case "gs" | "az":
-            return await _in_turn(of, (_OPERATIONS,))
+            return await _in_turn(of, (_OPERATIONS,), group_s)
         case _ as unknown:
             assert_never(unknown)
 
 
-async def _in_turn(of: Subject, groups: Iterable[_Group]) -> list[Finding]:
+async def _in_turn(of: Subject, groups: Iterable[_Group], group_s: float) -> list[Finding]:
     """Try one group after the other, until the tier cannot be reached: the rest would only repeat that."""
     found: list[Finding] = []
     for group in groups:
         if judge.is_reached(found):
-            found += await _gathered(of, group)
+            found += await _gathered(of, group, group_s)
         else:
             why = "not tried, because the tier did not answer"
             found += [finding(of.place, "not tried", why, check) for check in group.checks]
     return found
 
 
-async def _gathered(of: Subject, group: _Group) -> list[Finding]:
+async def _gathered(of: Subject, group: _Group, group_s: float) -> list[Finding]:
     found: list[Finding] = []
     try:
-        async with asyncio.timeout(_GROUP_S), aclosing(group.source(of)) as findings:  # type: ignore[type-var]
+        async with asyncio.timeout(group_s), aclosing(group.source(of)) as findings:  # type: ignore[type-var]
             async for one in findings:
                 found.append(one)
     except TimeoutError:
-        found.append(_hung(of.place, group.check, _GROUP_S, group.hung))
+        found.append(_hung(of.place, group.check, group_s, group.hung))
     except (OSError, TierdError) as error:
         found.append(finding(of.place, "not answered", str(error), group.check))
     return found
