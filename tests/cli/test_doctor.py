@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from doctor.test_tier import LIFECYCLE, LOCK, UPLOADS, VERSIONS
 from support.s3stub import Bucket, serving
+from support.timed import timed_cli
 from support.world import Daemon, commit, part
 
 from tierd import __version__
@@ -204,7 +205,7 @@ def test_doctor_reports_a_check_that_hangs_and_runs_the_others(
 ) -> None:
     hung = threading.Event()
     # The daemon may take a third of it. All others have to answer there, and a loaded disk takes a second.
-    monkeypatch.setattr(examine, "_GROUP_S", 9.0 if where == "daemon" else 0.6)
+    timed_cli(monkeypatch, examined_s=9.0 if where == "daemon" else 0.6)
     (tmp_path / "tier").mkdir()
     Spool(tmp_path / "spool")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.doubles import Double
+from support.timed import timed_cli
 from support.waiting import wait_until
 from support.world import Daemon, commit, hurry, part
 
@@ -25,8 +26,7 @@ from tierd.spool.spool import Spool
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
-    monkeypatch.setattr("tierd.cli.acting.ending._LISTING_S", 0.05)
-    monkeypatch.setattr("tierd.cli.acting.ending._POLL_S", 0.02)
+    timed_cli(monkeypatch, listing_s=0.05, poll_s=0.02)
 
 
 @pytest.fixture
@@ -142,6 +142,7 @@ def test_wait_ends_with_6_when_the_time_is_over_or_a_tier_refuses(spool, capsys)
 def test_wait_ends_with_6_while_another_nodes_part_is_missing(spool, capsys) -> None:
     commit(spool, part(1, rank=0, world=2))
     with Daemon(spool.root, {"s3": Double()}) as daemon:
+        daemon.settle()
         assert run(["wait", "run", "1", "--spool", str(spool.root), "--timeout", "0.5s"]) == 6
         assert "lacks 1 ranks' parts, which other nodes have to send" in capsys.readouterr().err
         commit(spool, part(1, rank=1, world=2))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.doubles import Double
+from support.timed import timed_cli
 from support.waiting import wait_until
 from support.world import Daemon, commit, part
 
@@ -125,7 +126,7 @@ def test_a_daemon_that_is_about_to_listen_is_waited_for(
 def test_a_daemon_that_does_not_answer_is_an_error(
     spool: Spool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierd.cli.acting.pause._PATIENCE", 0.2)
+    timed_cli(monkeypatch, listens_s=0.2)
     with spool.lock():
         assert run(["pause", "--spool", str(spool.root)]) == 6
     assert "no daemon answers" in capsys.readouterr().err

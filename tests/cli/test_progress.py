@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.doubles import Double, is_chunk
+from support.timed import timed_cli
 from support.waiting import wait_until
-from support.world import Daemon, commit, hurry, part
+from support.world import Daemon, commit, content, hurry, part
 
 import tierd
-from tierd.cli import progress as progress_module
 from tierd.cli import run
 from tierd.cli.progress import Meter, progress
 from tierd.daemon.transfer.flush import flush
@@ -34,8 +34,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_module, "_PATIENCE_S", 0.02)
-    monkeypatch.setattr(progress_module, "_EVERY_S", 0.02)
+    timed_cli(monkeypatch, shown_s=0.02, logged_s=0.02)
 
 
 def test_progress_shows_nothing_for_an_operation_that_ends_soon(capsys) -> None:
@@ -97,11 +96,10 @@ def test_progress_bar_on_a_terminal_is_erased_at_the_end(quick, monkeypatch) -> 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Double:
-    """A tier that takes a chunk in a tenth of a second, one after another."""
+    """A tier that takes a chunk in a tenth of a second."""
     hurry(monkeypatch)
     monkeypatch.setattr("tierd.ipc.messages.HEARTBEAT", 0.02)
-    monkeypatch.setattr("tierd.daemon.transfer.flush._CHUNKS", 1)
-    monkeypatch.setattr("tierd.cli.acting.ending._POLL_S", 0.02)
+    timed_cli(monkeypatch, poll_s=0.02)
     store = Double()
 
     def before(operation: str, key: str) -> None:
@@ -115,7 +113,7 @@ def test_daemon_reports_the_progress_of_a_flush(tmp_path: Path, slow: Double) ->
     spool = Spool(tmp_path / "spool")
     with Daemon(spool.root, {"disk": slow}) as daemon, Link(spool) as link:
         daemon.settle()
-        whole = sum(map(len, commit(spool, part(7)).values()))
+        whole = sum(map(len, commit(spool, part(7), content(7, chunks=40)).values()))
         reported: list[dict] = []
         seen: list[int] = []
 
@@ -137,7 +135,7 @@ def test_drain_and_wait_report_their_progress_and_json_is_still_json(
     spool = Spool(tmp_path / "spool")
     with Daemon(spool.root, {"disk": slow}):
         for number, command in enumerate((["wait", "run"], ["drain"])):
-            commit(spool, part(number))
+            commit(spool, part(number), content(number, chunks=40))
             assert run([*command, "--spool", str(spool.root), "--json"]) == 0
             out, err = capsys.readouterr()
             json.loads(out)

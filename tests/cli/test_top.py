@@ -94,8 +94,7 @@ def test_a_lane_is_not_as_wide_as_a_file_without_a_width(spool: Spool) -> None:
     assert any("●──" in line for line in found) and max(map(len, found)) < 1000
 
 
-def test_top_shows_problems_and_transfers_under_way(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierd.daemon.transfer.flush._CHUNKS", 1)
+def test_top_shows_problems_and_transfers_under_way(spool: Spool) -> None:
     store, puts = Double(), []
 
     def before(operation: str, key: str) -> None:

@@ -1,4 +1,4 @@
-"""Waits made short for tests: other timings than the usual ones for each daemon and client that is made from now on."""
+"""Waits made short for tests: other timings than the usual ones for what is made, or runs, from now on."""
 
 from __future__ import annotations
 
@@ -48,6 +48,14 @@ def timed_client(monkeypatch: Any, **fields: Any) -> ClientTimings:
     made = replace(of_client.given(), **fields)
     monkeypatch.setattr(of_client, "given", lambda: made)
     return made
+
+
+def timed_cli(monkeypatch: Any, **fields: Any) -> None:
+    """Give these timings to commands that this process runs, until the test ends."""
+    from tierd.cli import timings as of_cli  # which loads the command line's libraries
+
+    made = replace(of_cli.given(), **fields)
+    monkeypatch.setattr(of_cli, "given", lambda: made)
 
 
 class Ticking:

@@ -28,6 +28,7 @@ from support.layouts import (
     tensors,
     trainer,
 )
+from support.timed import timed_cli
 
 from tierd.cli import run
 from tierd.core.dcp_names import DTYPES
@@ -49,7 +50,7 @@ Ask = Callable[..., tuple[int, list[dict]]]
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ask:
     """The exit code and the units of `tierd inspect`, which have to agree."""
-    monkeypatch.setattr("tierd.cli.reading.inspect._PAUSE_S", 0.0)
+    timed_cli(monkeypatch, damaged_s=0.0)
 
     def asked(*paths: Path) -> tuple[int, list[dict]]:
         code = run(["inspect", "--json", *map(str, paths)])

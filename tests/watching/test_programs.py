@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.timed import timed_cli
 
 from tierd.cli import run
 
@@ -131,7 +132,7 @@ def test_checkpoint_that_a_program_wrote_is_sound(
 ) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    monkeypatch.setattr("tierd.cli.reading.inspect._PAUSE_S", 0.0)
+    timed_cli(monkeypatch, damaged_s=0.0)
     written(package, tmp_path)
 
     def ask(path: Path) -> tuple[int, list[dict]]:

@@ -1,6 +1,6 @@
 """Progress of long transfers, on the standard error: a bar on a terminal, one line a minute elsewhere.
 
-Invariant: what ends within `_PATIENCE_S` shows nothing, and nothing is ever written to the standard output.
+Invariant: what ends within `CliTimings.shown_s` shows nothing, and nothing is ever written to the standard output.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from tierd.cli import timings
 from tierd.cli.tables import complain, size
 from tierd.cli.units import span
 from tierd.core.printable import printable
-
-_PATIENCE_S, _EVERY_S = 2.0, 60.0
 
 
 class Meter:
@@ -59,13 +58,13 @@ class Meter:
 
     def show(self, ended: threading.Event) -> None:
         """Show the progress until `ended`, in a thread, because the work may hang."""
-        if ended.wait(_PATIENCE_S):
+        if ended.wait(timings.given().shown_s):
             return
         if sys.stderr.isatty():
             with self._bar:
                 ended.wait()
         else:
-            while not ended.wait(_EVERY_S):
+            while not ended.wait(timings.given().logged_s):
                 complain(self.line())
 
 

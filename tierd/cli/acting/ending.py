@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from tierd.cli import timings
 from tierd.cli.exit_codes import EXIT_UNFINISHED
 from tierd.cli.known import answering, no_such
 from tierd.cli.options import AttemptOption, ConfigOption, JsonOption, Places, RunArgument, SpoolOption, places
@@ -24,8 +25,6 @@ from tierd.core.retention.policy import seconds
 from tierd.ipc import messages
 from tierd.ipc.client import Link
 
-_POLL_S = 0.5
-_LISTING_S = 1.0  # between two listings of tiers to which other nodes send
 _MARGIN_S = 10.0  # that the daemon's answer may take beyond the time in the request
 _LONGEST_S = 7 * 86400.0
 
@@ -132,7 +131,7 @@ def _drain(link: Link, end: float) -> Unflushed:
             total = max(total, backlog.left_bytes)  # because saves go on
             parts = ", ".join(f"{name} {count}" for name, (count, _) in by_tier(backlog.left).items())
             meter.update(total - backlog.left_bytes, total, f"flushing (parts left: {parts})")
-            time.sleep(_POLL_S)
+            time.sleep(timings.given().poll_s)
             backlog = _ask(link, messages.Backlog(), max(end, time.monotonic() + _MARGIN_S))
     return backlog
 
@@ -216,7 +215,7 @@ def _wait(link: Link, checkpoint: CheckpointId, found: dict[str, Any], tier: str
             if time.monotonic() >= end:
                 missing = found["world_size"] - len(ranks)
                 raise TimeoutError(f"{tier}: {checkpoint} lacks {missing} ranks' parts, which other nodes have to send")
-            time.sleep(_LISTING_S)
+            time.sleep(timings.given().listing_s)
         found = _find(link, checkpoint.run, checkpoint.step, checkpoint.attempt)
 
 

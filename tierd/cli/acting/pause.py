@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from tierd.cli import timings
 from tierd.cli.options import ConfigOption, JsonOption, SpoolOption, places
 from tierd.cli.tables import console, paused, print_json
 from tierd.core.errors import ConfigError, DaemonUnavailable, RequestUnknown, SpoolHeld, VersionMismatch
@@ -18,8 +19,6 @@ from tierd.ipc import messages
 from tierd.ipc.client import Link
 from tierd.spool.conditions import translated
 from tierd.spool.spool import Spool
-
-_PATIENCE = 10.0  # seconds until a daemon that holds the spool has to listen
 
 ForOption = Annotated[
     str | None,
@@ -68,7 +67,7 @@ def _change(spool: Path | None, config: Path | None, request: messages.Pause | m
 
 def _ask(spool: Spool, request: messages.Pause | messages.Resume) -> str | None:
     """Send the request to the daemon that holds the spool. Without one, write the pause for the next daemon."""
-    end = time.monotonic() + _PATIENCE
+    end = time.monotonic() + timings.given().listens_s
     while True:
         try:
             with Link(spool) as link:

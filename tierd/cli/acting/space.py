@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from tierd.cli import timings
 from tierd.cli.known import answering, no_such
 from tierd.cli.options import (
     ConfigOption,
@@ -46,8 +47,6 @@ from tierd.ipc.client import Link
 from tierd.spool.conditions import translated
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
-
-_PATIENCE = 10.0  # seconds until a daemon that holds the spool has to listen
 
 
 def register(app: typer.Typer) -> None:
@@ -136,7 +135,7 @@ async def _remove(where: Places, run: str) -> None:
 
 def _remove_locally(spool: Spool, run: str) -> None:
     """Delete the run in the spool: through the daemon that holds it; without a daemon, under the spool's lock."""
-    end = time.monotonic() + _PATIENCE
+    end = time.monotonic() + timings.given().listens_s
     while True:
         try:
             with Link(spool) as link:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import typer
 
+from tierd.cli import timings
 from tierd.cli.exit_codes import EXIT_ALERT, EXIT_WARNING
 from tierd.cli.options import ConfigOption, JsonOption, KeyFileOption, SpoolOption, UrlArgument, load_config
 from tierd.cli.tables import Table, console, print_json, table
@@ -109,7 +110,8 @@ async def _examine(
             subjects.append(Subject(tier.name, url, store, root))
         retention = (config.retention if config else None) or RetentionPolicy()
         drain_s = seconds(config.drain if config else _DRAIN)
-        examined = await examine(Examined(root, retention.keep_last, drain_s, subjects))
+        group_s = timings.given().examined_s
+        examined = await examine(Examined(root, retention.keep_last, drain_s, subjects, group_s))
     return [*examined, *found]
 
 

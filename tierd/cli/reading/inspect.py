@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from tierd.cli import timings
 from tierd.cli.options import JsonOption
 from tierd.cli.tables import complain, console, print_json, size, table
 from tierd.core.errors import CheckpointNotFound, ConfigError, TierdError
@@ -30,7 +31,6 @@ _EXIT_CODES: tuple[tuple[Status, int], ...] = (
     ("unreadable", 6),
     *((status, 4) for status in ("changing", "incomplete", "unknown")),
 )
-_PAUSE_S = 1.0  # before a unit counts as damaged, because its writer may be between two writes
 
 
 class Inspections(msgspec.Struct, frozen=True):
@@ -95,7 +95,7 @@ def _inspect(place: _Place) -> Iterator[Inspected]:
         listing, chosen = _units(tree, place)
         found = [_checked(tree, listing, unit) for unit in chosen]
         if any(one.status == "damaged" for one in found):
-            time.sleep(_PAUSE_S)
+            time.sleep(timings.given().damaged_s)
             again = _list(tree, place)
             found = [_unless_changed(unit, one, listing, again) for unit, one in zip(chosen, found, strict=True)]
         apart = [_twins(tree, listing, unit, one) for unit, one in zip(chosen, found, strict=True)]
