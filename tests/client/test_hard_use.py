@@ -81,7 +81,6 @@ def test_interrupted_save_is_no_checkpoint_and_blocks_no_later_save(spool, local
 def test_a_save_that_is_interrupted_while_it_streams_is_no_checkpoint(spool, local, monkeypatch, errors, number):
     """With no memory for an arena, the disk is written from the tensors that training changes from then on."""
     monkeypatch.setattr(slots, "available", lambda: 0)
-    monkeypatch.setattr(slots, "_BOUND", 1 << 20)
     write, finish, begun, changed = FileWriter.write, FileWriter.finish, [], threading.Event()
 
     def interrupt(*_):
@@ -104,7 +103,7 @@ def test_a_save_that_is_interrupted_while_it_streams_is_no_checkpoint(spool, loc
     with monkeypatch.context() as patch:
         patch.setattr(FileWriter, "write", write_slowly)
         patch.setattr(FileWriter, "finish", fail_at_first)
-        state = {"x": torch.ones(1 << 20)}
+        state = {"x": torch.ones(1 << 24)}  # four times the arena
         with pytest.raises(KeyboardInterrupt):
             local.save(1, state)
         state["x"].zero_()

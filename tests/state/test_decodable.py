@@ -13,12 +13,11 @@ from support.training import fresh
 
 from tierd.client.saving import slots
 from tierd.core.errors import SaveFailed, StateRefused
-from tierd.state import decodable, json_tree
+from tierd.state import json_tree
 from tierd.state.capturer import Capturer
 from tierd.state.decodable import Skeleton
 from tierd.state.flatten import flatten
 from tierd.state.tensor_file import TensorFileLayout, plan_layout
-from tierd.state.tree_parser import decoder
 
 EMPTY = plan_layout({})
 NOT_BACK = "it would not come back from a checkpoint: "
@@ -121,9 +120,8 @@ TEXT = b'{"a":[1,2.5,null],"b":"x"}'
     ],
 )
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 8, 1 << 16])
-def test_every_byte_is_read(monkeypatch, text, window):
-    monkeypatch.setattr(decodable, "_WINDOW", window)
-    skeleton = Skeleton(['{"a":', ',"b":', "}"], EMPTY)
+def test_every_byte_is_read(text, window):
+    skeleton = Skeleton(['{"a":', ',"b":', "}"], EMPTY, window)
     skeleton.check(TEXT)
     with pytest.raises(StateRefused, match=f"^state.*{NOT_BACK}"):
         skeleton.check(text)
@@ -149,8 +147,5 @@ values = st.recursive(
 
 @given(values, st.integers(1, 30))
 def test_checking_in_pieces_equals_checking_at_once(value, window):
-    plain = decoder({}.__getitem__, lambda *_: None, lambda *_: None, lambda *_: None)
     text = json.dumps(value, separators=(",", ":"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decodable, "_WINDOW", window)
-        assert decodable._end(plain, f"xx{text}]", 2) == len(text) + 2
+    Skeleton(['{"a":', "}"], EMPTY, window).check(f'{{"a":{text}}}'.encode())

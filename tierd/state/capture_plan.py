@@ -31,8 +31,6 @@ from tierd.state.tensor_file import METADATA, TensorFileLayout
 from tierd.state.tensor_forms import Extents, Forms
 from tierd.state.values import TensorForm, form_of, is_name, is_storable, plain
 
-_address = torch.Tensor.data_ptr
-
 
 class CapturePlan:
     """The structure found by one full walk; captures a state of the same structure without another full walk."""
@@ -242,11 +240,11 @@ class CapturePlan:
         if not self._forms.fit(tensors):
             raise Doubt
         # Both lists have the same length, because the forms fit.
-        if all(map(operator.eq, map(_address, tensors), self._addresses)):
+        if all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), self._addresses)):
             if not self._extents.fit(tensors):
                 raise Doubt
             return
-        addresses = list(map(_address, tensors))
+        addresses = list(map(torch.Tensor.data_ptr, tensors))
         others = list(compress(count(), map(operator.ne, addresses, self._addresses)))
         if not self._extents.fit(tensors, others):
             raise Doubt

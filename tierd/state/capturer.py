@@ -22,13 +22,17 @@ from tierd.state.kinds.optimizers import moving, optimizers_in, trained
 from tierd.state.tensor_file import Planner, TensorFileLayout
 from tierd.state.uncollected import uncollected
 
-_MANY = 200_000  # values; a larger structure costs too much memory between saves
-
 
 class Capturer:
-    """Capture the states of one job, one after the other: a capture that begins during another one would mix them."""
+    """Capture the states of one job, one after the other: a capture that begins during another one would mix them.
 
-    def __init__(self) -> None:
+    Args:
+        kept_nodes: values of the largest structure that is kept, because a larger one costs too much memory between
+            saves.
+    """
+
+    def __init__(self, kept_nodes: int = 200_000) -> None:
+        self._kept_nodes = kept_nodes
         self._plan: CapturePlan | None = None
         self._planner: Planner | None = None
         self._layout: TensorFileLayout | None = None
@@ -60,7 +64,7 @@ class Capturer:
         root = walk.begin(state)
         layout = self._laid_out(walk.tensors, optimizers)
         plan = CapturePlan(walk, root, layout)
-        self._plan, self._trained = plan if walk.nodes <= _MANY else None, trains
+        self._plan, self._trained = plan if walk.nodes <= self._kept_nodes else None, trains
         return plan.capture(walk.tensors, walk.dtensors, walk.holes)
 
     def _grown(self, capture: Capture, optimizers: list[Optimizer]) -> Capture:

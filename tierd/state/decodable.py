@@ -34,10 +34,12 @@ class Skeleton:
 
     Args:
         pieces: the text before, between and after the holes.
+        layout: of the tensor file.
+        window: characters of a run that are decoded in one call.
     """
 
-    def __init__(self, pieces: Sequence[str], layout: TensorFileLayout) -> None:
-        self.pieces = pieces
+    def __init__(self, pieces: Sequence[str], layout: TensorFileLayout, window: int = _WINDOW) -> None:
+        self.pieces, self._window = pieces, window
         self._layout = layout
         self._known: json.JSONDecoder | None = None
 
@@ -67,7 +69,7 @@ class Skeleton:
             at += len(piece)
             if number < last:
                 try:
-                    at = _end(self._known, text, at, pause)
+                    at = _end(self._known, text, at, pause, self._window)
                 except DEFECTS as error:
                     _refuse(next(islice(places(self.pieces), number, None)), error)
         if at != len(text):
@@ -88,11 +90,11 @@ class Skeleton:
         return known
 
 
-def _end(known: json.JSONDecoder, text: str, at: int, pause: Callable[[], None] | None = None) -> int:
+def _end(known: json.JSONDecoder, text: str, at: int, pause: Callable[[], None] | None, window_size: int) -> int:
     """Decode the value that begins at `at`. Returns the index after it."""
     begin = at + 1
     while text[at] == "[":
-        window = text[begin : begin + _WINDOW]
+        window = text[begin : begin + window_size]
         last = window.find("]")
         cut = window.rfind(",") if last < 0 else last
         piece = window[:cut]

@@ -21,8 +21,6 @@ MAX_VALUES = 1 << 24
 # Keys of one dict, or members of one set, that share a hash; limited because each is compared with all others.
 MOST_ALIKE = 64
 
-_WINDOW = 1 << 16  # characters that are counted in one step
-
 
 def excess(text: str) -> str:
     """Describe which limit typed JSON exceeds; empty if it is within the limits."""
@@ -41,14 +39,14 @@ def excess_of_runs(values: int) -> str:
     return f"{values} values in packed runs, {MAX_VALUES} at most" if values > MAX_VALUES else ""
 
 
-def count(text: str) -> tuple[int, int]:
+def count(text: str, step: int = 1 << 16) -> tuple[int, int]:
     """Count the nodes and the commas of JSON that lie outside strings.
 
-    Uses one window of memory for a text of any length.
+    Uses the memory of `step` characters for a text of any length.
     """
     nodes = values = at = inside = 0
     while at < len(text):
-        window = text[at : at + _WINDOW]
+        window = text[at : at + step]
         if (len(window) - len(window.rstrip("\\"))) % 2:  # so that the window does not end inside an escape
             window += text[at + len(window) : at + len(window) + 1]
         at += len(window)

@@ -298,7 +298,9 @@ def is_run_of_members(value: dict[Any, object]) -> bool:
 # ---- text
 
 
-def encode(pieces: Sequence[str], holes: Sequence[object], pause: Callable[[], None] | None = None) -> bytes:
+def encode(
+    pieces: Sequence[str], holes: Sequence[object], pause: Callable[[], None] | None = None, window: int = _WINDOW
+) -> bytes:
     """Return typed JSON in UTF-8: the pieces of text, with the JSON of the holes' values between them.
 
     Args:
@@ -306,6 +308,7 @@ def encode(pieces: Sequence[str], holes: Sequence[object], pause: Callable[[], N
         holes: immutable values, tuples of immutable values, dicts as `is_run_of_members` accepts them, `JsonText` and
             `Named`.
         pause: called about every millisecond while a long tuple is encoded.
+        window: values of a long tuple that are encoded at once.
 
     Raises:
         StateRefused: the text is larger than a reader accepts, or has more values.
@@ -319,7 +322,9 @@ def encode(pieces: Sequence[str], holes: Sequence[object], pause: Callable[[], N
             f"{show(path)}: {most} of the state's {reason}, because a restore takes no more; keep many numbers in a "
             "tensor (torch.tensor makes one of a list), or in a file that stage() takes"
         )
-    parts[1::2] = (_long(hole, pause) if type(hole) is tuple and len(hole) > _WINDOW else _text(hole) for hole in holes)
+    parts[1::2] = (
+        _long(hole, pause, window) if type(hole) is tuple and len(hole) > window else _text(hole) for hole in holes
+    )
     whole = "".join(parts)
     if reason := tree_budget.excess(whole):
         path, count = fullest(whole)
@@ -360,11 +365,11 @@ def _is_as_json(values: Collection[Any]) -> bool:
     return kinds == {float} and all(map(math.isfinite, values))
 
 
-def _long(run: tuple[Any, ...], pause: Callable[[], None] | None) -> str:
+def _long(run: tuple[Any, ...], pause: Callable[[], None] | None, window: int) -> str:
     """Encode a long tuple as `_text` does, but in windows, because the JSON encoder holds the GIL for a whole call."""
     windows = []
-    for begin in range(0, len(run), _WINDOW):
-        windows.append(_text(run[begin : begin + _WINDOW])[1:-1])
+    for begin in range(0, len(run), window):
+        windows.append(_text(run[begin : begin + window])[1:-1])
         if pause is not None:
             pause()
     return f"[{','.join(windows)}]"

@@ -13,14 +13,15 @@ from support.timed import timed_client
 from support.training import fresh, train
 
 from tierd.client.checkpointer import made_of
-from tierd.client.saving import interpreter_lock, sampling
+from tierd.client.saving import interpreter_lock, pipeline, sampling
 from tierd.client.saving.interpreter_lock import short_switches
+from tierd.client.saving.slots import Slot
 from tierd.client.saving.snapshot import Snapshot
 from tierd.core.manifest import TENSORS, TREE
 from tierd.spool.spool import Spool
 from tierd.state import values
 from tierd.state.capture import Capture
-from tierd.state.flatten import flatten, unflatten
+from tierd.state.flatten import unflatten
 
 
 @pytest.fixture
@@ -93,12 +94,12 @@ def test_the_tree_is_encoded_once(local, trees, attached):
 
 
 def test_a_blocking_save_encodes_beside_the_copy_and_the_copier_waits_for_it(local, trees, monkeypatch):
-    begin = Snapshot._begin
+    image = Slot.image
     encoding = threading.Event()
 
     def slow(*arguments):
         assert encoding.wait(60)
-        return begin(*arguments)
+        return image(*arguments)
 
     tree = Capture.tree
 
@@ -106,7 +107,7 @@ def test_a_blocking_save_encodes_beside_the_copy_and_the_copier_waits_for_it(loc
         encoding.set()
         return tree(*arguments)
 
-    monkeypatch.setattr(Snapshot, "_begin", slow)
+    monkeypatch.setattr(Slot, "image", slow)
     monkeypatch.setattr(Capture, "tree", reported)
     local.save(1, fresh()).wait()
     assert trees == [threading.current_thread()]
@@ -119,14 +120,9 @@ runs = st.one_of(st.lists(kind, max_size=30) for kind in (numbers, st.floats(), 
 
 @given(runs, st.integers(1, 9))
 def test_encoding_in_windows_equals_encoding_at_once(run, window):
-    state = {"a": run, "b": [run, 1], "n": 1}
-    whole, pauses = flatten(state).tree, []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(values, "_WINDOW", window)
-        assert flatten(state).tree == whole
-        assert values.encode(["[", "]"], [tuple(run)], lambda: pauses.append(1)) == flatten({"a": run}).tree[5:-1].join(
-            (b"[", b"]")
-        )
+    pauses: list = []
+    text = values.encode(["[", "]"], [tuple(run)], lambda: pauses.append(1), window)
+    assert text == values.encode(["[", "]"], [tuple(run)])
     assert len(pauses) == (-(-len(run) // window) if len(run) > window else 0)
 
 
@@ -207,8 +203,8 @@ def test_it_waits_where_more_is_to_be_copied(spool, local, held, monkeypatch, li
 
 def test_it_waits_for_a_slot(local, job, held, monkeypatch):
     """Of one slot, because the save before is not durable yet."""
-    persist = made_of(local).pipeline._answer
-    monkeypatch.setattr(made_of(local).pipeline, "_answer", lambda *arguments: held.wait() or persist(*arguments))
+    write = pipeline.write_part
+    monkeypatch.setattr(pipeline, "write_part", lambda *arguments: held.wait() or write(*arguments))
     local.save(1, job)
     made_of(local).gate.confirm(wait=True)
     saving = in_a_thread(lambda: local.save(2, job))

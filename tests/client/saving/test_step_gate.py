@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import tierd
 from tierd.client.checkpointer import made_of
-from tierd.client.saving.snapshot import Snapshot
+from tierd.client.saving.slots import Slot
 from tierd.core.errors import ConfigError, TornSnapshot
 from tierd.state.capture import Capture
 
@@ -195,14 +195,14 @@ def test_an_interrupt_while_a_step_waits_leaves_the_save_as_it_was(spool, local,
 
 @pytest.mark.parametrize("where", ["while save waits", "before save waits"])
 def test_an_interrupted_save_is_no_checkpoint_and_holds_no_step(spool, local, job, monkeypatch, where):
-    real = Snapshot._begin
+    image = Slot.image
 
-    def begin(snapshot, into, names):
+    def slow(*arguments):
         time.sleep(0.2)
-        return real(snapshot, into, names)
+        return image(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Snapshot, "_begin", begin)
+        patch.setattr(Slot, "image", slow)
         if where == "while save waits":
             after(0.1, interrupt)
         else:
@@ -221,11 +221,11 @@ def test_an_interrupted_save_is_no_checkpoint_and_holds_no_step(spool, local, jo
 
 def test_an_interrupt_while_a_blocking_save_encodes_leaves_no_torn_checkpoint(spool, local, monkeypatch):
     """The thread that trains may have work of its own while the copy runs: it can be interrupted there as well."""
-    state, begin, tree = fresh(), Snapshot._begin, Capture.tree
+    state, image, tree = fresh(), Slot.image, Capture.tree
 
     def slow(*arguments):
         time.sleep(0.2)
-        return begin(*arguments)
+        return image(*arguments)
 
     def interrupted(capture):
         if threading.current_thread() is threading.main_thread():
@@ -233,7 +233,7 @@ def test_an_interrupt_while_a_blocking_save_encodes_leaves_no_torn_checkpoint(sp
         return tree(capture)
 
     reference = frozen(state)
-    monkeypatch.setattr(Snapshot, "_begin", slow)
+    monkeypatch.setattr(Slot, "image", slow)
     monkeypatch.setattr(Capture, "tree", interrupted)
     with contextlib.suppress(KeyboardInterrupt):
         local.save(1, state)
