@@ -108,7 +108,7 @@ def _ranked(
 
 
 def _without_followers(known: Sequence[StateFinding]) -> list[StateFinding]:
-    """Leave out generators that were restored, and drawn from another number of times because of the first."""
+    """Leave out restored generators, which were drawn from another number of times because of what is known."""
     of_data = known[0].kind in DATA
     return [
         finding for finding in known if finding.lost or finding.kind != "generator" or (finding.is_sure and not of_data)

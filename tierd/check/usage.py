@@ -84,15 +84,19 @@ class _Reads(ast.NodeVisitor):
         self._assign([node.target], node.value)
 
     def _assign(self, targets: list[ast.expr], value: ast.expr | None) -> None:
-        flat = [inner for one in targets for inner in (one.elts if isinstance(one, ast.Tuple | ast.List) else [one])]
-        names = {_last(one) for one in flat if _is_own(one)}
+        flat = [part for target in targets for part in _parts(target)]
+        names = {_last(target) for target in flat if _is_own(target)}
         self.assigned |= names
         if value is not None:  # another object's attribute may be read by a library
             self._values([value], names if all(map(_is_own, flat)) else None)
-        for one in flat:
-            while isinstance(one, ast.Subscript | ast.Attribute):  # which item, and of which object
-                self._values([one.slice] if isinstance(one, ast.Subscript) else [], None)
-                one = one.value
+        for target in flat:
+            while isinstance(target, ast.Subscript | ast.Attribute):  # which item, and of which object
+                self._values([target.slice] if isinstance(target, ast.Subscript) else [], None)
+                target = target.value
+
+
+def _parts(target: ast.expr) -> list[ast.expr]:
+    return target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
 
 
 def _is_own(target: ast.AST) -> bool:
@@ -129,10 +133,10 @@ def only_logged() -> frozenset[str]:
 @lru_cache(maxsize=16)
 def _only_logged(files: frozenset[str]) -> frozenset[str]:
     every = [_reads(file) for file in files]
-    used = {name for one in every for name in one.used}
+    used = {name for reads in every for name in reads.used}
     into: defaultdict[str, set[str]] = defaultdict(set)
-    for one in every:
-        for name, targets in one.into.items():
+    for reads in every:
+        for name, targets in reads.into.items():
             into[name] |= targets - {name}
     rising = True
     while rising:
@@ -140,4 +144,4 @@ def _only_logged(files: frozenset[str]) -> frozenset[str]:
         used |= more
         rising = bool(more)
     # A name that no code reads is not of a log: a library may read it.
-    return frozenset({name for one in every for name in one.assigned} & into.keys() - used - {""})
+    return frozenset({name for reads in every for name in reads.assigned} & into.keys() - used - {""})
