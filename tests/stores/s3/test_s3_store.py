@@ -9,6 +9,7 @@ import re
 from collections.abc import Awaitable, Callable
 
 import pytest
+from botocore.loaders import JSONFileLoader
 from stores.conformance import keys
 
 from tierd.core.errors import ObjectNotFound, StoreRefused, StoreUnavailable
@@ -311,3 +312,20 @@ def test_a_missing_object_that_is_named_costs_one_request() -> None:
 
     against(respond, use)
     assert len(targets) == 1
+
+
+def test_second_store_parses_no_description_of_api_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    load_file = JSONFileLoader.load_file
+
+    def counted(self: JSONFileLoader, file_path: str) -> object:
+        parsed.append(file_path)
+        return load_file(self, file_path)
+
+    async def use(store: S3Store) -> None:
+        await store.connected()
+
+    against(lambda *_: (200, ""), use)
+    monkeypatch.setattr(JSONFileLoader, "load_file", counted)
+    against(lambda *_: (200, ""), use)
+    assert parsed == []
