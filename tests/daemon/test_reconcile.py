@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,7 +20,6 @@ from tierd.core.errors import ManifestError, StoreRefused, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME
 from tierd.core.manifest_codec import encode
 from tierd.core.planning.place import SPOOL
-from tierd.daemon.handoff import HandoffServer
 from tierd.daemon.tiers.prune import quarantine
 from tierd.spool.spool import Spool
 from tierd.stores.memory import MemoryStore
@@ -496,16 +496,17 @@ def test_half_a_look_at_the_spool_is_no_look(tmp_path):
 def test_a_daemon_ends_in_order_where_its_sockets_cannot_be_removed(tmp_path, monkeypatch):
     """As on a spool that has turned read-only: seed 34 of the disk faults."""
     spool = Spool(tmp_path / "spool")
-    stopped, real = [], HandoffServer._stop
-    monkeypatch.setattr(HandoffServer, "_stop", lambda self, drain: (stopped.append(drain), real(self, drain)))
+    ended, shutdown = [], ThreadPoolExecutor.shutdown
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", lambda self, **how: (ended.append(self), shutdown(self, **how)))
     with Daemon(spool.root, {"tier": MemoryStore()}) as daemon:
+        pool = daemon.handoff._pool
 
         def refuse(path, missing_ok=False):
             raise OSError(errno.EROFS, "Read-only file system")
 
         monkeypatch.setattr(Path, "unlink", refuse)
     monkeypatch.undo()
-    assert stopped and daemon._failure is None
+    assert pool in ended and daemon._failure is None
     held = [Path("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
     assert str(spool.control) not in [os.readlink(fd) for fd in held if fd.is_symlink()]
 
@@ -519,16 +520,16 @@ def test_part_that_a_rank_commits_while_other_parts_are_freed_is_still_listed(sp
         daemon = reconciler(spool, {"tier": Double()})
         await daemon.observe(SPOOL)
 
-        async def covered(checkpoint):
-            commit(spool, late)
-            await daemon.observe(SPOOL)
-            return (freed,)
+        async def lacking(parts):
+            if freed in parts:
+                commit(spool, late)
+                await daemon.observe(SPOOL)
 
-        monkeypatch.setattr(daemon._pruner, "_covered", covered)
+        monkeypatch.setattr(daemon.tiers, "lacking", lacking)
+        monkeypatch.setattr(daemon.tiers.observed, "has", lambda part, tier: True)
         assert await daemon._pruner.release(freed.checkpoint, ())
         place = daemon.inventory().spool
         assert place.lists(late) and not place.lists(freed) and not spool.has(freed)
-        monkeypatch.setattr(daemon._pruner, "_covered", lambda checkpoint: _given((late,)))
         assert await daemon._pruner.release(late.checkpoint, ())
         assert not daemon.inventory().spool.checkpoints
 
@@ -545,7 +546,3 @@ def test_a_spool_that_can_remember_nothing_more_is_flushed_all_the_same(spool, m
     daemon = asyncio.run(converge(spool, {"tier": MemoryStore()}))
     assert all(daemon.tiers.observed.has(part(step), "tier") for step in (1, 2))
     assert "not remembered yet" in caplog.text
-
-
-async def _given(parts):
-    return parts

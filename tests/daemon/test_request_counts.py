@@ -275,13 +275,13 @@ def test_a_daemon_looks_between_two_flushes_only_where_other_nodes_may_send(spoo
         for step in range(parts):
             commit(spool, part(step, rank=0, world=world))
         daemon = reconciler(spool, {"tier": store})
-        observations, real = [], daemon.tiers.observed._observe
+        observations, real = [], daemon.tiers.observed.observe
 
-        async def observe(tier):
+        async def observe(*arguments):
             observations.append(daemon.journal.counters["flushed"])
-            await real(tier)
+            await real(*arguments)
 
-        daemon.tiers.observed._observe = observe
+        daemon.tiers.observed.observe = observe
         async with running(daemon):
             await until(lambda: daemon.journal.counters["flushed"] == parts)
         assert [observations.count(number) for number in range(1, parts)] == [between] * (parts - 1)
@@ -299,20 +299,20 @@ def test_a_look_that_takes_long_is_good_enough_to_send_by_but_not_to_delete_by(s
             commit(spool, part(step))
         daemon = reconciler(spool, {"tier": store}, keep=2)
         if not covered:
-            daemon._pruner._covered = lambda checkpoint: asyncio.sleep(0)
+            daemon.tiers.lacking = lambda parts: asyncio.sleep(0, ())
         took = []
 
         def observation_took_long(*_):
             took.append(1)
             daemon.tiers.observed._took["tier"] = 3600.0
 
-        real = daemon.tiers.observed._observe
+        real = daemon.tiers.observed.observe
 
-        async def observe(tier):
-            await real(tier)
+        async def observe(*arguments):
+            await real(*arguments)
             observation_took_long()
 
-        daemon.tiers.observed._observe = observe
+        daemon.tiers.observed.observe = observe
         async with running(daemon):
             await until(
                 lambda: daemon.tiers.observed.has(part(3), "tier") and daemon.tiers.observed.has(part(2), "tier")

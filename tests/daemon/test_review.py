@@ -13,6 +13,7 @@ from support.world import commit, config, listing, part, reconciler, running, se
 
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.restorer import Restorer
+from tierd.client.restoring.source import NodeSource
 from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, StoreUnavailable
 from tierd.core.manifest_codec import decode
 from tierd.core.planning.actions import Prune
@@ -332,9 +333,8 @@ def test_checkpoint_that_lacks_a_part_while_a_tier_is_silent_is_not_passed_over(
     seen = Place.of({which: ManifestFacts.of(spool.manifest(which)) for which in spool.parts()})
 
     def restored(world: Inventory):
-        restorer = Restorer(spool, "run", Ranks(0, 2), tiers=False)
-        monkeypatch.setattr(restorer.agreement, "_run_view", lambda: run_view_of(world, "run"))
-        return restorer.restore(None, None)
+        monkeypatch.setattr(NodeSource, "run_view", lambda source: run_view_of(world, "run"))
+        return Restorer(spool, "run", Ranks(0, 2), tiers=False).restore(None, None)
 
     with pytest.raises(StoreUnavailable, match="s3 did not"):
         restored(Inventory(seen, {"s3": None}))
@@ -350,9 +350,8 @@ def test_checkpoint_that_is_quarantined_here_while_a_tier_is_silent_is_not_passe
     seen = Place.of(found, quarantined={part(2): None})
 
     def restored(world: Inventory):
-        restorer = Restorer(spool, "run", Ranks(0, 1), tiers=False)
-        monkeypatch.setattr(restorer.agreement, "_run_view", lambda: run_view_of(world, "run"))
-        return restorer.restore(None, None)
+        monkeypatch.setattr(NodeSource, "run_view", lambda source: run_view_of(world, "run"))
+        return Restorer(spool, "run", Ranks(0, 1), tiers=False).restore(None, None)
 
     with pytest.raises(StoreUnavailable, match=r"step 2.*s3 did not"):
         restored(Inventory(seen, {"s3": None}))

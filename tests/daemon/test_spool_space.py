@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import time
+from pathlib import Path
 
 import pytest
 from support.doubles import Double, contents
@@ -137,14 +138,14 @@ def test_a_copy_that_cannot_be_removed_holds_up_no_other(spool, monkeypatch):
             for step in range(4):
                 commit(spool, part(step, run=run))
         await converge(spool, stores, keep_local=100)
-        bury, stuck = spool._bury, spool.path(part(0, run="a"))
+        rename, stuck = Path.rename, spool.path(part(0, run="a"))
 
-        def refuse(path):
+        def refuse(path, target):
             if path == stuck:
                 raise PermissionError(errno.EACCES, "Permission denied", str(path))
-            return bury(path)
+            return rename(path, target)
 
-        monkeypatch.setattr(spool, "_bury", refuse)
+        monkeypatch.setattr(Path, "rename", refuse)
         async with running(reconciler(spool, stores, keep_local=2)) as daemon:
             await until(lambda: runs(spool) == [("a", 0), ("a", 2), ("a", 3), ("b", 2), ("b", 3)])
             await daemon.room.make("b", 1 << 50)

@@ -11,8 +11,8 @@ from support.world import commit
 
 import tierd
 from tierd.client.ranks.ranks import Ranks
+from tierd.client.restoring import source
 from tierd.client.restoring.restorer import Restorer
-from tierd.client.restoring.source import NodeSource
 from tierd.client.restoring.spool_view import observe_spool
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import CheckpointId, PartId
@@ -37,6 +37,9 @@ class Healer:
         self.fetched.append(request.part.checkpoint.step)
         return {"tiers": ["s3"]}
 
+    def greet(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -51,7 +54,7 @@ def test_repaired_copy_that_reads_back_wrong_is_an_error_and_not_a_step_back(tmp
     path.write_bytes(data)
     restorer = Restorer(Spool(tmp_path), "r", Ranks(0, 1), tiers=True)
     healer = Healer(restorer)
-    monkeypatch.setattr(NodeSource, "_connect", lambda self: healer)
+    monkeypatch.setattr(source, "Link", lambda spool: healer)
     with pytest.raises(StoreUnavailable, match="just repaired, and reads back wrong"):
         restorer.restore(None, None)
     assert healer.fetched == [2]

@@ -13,6 +13,7 @@ import textwrap
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,13 +142,13 @@ def test_every_slot_is_handed_over(spool, daemon, brake):
 
 def test_handed_over_snapshot_is_read_though_the_dead_trainer_left_an_answer_unread(spool, daemon, monkeypatch):
     """Seeds 73 and 75 of `python -m faults kills`: the system then reports a reset before what was sent."""
-    dead, reply = threading.Event(), handoff.HandoffServer._reply
+    dead, send = threading.Event(), socket.send_fds
 
-    def slow(self, line, answer, fds=None):
-        reply(self, line, answer, fds)
-        assert not line.writer or dead.wait(60)  # the greeting goes first
+    def slow(connection, packets, *more):
+        send(connection, packets, *more)
+        assert b'"recycled"' not in packets[0] or dead.wait(30)  # the answer to a snapshot
 
-    monkeypatch.setattr(handoff.HandoffServer, "_reply", slow)
+    monkeypatch.setattr(handoff, "socket", SimpleNamespace(**{**vars(socket), "send_fds": slow}))
     script = """
         import time
         from tierd.client.saving.handoff import HandoffClient
@@ -228,9 +229,14 @@ def test_restart_waits_for_a_snapshot_that_is_still_being_persisted(spool, daemo
     assert trainer(spool, "ckpt.save(1, tensors(1)).wait(); ckpt.close()") == 0
     brake = Brake(monkeypatch)
     assert trainer(spool, "ckpt.restore(tensors(0)); ckpt.save(2, tensors(2)); die()") == -signal.SIGKILL
-    assert brake.begun.wait(60)
-    settle = daemon.handoff._settle
-    monkeypatch.setattr(daemon.handoff, "_settle", lambda: (threading.Timer(0.5, brake.go.set).start(), settle()))
+    assert brake.begun.wait(30)
+    real = daemon.handoff.settled
+
+    async def settled():
+        threading.Timer(0.5, brake.go.set).start()
+        await real()
+
+    monkeypatch.setattr(daemon.handoff, "settled", settled)
     state = tensors(0)
     with tierd.Checkpointer(spool.root, "run") as checkpointer:
         found = checkpointer.restore(state)

@@ -411,9 +411,8 @@ def test_where_the_encoder_has_changed_a_chunk_is_stored_anew_and_the_manifest_s
         victim = chunk_keys(await contents(store), part(1))[0]
         assert victim.endswith(".zst")
         await flip(store, victim)
-        monkeypatch.setattr(codec, "_LEVEL", 19)
-        real = codec.zstandard.ZstdCompressor
-        monkeypatch.setattr(codec.zstandard, "ZstdCompressor", lambda **o: real(**{**o, "write_checksum": True}))
+        real, changed = codec.zstandard.ZstdCompressor, {"level": 19, "write_checksum": True}
+        monkeypatch.setattr(codec.zstandard, "ZstdCompressor", lambda **o: real(**{**o, **changed}))
         daemon = await scrub(scrubber(spool, {"tier": store}), "tier", parts={part(1)})
         objects = await contents(store)
         manifest = decode(objects[part(1).manifest_key], part(1))

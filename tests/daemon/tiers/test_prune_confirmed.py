@@ -339,11 +339,8 @@ def test_a_tier_that_answers_slowly_is_asked_to_the_end(spool, monkeypatch):
             await settle(node)
             names = {seen: [] for seen in ("scan", "get")}
 
-            async def slow(operation, key):
-                names[operation].append(key) if operation in names else None
-                await asyncio.sleep(0.12)
-
-            far._enter = slow
+            far.before = lambda operation, key: names[operation].append(key) if operation in names else None
+            far.delay = 0.12
             assert await node.tiers.holds("far", [part(0)]) == {}
             assert len(names["scan"]) + len(names["get"]) >= 2, "all answers together took longer than the limit"
 

@@ -191,11 +191,11 @@ def test_a_prune_waits_for_the_copy_that_cannot_be_read_and_is_not_asked_for_aga
 
     async def work() -> None:
         daemon = reconciler(spool, {"tier": Down()}, keep=1, keep_local=1)
-        real, wrong = daemon._pruner._covered, daemon.scrubber._reader.read
+        real, wrong = daemon.tiers.lacking, daemon.scrubber._reader.read
 
-        async def covered(checkpoint):
-            observed.append(checkpoint)
-            return await real(checkpoint)
+        async def lacking(parts):
+            observed.append(parts)
+            return await real(parts)
 
         async def read(copy):
             if failing:
@@ -205,7 +205,7 @@ def test_a_prune_waits_for_the_copy_that_cannot_be_read_and_is_not_asked_for_aga
         async def is_right(part):
             return not failing
 
-        monkeypatch.setattr(daemon._pruner, "_covered", covered)
+        monkeypatch.setattr(daemon.tiers, "lacking", lacking)
         monkeypatch.setattr(daemon.scrubber._reader, "read", read)
         monkeypatch.setattr(daemon.scrubber._reader, "is_right", is_right)
         for step in (1, 2):
