@@ -252,7 +252,7 @@ def test_receivers_are_those_of_the_new_configuration(node, spool, said):
 
 
 def test_the_alert_of_a_receiver_that_was_taken_out_ends(node, spool, said, monkeypatch):
-    monkeypatch.setattr("tierd.events.notifier._PAUSE", 0.01)
+    timed(monkeypatch, notify_again_s=0.01)
 
     async def alerts() -> list[str]:
         return [one["place"] for one in (await ask(Link(spool), Status()))["status"]["alerts"]]

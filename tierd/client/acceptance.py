@@ -16,7 +16,7 @@ from tierd.core.planning.unflushed import Unflushed
 
 log = logging.getLogger("tierd")
 
-_SOON_S, _SELDOM_S = 2.0, 60.0  # between two questions: until a tier has accepted something, and later
+_SELDOM_S = 60.0  # between two questions once a tier has accepted something
 _AFTER_SAVE_S = 5.0  # from a save to the next question
 _AGAIN_S = 600.0  # between two warnings of the same problem
 _PASSING = 3  # consecutive answers with an error that may pass, before it is logged
@@ -53,10 +53,11 @@ class AcceptanceWatch:
     Args:
         ask: returns the daemon's backlog within seconds, with True after a fresh listing of the tiers; raises as
             `Link.ask`.
+        soon_s: seconds between two questions until a tier has accepted something.
     """
 
-    def __init__(self, ask: Callable[[bool], Unflushed]) -> None:
-        self._ask = ask
+    def __init__(self, ask: Callable[[bool], Unflushed], soon_s: float) -> None:
+        self._ask, self._soon_s = ask, soon_s
         self._acceptance = Acceptance()
         self._changed = threading.Condition()
         self._saved = self._ended = False
@@ -82,7 +83,7 @@ class AcceptanceWatch:
 
     def _run(self) -> None:
         accepted = asked = False
-        while not self._rest(_SELDOM_S if accepted and not self._acceptance.trouble else _SOON_S):
+        while not self._rest(_SELDOM_S if accepted and not self._acceptance.trouble else self._soon_s):
             try:
                 backlog = self._ask(not asked)
             except (TierdError, TimeoutError, OSError):  # `Attachment.keep` logs this failure

@@ -84,7 +84,7 @@ class Attachment:
                 self._attach(self._to)
             except DaemonSilent as error:
                 self._warn(error)
-            self._watch = AcceptanceWatch(functools.partial(self._backlog, run))
+            self._watch = AcceptanceWatch(functools.partial(self._backlog, run), timings.acceptance_s)
         else:
             self.renew()
 
@@ -310,12 +310,12 @@ class Attachment:
             )
         for name, url in self._tiers.items():
             tier = f"tier {name} ({parse_url(url)})"
-            return TierBoard(self._spool, self._run, launch, world, tier, self.renew)
+            return TierBoard(self._spool, self._run, launch, world, tier, self.renew, self._timings.notes_s)
         return None
 
     def _reach(self, to: Sequence[str] | None) -> Link:
         try:
-            return Link(self._spool)
+            return Link(self._spool, greeting_s=self._timings.hello_s)
         except DaemonSilent:
             raise
         except DaemonUnavailable:

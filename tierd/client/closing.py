@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from tierd.client.outliving import ends_with_us
 from tierd.client.terminal_line import TerminalLine, pace
-from tierd.client.timings import USUAL
+from tierd.client.timings import USUAL, ClientTimings
 from tierd.core.errors import ConfigError, DaemonUnavailable, SaveFailed, StoreRefused, TierdError
 from tierd.core.ids import PartId
 from tierd.core.planning.place import SPOOL
@@ -29,8 +29,6 @@ LAST_FLUSH_S = 600.0  # how long a plain close waits for tiers if the daemon end
 _ANSWER_S = 10.0  # how long the daemon may take to answer a question
 _SOON_S = 3.0  # how long a plain close waits for the daemon's first answer
 _LEAST_S = 0.25  # how long a question may take if no time is left
-_PATIENCE_S = 2.0  # after which progress is shown
-_PROGRESS_S = 60.0  # between two log lines of progress
 _NAMED = 10  # steps that a message names
 
 
@@ -42,7 +40,7 @@ class Closing:
         renew: makes sure that a daemon runs, if one was asked for.
         silent: returns why a daemon that runs cannot be asked, with the way out; empty if it can.
         node_ends: whether the node ends soon, and the daemon with it.
-        poll_s: the time between two questions to the daemon.
+        timings: how long it waits.
     """
 
     def __init__(
@@ -53,9 +51,9 @@ class Closing:
         silent: Callable[[], str] = str,
         *,
         node_ends: bool = False,
-        poll_s: float = USUAL.close_poll_s,
+        timings: ClientTimings = USUAL,
     ) -> None:
-        self._poll_s = poll_s
+        self._timings = timings
         self._spool, self._mine, self._renew, self._node_ends = spool, mine, renew, node_ends
         self._silent = silent
         self._ends_with_us = node_ends
@@ -143,12 +141,12 @@ class Closing:
                 now, left = time.monotonic(), backlog.left_bytes
                 what = f"closing: {_steps(self._left(backlog))} not on every tier yet"
                 sizes = f"{left / 1e9:.1f} GB of the node to send{pace(first - left, now - begun, left)}"
-                shown = now - begun < _PATIENCE_S or line.draw(f"tierd: {sizes}: {what}")
-                if not shown and now - logged >= _PROGRESS_S:
+                shown = now - begun < self._timings.close_shown_s or line.draw(f"tierd: {sizes}: {what}")
+                if not shown and now - logged >= self._timings.close_logged_s:
                     logged = now
                     log.info("%s; %s", what, sizes)
                 left_s = math.inf if end_s is None else end_s - time.monotonic()
-                time.sleep(max(0.0, min(self._poll_s, left_s)))
+                time.sleep(max(0.0, min(self._timings.close_poll_s, left_s)))
                 try:
                     backlog = self._ask(end_s)
                 except TimeoutError:

@@ -137,7 +137,7 @@ class Composition:
         except Exception as error:
             report_failure(self.ranks, run, error)
             raise
-        self.beside = Beside(self.spool, asks=self.daemon.tiers)
+        self.beside = Beside(self.spool, asks=self.daemon.tiers, ask_s=timings.given().launches_s)
         seen = functools.partial(self.daemon.attempts, run)
         options = {"when": repr(when), "to": self.daemon.to, "retention": repr(retention)}
         self.launch = Launch(self.spool, run, self.ranks, given, seen, options, self._saving)

@@ -79,7 +79,7 @@ class Shutdown:
                 parts.daemon.renew,
                 lambda: parts.daemon.silent,
                 node_ends=node_ends,
-                poll_s=timings.given().close_poll_s,
+                timings=timings.given(),
             )
             if wait not in (None, SPOOL):
                 closing.wait_for(wait, timeout)

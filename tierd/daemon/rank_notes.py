@@ -23,7 +23,6 @@ from tierd.ipc.messages import Notes
 from tierd.stores.base import Store, clear
 
 _AT_ONCE = 16  # notes put or read concurrently
-_MARK_S = 21_600.0  # seconds after which a launch that still writes notes is marked again
 _STALE_MS = 86_400_000  # milliseconds after its last mark when a launch has ended, even if clocks differ
 _HELLO, _FIRST = "hello.", "hello.0"  # the first note of each rank, and of rank 0
 _LAST = "welcome"  # the note that the last rank removes when it leaves
@@ -35,10 +34,11 @@ class RankNotes:
 
     Args:
         who: this node's id, 8 hex digits.
+        marked_s: seconds after which a launch that still writes notes is marked again.
     """
 
-    def __init__(self, who: str) -> None:
-        self._who = who
+    def __init__(self, who: str, marked_s: float) -> None:
+        self._who, self._marked_s = who, marked_s
         # (tier, run, launch) -> monotonic seconds, key of the mark.
         self._marked: dict[tuple[str, str, str], tuple[float, str]] = {}
 
@@ -90,11 +90,11 @@ class RankNotes:
         """Record since when this node writes notes of a launch, unless it did so lately."""
         at, former = self._marked.get((tier, run, launch), (0.0, ""))
         now = time.monotonic()
-        if former and now - at < _MARK_S:
+        if former and now - at < self._marked_s:
             return
         mark = note_key(run, launch, f"since.{time.time_ns() // 1_000_000:012x}-{self._who}")
         await store.put(mark, b"")
-        self._marked = {one: said for one, said in self._marked.items() if now - said[0] < 2 * _MARK_S}
+        self._marked = {one: said for one, said in self._marked.items() if now - said[0] < 2 * self._marked_s}
         self._marked[tier, run, launch] = now, mark
         if former:
             await clear(store, [former])

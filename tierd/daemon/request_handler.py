@@ -61,7 +61,7 @@ class RequestHandler:
 
     def __init__(self, reconciler: Reconciler, handoff: HandoffServer, status: Callable[[], Status]) -> None:
         self._reconciler, self._handoff, self._status = reconciler, handoff, status
-        self._rank_notes = RankNotes(reconciler.tiers.who)
+        self._rank_notes = RankNotes(reconciler.tiers.who, reconciler.timings.marked_s)
         self.add_tiers: Callable[[Sequence[str]], Awaitable[None]] | None = None
 
     async def handle(self, request: messages.AnyRequest, held: set[PartId]) -> dict[str, Any]:

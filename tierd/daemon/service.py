@@ -20,6 +20,7 @@ from tierd.core.ids import PartId
 from tierd.core.planning.unflushed import Remaining
 from tierd.core.retention.policy import seconds
 from tierd.core.urls import parse_url
+from tierd.daemon import timings
 from tierd.daemon.control import Control
 from tierd.daemon.fs_events import watching
 from tierd.daemon.handoff import HandoffServer
@@ -61,7 +62,8 @@ async def open_all(config: Config, stack: AsyncExitStack, *, trial: bool = False
             cannot be used; or a tier's directory overlaps with the spool's or another tier's.
     """
     await check_apart(config)
-    notifier = Notifier(config.notify, config.spool)
+    usual = timings.given()
+    notifier = Notifier(config.notify, config.spool, again_s=usual.notify_again_s, end_s=usual.notify_end_s)
     server_of(config.http)
     return await open_tiers(config, stack, trial=trial), notifier
 

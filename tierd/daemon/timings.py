@@ -57,6 +57,10 @@ class DaemonTimings:
         idle_renew_s: the longest time between two records of a watch that has nothing to take.
         silent_s: until a node whose announcement is not renewed counts as dead for the other watchers.
         yield_s: how long a watcher leaves a unit to another node that still renews its announcement.
+        answers_s: that an observation waits for a tier's next answer, all retries included.
+        marked_s: after which a launch that still writes notes is marked again.
+        notify_again_s: before the second try to deliver an event; then twice as long.
+        notify_end_s: to send queued events when the daemon ends.
         http_lifetime_s: how long an HTTP client may have its connection.
         http_grace_s: how long it may wait with its request if another client waits for the connection.
         wall_ns: the wall clock, nanoseconds since 1970.
@@ -98,6 +102,10 @@ class DaemonTimings:
     idle_renew_s: float = 600.0
     silent_s: float = 180.0
     yield_s: float = 3600.0
+    answers_s: float = 120.0
+    marked_s: float = 21_600.0
+    notify_again_s: float = 1.0
+    notify_end_s: float = 5.0
     http_lifetime_s: float = 15.0
     http_grace_s: float = 0.5
     wall_ns: Callable[[], int] = _wall_ns

@@ -25,9 +25,7 @@ from tierd.events.outbox import Outbox
 from tierd.events.receivers import DeliveryFailed, Receiver, open_receiver
 from tierd.priority import lower
 
-_LAST = 5.0  # seconds to send queued events when the daemon ends
 _KILLED = 3.0  # further seconds for the tries that are then cut off
-_PAUSE = 1.0  # seconds before the second try; then twice as long
 _WHY = 4000  # characters of an event's `why` that are sent
 
 
@@ -65,11 +63,14 @@ class Channel:
         config: the receiver's configuration.
         receiver: the webhook or the command.
         head: members that are added to every event.
+        again_s: seconds before the second try.
     """
 
-    def __init__(self, name: str, config: NotifyConfig, receiver: Receiver, head: dict[str, str]) -> None:
+    def __init__(
+        self, name: str, config: NotifyConfig, receiver: Receiver, head: dict[str, str], again_s: float
+    ) -> None:
         self.name, self._receiver, self._head = name, receiver, head
-        self._timeout = config.timeout_s
+        self._timeout, self._again_s = config.timeout_s, again_s
         self._outbox = Outbox(config.events or USUAL, config.per_minute)
         self._changed = threading.Condition()
         self._ending = self._stopped = False
@@ -150,7 +151,7 @@ class Channel:
     def _deliver(self, event: Event) -> bool:
         body = self._body(event)
         for number in range(self._receiver.tries):
-            if number and (self._error_lasts or self._rest(_PAUSE * 2 ** (number - 1))):
+            if number and (self._error_lasts or self._rest(self._again_s * 2 ** (number - 1))):
                 return False
             try:
                 self._receiver.give(body, self._timeout)
@@ -209,15 +210,20 @@ class Notifier:
     Args:
         configs: the configured receivers.
         spool: the spool's path, a member of every event besides the node.
+        again_s: seconds before the second try to deliver an event; then twice as long.
+        end_s: seconds to send queued events in `close`.
 
     Raises:
         ConfigError: a secret or file to which a `[[notify]]` refers cannot be read.
     """
 
-    def __init__(self, configs: Sequence[NotifyConfig] = (), spool: str = "") -> None:
+    def __init__(
+        self, configs: Sequence[NotifyConfig] = (), spool: str = "", *, again_s: float = 1.0, end_s: float = 5.0
+    ) -> None:
+        self._end_s = end_s
         head = {"node": socket.gethostname(), "spool": spool}
         self._channels = [
-            Channel(f"notify[{index}]", config, open_receiver(config, f"notify[{index}]"), head)
+            Channel(f"notify[{index}]", config, open_receiver(config, f"notify[{index}]"), head, again_s)
             for index, config in enumerate(configs)
         ]
 
@@ -231,10 +237,10 @@ class Notifier:
             channel.offer(event)
 
     async def close(self) -> None:
-        """Send queued events for at most `_LAST` seconds, then end every thread and process."""
+        """Send queued events for at most `end_s` seconds, then end every thread and process."""
         for channel in self._channels:
             channel.end()
-        await self._ended(_LAST)
+        await self._ended(self._end_s)
         for channel in self._channels:
             channel.stop()
         await self._ended(_KILLED)

@@ -32,7 +32,7 @@ THIS = Peer(PROTOCOL, __version__)
 HELLO = Hello(protocol=str(PROTOCOL), version=__version__)
 
 _SILENCE = 6 * HEARTBEAT  # seconds without a byte after which a daemon counts as hung
-_GREETING = 5.0  # the same for the greeting, which a daemon sends at once even if it is busy
+GREETING_S = 5.0  # the same for the greeting, which a daemon sends at once even if it is busy
 _QUEUE = 5.0  # seconds to wait for a place in the daemon's queue of callers
 _PROBE = 5.0  # seconds in which a daemon that closed the connection at the greeting may answer `Status`
 _ABSENT = (errno.ENOENT, errno.ECONNREFUSED)
@@ -68,9 +68,11 @@ class Link:
         DaemonUnavailable: the listening process belongs to another user.
     """
 
-    def __init__(self, spool: Spool, *, greet: bool = True, silence_s: float | None = None) -> None:
+    def __init__(
+        self, spool: Spool, *, greet: bool = True, silence_s: float | None = None, greeting_s: float = GREETING_S
+    ) -> None:
         self._spool = spool
-        self._to_greet = greet
+        self._to_greet, self._greeting_s = greet, greeting_s
         self._silence_s = _SILENCE if silence_s is None else silence_s
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(self._silence_s)
@@ -144,7 +146,7 @@ class Link:
             return
         try:
             self._send(encode_line(HELLO))
-            reply = msgspec.json.decode(self._line(end, min(self._silence_s, _GREETING)), type=dict[str, Any])
+            reply = msgspec.json.decode(self._line(end, min(self._silence_s, self._greeting_s)), type=dict[str, Any])
         except TimeoutError:
             raise
         except ConnectionError as error:

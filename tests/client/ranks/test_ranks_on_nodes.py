@@ -20,6 +20,7 @@ from support import threads
 from support.doubles import Counting
 from support.ranks import environment, is_launchers, processes
 from support.s3stub import Bucket, serving
+from support.timed import timed
 from support.training import tensors
 from support.waiting import wait_until
 from support.world import Daemon
@@ -203,10 +204,9 @@ def test_board_waits_for_a_killed_daemon_and_continues_with_the_next_daemon(tmp_
         second.stop()
 
 
-def test_without_a_daemon_the_wait_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(tier_board, "_ANSWER_S", 0.5)
+def test_without_a_daemon_the_wait_ends(tmp_path):
     asked = []
-    talking = TierBoard(Spool(tmp_path), "run", LAUNCH, 2, "tier tier", lambda: asked.append(1))
+    talking = TierBoard(Spool(tmp_path), "run", LAUNCH, 2, "tier tier", lambda: asked.append(1), answer_s=0.5)
     with pytest.raises(OSError, match="none is running"):
         talking.put("hello/0", b"")
     assert asked, "no daemon was started in its place"
@@ -269,15 +269,12 @@ def test_a_daemon_that_starts_sweeps_the_runs_that_it_saves(tmp_path, monkeypatc
 
 
 def test_launch_that_runs_for_long_is_marked_again_and_not_swept(tmp_path, monkeypatch):
+    timed(monkeypatch, marked_s=0.0)
     store = MemoryStore()
     with Daemon(tmp_path, {"tier": store}) as daemon:
         talking = board(daemon)
         talking.put("hello/0", b"")
         former = [key for key in notes(store) if "/since." in key]
-        daemon.control.handler._rank_notes._marked = {
-            key: (at - rank_notes._MARK_S, mark)
-            for key, (at, mark) in daemon.control.handler._rank_notes._marked.items()
-        }
         time.sleep(0.01)
         talking.put("token/5/0", b"")
         marks = [key for key in notes(store) if "/since." in key]

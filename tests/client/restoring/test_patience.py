@@ -13,7 +13,6 @@ from support.world import Daemon, hurry
 
 import tierd
 from tierd.core.errors import StoreUnavailable
-from tierd.daemon.tiers import observations
 from tierd.daemon.timings import USUAL
 
 
@@ -54,8 +53,7 @@ def test_complete_checkpoint_in_the_spool_waits_for_a_slow_tier_no_longer_than_d
 @pytest.mark.parametrize("known", [True, False])
 def test_a_node_that_was_stopped_while_its_tier_answered_restores_the_newest(tmp_path, store, monkeypatch, known):
     """A scheduler may stop all processes of a job for hours. When they go on, every deadline is past."""
-    monkeypatch.setattr(observations, "_ANSWERS", 3.0)
-    timed(monkeypatch, restore_s=3.0)
+    timed(monkeypatch, restore_s=3.0, answers_s=3.0)
     spool = tmp_path / "spool"
     shutil.rmtree(next(spool.glob("r/000000000002.*")))
     (spool / ".tierd/timeline/r.json").unlink(missing_ok=True)

@@ -349,8 +349,7 @@ def test_where_a_dead_nodes_mark_stands_nothing_is_borrowed(spool):
     assert manifest_on(store, part(1)).owners == {part(1).checkpoint}
 
 
-def test_a_twin_that_does_not_answer_is_not_waited_for_at_every_chunk(spool, monkeypatch):
-    monkeypatch.setattr("tierd.daemon.transfer.chunk_source._ANSWER", 0.3)
+def test_a_twin_that_does_not_answer_is_not_waited_for_at_every_chunk(spool):
     commit(spool, PART, content(7, chunks=40))
     other, store = Double(), Double()
 
@@ -358,7 +357,7 @@ def test_a_twin_that_does_not_answer_is_not_waited_for_at_every_chunk(spool, mon
         await flush(spool, PART, Route(other))
         other.delay = 3600
         other.calls.clear()
-        await flush(spool, PART, Route(store), twin=Twin(other, in_other_forms(other)))
+        await flush(spool, PART, Route(store), twin=Twin(other, in_other_forms(other), answer_s=0.3))
         return len(other.calls)
 
     assert asyncio.run(work()) <= 16  # of 40 chunks, those that were asked for together, before it was known to be mute

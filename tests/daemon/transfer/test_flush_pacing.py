@@ -116,9 +116,7 @@ def hurry(daemon, how: str) -> None:
 @pytest.mark.parametrize(
     "how", ["a newer save", "somebody who waits", "a restore elsewhere", "the trainer has left", "asked to go on"]
 )
-def test_a_daemon_spreads_the_newest_until_somebody_waits(saved_often, monkeypatch, how):
-    monkeypatch.setattr(flush_pacing, "_SLICE_S", 0.01)
-
+def test_a_daemon_spreads_the_newest_until_somebody_waits(saved_often, how):
     async def work() -> None:
         daemon = saved_often()
         store = daemon.stores["tier"]

@@ -39,13 +39,13 @@ from tierd.client.ranks.board import Board
 from tierd.client.ranks.processes import Mate, this_process
 from tierd.client.ranks.rendezvous import QUICK_S, Absent, Rendezvous
 from tierd.client.ranks.signs import Sign, Watch
+from tierd.client.timings import USUAL
 from tierd.core.errors import StoreUnavailable, TierdError
 
 log = logging.getLogger("tierd")
 
 _SAID = b"+"  # prefix of a rank's message, because an empty note means that the message was taken back
 _IDLE_S = 5.0  # how long the thread may be idle before it ends
-_LAST_S = 2.0  # how long to wait for the last sign of life, so that no board call runs while the interpreter exits
 _LEAVE_S = 5.0  # the longest time that leaving takes
 _LIMIT = 1 << 28  # bytes of all messages in one exchange
 
@@ -65,9 +65,11 @@ class NoteExchange:
 
     Args:
         silent_s: seconds after which a rank that gave no sign of life counts as gone.
+        last_s: seconds to wait for the last sign of life, so that no board call runs while the interpreter exits.
     """
 
-    def __init__(self, board: Board, rank: int, world: int, silent_s: float) -> None:
+    def __init__(self, board: Board, rank: int, world: int, silent_s: float, last_s: float = USUAL.last_sign_s) -> None:
+        self._last_s = last_s
         self._board, self._rank, self._world, self.silent_s = board, rank, world, silent_s
         self._me = this_process()
         self._mates: list[Mate] = []
@@ -111,7 +113,7 @@ class NoteExchange:
         done = threading.Event()
         self._submit(lambda: self._tell(said, why))
         self._submit(done.set)
-        done.wait(_LAST_S)
+        done.wait(self._last_s)
 
     @contextmanager
     def attending(self) -> Iterator[None]:
@@ -127,7 +129,7 @@ class NoteExchange:
                 done = threading.Event()
                 self._submit(self._beat)
                 self._submit(done.set)
-                done.wait(_LAST_S)
+                done.wait(self._last_s)
 
     @property
     def turn(self) -> int:
@@ -222,7 +224,7 @@ class NoteExchange:
 
     def _await_readers(self, ranks: Collection[int]) -> None:
         """On rank 0, if the board ends with it: wait until the others have read the end of the last exchange."""
-        end_s, pause_s = time.monotonic() + _LAST_S, QUICK_S
+        end_s, pause_s = time.monotonic() + self._last_s, QUICK_S
         while self._rank == 0 and time.monotonic() < end_s:
             seen = self._read(f"seen/{rank}" for rank in ranks)
             if len(seen) == len(ranks) and all(int(number) >= self._number - 1 for number in seen.values()):

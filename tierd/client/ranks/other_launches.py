@@ -24,7 +24,6 @@ from tierd.spool.spool import Spool
 log = logging.getLogger("tierd")
 
 _EVERY_S = 1.0  # between two checks of the locks on this node, which are a directory of a few files
-_ASK_S = 15.0  # between two questions to the daemon, which observes other nodes' checkpoints
 _ANSWER_S = 5.0
 
 
@@ -33,10 +32,11 @@ class Beside:
 
     Args:
         asks: whether a daemon is expected.
+        ask_s: seconds between two questions to the daemon, which observes other nodes' checkpoints.
     """
 
-    def __init__(self, spool: Spool, *, asks: bool) -> None:
-        self._spool, self._asks = spool, asks
+    def __init__(self, spool: Spool, *, asks: bool, ask_s: float) -> None:
+        self._spool, self._asks, self._ask_s = spool, asks, ask_s
         self._part: PartId | None = None  # a part of the launch that is shown as alive
         self._unseen: str | None = None  # the launch for which a failure to show it was logged
         self._ended = threading.Event()
@@ -97,7 +97,7 @@ class Beside:
             self._list(part)
             if self._asks and time.monotonic() >= ask_s:
                 self._ask(part)
-                ask_s = time.monotonic() + _ASK_S
+                ask_s = time.monotonic() + self._ask_s
 
     def _list(self, part: PartId) -> None:
         run, own = part.checkpoint.run, (part.checkpoint.attempt, part.world)

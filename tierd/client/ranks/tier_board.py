@@ -21,13 +21,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from tierd.client.ranks.board import Board
+from tierd.client.timings import USUAL
 from tierd.core.errors import DaemonSilent, DaemonUnavailable, RequestUnknown, TierdError, VersionMismatch
 from tierd.ipc.client import Link
 from tierd.ipc.messages import MAX_NOTE, Notes
 from tierd.ipc.replies import read_member
 from tierd.spool.spool import Spool
 
-_ANSWER_S = 20.0  # how long the daemon, or its successor, may take for one request
 _SILENCE_S = 15.0  # without a sign of work from the daemon, which sends one every 5 s
 _AGAIN_S = 0.2
 _HEAD = struct.Struct(">HI")
@@ -49,15 +49,23 @@ class TierBoard(Board):
             second at most.
         tier: the tier's description, for messages.
         renew: starts a daemon if none runs and one may be started.
+        answer_s: how long the daemon, or its successor, may take for one request.
     """
 
     outlives = True
     beat_s = 5.0
 
     def __init__(
-        self, spool: Spool, run: str, launch: str, world: int, tier: str, renew: Callable[[], None] = lambda: None
+        self,
+        spool: Spool,
+        run: str,
+        launch: str,
+        world: int,
+        tier: str,
+        renew: Callable[[], None] = lambda: None,
+        answer_s: float = USUAL.notes_s,
     ) -> None:
-        self._spool, self._run, self._renew = spool, run, renew
+        self._spool, self._run, self._renew, self._answer_s = spool, run, renew, answer_s
         self._launch = hashlib.blake2b(launch.encode(), digest_size=16).hexdigest()
         self.what = f"{tier}, through the daemon of node {socket.gethostname()}"
         self.poll_s = 0.5 + world / 1000
@@ -146,7 +154,7 @@ class TierBoard(Board):
             OSError: no daemon answered in time, or it is stopped or of another version; or the tier failed.
         """
         request = Notes(run=self._run, launch=self._launch, **said)
-        end_s = time.monotonic() + _ANSWER_S
+        end_s = time.monotonic() + self._answer_s
         while True:
             try:
                 if self._link is None:
@@ -163,7 +171,7 @@ class TierBoard(Board):
                 time.sleep(_AGAIN_S)
             except TimeoutError as error:
                 self.close()
-                raise OSError(f"no answer within {_ANSWER_S:g} s") from error
+                raise OSError(f"no answer within {self._answer_s:g} s") from error
             except TierdError as error:
                 raise OSError(str(error)) from error
 

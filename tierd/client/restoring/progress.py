@@ -1,6 +1,6 @@
 """Progress of the daemon's fetch of a part: show it, and end a fetch that brings no bytes.
 
-Invariant: a fetch may take as long as bytes arrive. A fetch that brings no byte for `_STALLED` seconds is given up.
+Invariant: a fetch may take as long as bytes arrive. A fetch that brings no byte for `stalled_s` is given up.
 That says nothing about the checkpoint, so no rank tries an older one because of it.
 """
 
@@ -11,12 +11,12 @@ import time
 from typing import Any, Self
 
 from tierd.client.terminal_line import TerminalLine, pace
+from tierd.client.timings import USUAL
 from tierd.core.errors import StoreUnavailable
 from tierd.core.ids import PartId
 
 log = logging.getLogger("tierd")
 
-_STALLED = 600.0  # seconds without a byte; well above the time that a tier gets for one chunk
 _EVERY = 60.0  # seconds between two lines of the log
 
 
@@ -26,11 +26,16 @@ class Fetching:
     Rank 0's is a line on the terminal, if there is one, until the context ends. Otherwise it is a line of the log, once
     a minute.
 
+    Args:
+        part: the part.
+        stalled_s: seconds without a byte after which the fetch is given up.
+
     Raises:
-        StoreUnavailable: no byte arrived for too long.
+        StoreUnavailable: no byte arrived for `stalled_s`.
     """
 
-    def __init__(self, part: PartId) -> None:
+    def __init__(self, part: PartId, stalled_s: float = USUAL.stalled_s) -> None:
+        self._stalled_s = stalled_s
         self._part, self._at, self._since = part, -1, time.monotonic()
         self._began: tuple[float, int] | None = None  # when the first size came, and what was there
         self._logged = -_EVERY
@@ -40,9 +45,9 @@ class Fetching:
         done, total, now = int(progress.get("done", -1)), int(progress.get("total", 0)), time.monotonic()
         if done != self._at:
             self._at, self._since = done, now
-        elif now - self._since >= _STALLED:
+        elif now - self._since >= self._stalled_s:
             raise StoreUnavailable(
-                f"{self._part}: no byte came from a tier for {_STALLED:.0f} s; restoring again goes on from "
+                f"{self._part}: no byte came from a tier for {self._stalled_s:.0f} s; restoring again goes on from "
                 f"{max(done, 0)} of {total} bytes"
             )
         if not total:

@@ -285,14 +285,14 @@ def _portions(wanted: Mapping[str, Sequence[tuple[int, int]]]) -> Iterator[dict[
     yield portion
 
 
-def _batches(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """Group spans that are read at once: neighbours without an unneeded chunk between them."""
+def _batches(spans: Iterable[Span], most: int = _BATCH) -> Iterator[list[Span]]:
+    """Group spans that are read at once: neighbours without an unneeded chunk between them, `most` bytes in all."""
     batch: list[Span] = []
     for span in spans:
         if batch:
             head, last = batch[0], batch[-1]
             near = (span.part, span.path) == (head.part, head.path) and span.first <= last.end
-            if not near or span.stop - head.start > _BATCH or span.end < last.end:
+            if not near or span.stop - head.start > most or span.end < last.end:
                 yield batch
                 batch = []
         batch.append(span)

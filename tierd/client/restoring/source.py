@@ -222,8 +222,8 @@ class NodeSource:
         assert link is not None
         try:
             memory = self._uploads.memory if self._uploads else lambda file: None
-            arriving = StreamedPart(self._spool, part, worth=self._keep, memory=memory)
-            with arriving, Fetching(part) as fetching:
+            arriving = StreamedPart(self._spool, part, worth=self._keep, memory=memory, pause_s=self._timings.arrived_s)
+            with arriving, Fetching(part, self._timings.stalled_s) as fetching:
                 tiers = link.ask(Fetch(part=part), on_progress=fetching)["tiers"]
         except CorruptChunk as error:
             is_known = local is None or SPOOL in str(error)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 
+from tierd.client.timings import USUAL
 from tierd.core.errors import CorruptChunk, ManifestError, TierdError
 from tierd.core.ids import PartId
 from tierd.core.manifest import DRAFT_NAME, Chunk, File, Manifest
@@ -28,7 +29,6 @@ from tierd.spool.file_io import digest, open_plain
 from tierd.spool.spool import Spool
 from tierd.spool.verified_reads import read_chunk, read_file
 
-_PAUSE = 0.05  # seconds between two checks for chunks that have arrived
 _TOUCH = 32 << 20  # bytes of memory that are touched between two checks
 # Reads of one chunk before its file is whole, because some file systems do not report which ranges were written.
 _TRIES = 2
@@ -41,6 +41,7 @@ class StreamedPart:
     Args:
         worth: whether the files are needed in memory at all.
         memory: returns the memory to read a file into, in whole pages; None to allocate it here.
+        pause_s: seconds between two checks for chunks that have arrived.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class StreamedPart:
         *,
         worth: bool,
         memory: Callable[[File], memoryview | None] = lambda file: None,
+        pause_s: float = USUAL.arrived_s,
     ) -> None:
-        self._memory = memory
+        self._memory, self._pause_s = memory, pause_s
         self._from, self._part, self._worth = spool.fetching(part), part, worth
         self._images: dict[str, _Image] = {}
         self._end = Event()
@@ -97,13 +99,13 @@ class StreamedPart:
                 moved = [image.go_on(self._from / image.file.path, self._end) for image in waiting]
                 waiting = [image for image in waiting if image.missing]
                 if not any(moved) and not any(image.touch() for image in waiting):
-                    self._end.wait(_PAUSE)
+                    self._end.wait(self._pause_s)
         except (OSError, MemoryError, TierdError):  # for example, the directory was just renamed; `read` reads the rest
             pass
 
     def _draft(self) -> Manifest | None:
         """Return the manifest of the part being fetched; None if `stop` was called first."""
-        while not self._end.wait(_PAUSE):
+        while not self._end.wait(self._pause_s):
             try:
                 with os.fdopen(open_plain(self._from / DRAFT_NAME), "rb") as file:
                     return decode(file.read(MAX_MANIFEST_SIZE + 1), self._part)

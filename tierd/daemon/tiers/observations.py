@@ -22,8 +22,7 @@ from tierd.daemon.tiers.observe import TierObserver
 
 Change: TypeAlias = Callable[[Place], Place]
 
-_ANSWERS = 120.0  # seconds that an observation waits for the next answer, all retries included
-_GAP = 600.0  # seconds; more than the longest backoff and `_ANSWERS` together
+_GAP = 600.0  # seconds; more than the longest backoff and `answers_s` together
 _TOGETHER = 5.0  # seconds at most that an observation waits for callers to share it
 # An observation that took longer than `_QUICK` seconds is valid for `_PATIENT` times its duration.
 _QUICK, _PATIENT = 1.0, 10.0
@@ -42,7 +41,8 @@ class Observations:
             daemon paused in between, so that nobody asked.
     """
 
-    def __init__(self, observers: Mapping[str, TierObserver]) -> None:
+    def __init__(self, observers: Mapping[str, TierObserver], answers_s: float) -> None:
+        self._answers_s = answers_s
         self.places: dict[str, Place | None] = dict.fromkeys(observers)
         self.unanswered_s: dict[str, float] = {}
         self._failed_at: dict[str, float] = {}  # tiers that do not answer -> the last failure, monotonic seconds
@@ -98,14 +98,14 @@ class Observations:
         begun, at = next(self._clock), time.monotonic()
         self._observing[tier] += 1
         try:
-            async with awake_timeout(_ANSWERS) as begin_anew:
+            async with awake_timeout(self._answers_s) as begin_anew:
                 place = await self._observers[tier].observe(runs, mine, on_answer=begin_anew)
             if self._saw(tier, begun, place):
                 self._shown[tier] = frozenset(runs)
                 self._took[tier], self._since[tier] = time.monotonic() - at, at
         except TimeoutError as error:
             self._saw(tier, begun, None)
-            raise StoreUnavailable(f"{tier}: did not answer within {_ANSWERS:.0f} s") from error
+            raise StoreUnavailable(f"{tier}: did not answer within {self._answers_s:.0f} s") from error
         except TierdError:
             self._saw(tier, begun, None)
             raise

@@ -73,7 +73,7 @@ class Tiers:
             name: TierObserver(store, prunes=True, own=partial(self._identity.observed, name))
             for name, store in self._stores.items()
         }
-        self.observed = Observations(self._observers)
+        self.observed = Observations(self._observers, timings.answers_s)
         self.flushes = TierFlushes(config, spool, self._stores, self.observed, pause, self._identity, timings)
         self._config = config
         self._comparing = asyncio.Lock()

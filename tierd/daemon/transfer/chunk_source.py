@@ -31,7 +31,6 @@ from tierd.spool.verified_reads import read_recent_chunk, room_for_chunk
 from tierd.stores.base import Buffer, Store
 
 _SAMPLE, _SAMPLES = 16 << 10, 16  # bytes of a sampled piece of a chunk, and about how many
-_ANSWER = 60.0  # seconds that a chunk waits for another tier's encoding of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +96,13 @@ class Twin:
         store: the other tier's store.
         manifest: the part's manifest there.
         answers: whether the tier has answered so far.
+        answer_s: how long a chunk waits for that tier's encoding of it.
     """
 
     store: Store
     manifest: Manifest
     answers: bool = True
+    answer_s: float = 60.0
 
 
 class Spooled:
@@ -189,7 +190,7 @@ class Spooled:
         if chunk.stored.base:  # it may not be on this tier
             return encoded
         try:
-            async with asyncio.timeout(_ANSWER):
+            async with asyncio.timeout(twin.answer_s):
                 data = await twin.store.get(f"{self._part.checkpoint.run}/{chunk.stored.key}")
             await to_the_end(decode, chunk, data, "the other tier")
         except (ObjectNotFound, CorruptChunk, FormatTooNew):

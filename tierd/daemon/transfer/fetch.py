@@ -20,7 +20,7 @@ from tierd.daemon.transfer.concurrency import to_the_end
 from tierd.daemon.transfer.download import Progress, Wanted, download, missing, wanted_size
 from tierd.daemon.transfer.download_files import make_way
 from tierd.daemon.transfer.memory_budget import Budget
-from tierd.daemon.transfer.replicas import Replicas
+from tierd.daemon.transfer.replicas import ANSWER_S, Replicas
 from tierd.spool.conditions import translated
 from tierd.spool.file_io import drop_cached, sync_directory, write_file
 from tierd.spool.spool import Spool
@@ -54,6 +54,7 @@ async def fetch(
     progress: Progress | None = None,
     wanted: Wanted | None = None,
     partial: Partial | None = None,
+    answer_s: float = ANSWER_S,
 ) -> Fetched:
     """Make the spool's copy of `part` whole, from any state including an absent copy.
 
@@ -66,6 +67,7 @@ async def fetch(
         wanted: fetch only these chunks; a part that is not in the spool is kept in `partial`, and is not committed.
         partial: the stage in which the part is assembled. If given, the caller releases its lock, unless the part was
             committed.
+        answer_s: seconds that a tier may take for its manifest.
 
     Raises:
         ConfigError: `wanted` names a chunk that the part does not have.
@@ -75,7 +77,7 @@ async def fetch(
         SpoolFull: the disk lacks space.
     """
     progress = progress or Progress()
-    copies = Replicas(part, stores)
+    copies = Replicas(part, stores, answer_s=answer_s)
     await copies.ask()
     progress.manifests = dict(copies.manifests)
     local, defect = await to_the_end(_local_manifest, spool, part)

@@ -22,8 +22,9 @@ from tierd.daemon.transfer.concurrency import to_the_end, together
 from tierd.stores.base import Buffer, ObjectInfo, Store, children, is_authentic, weight
 
 # Seconds that a tier has for a manifest, all retries included, because another tier may have the whole part.
-_ANSWER = 120.0
 _ELSEWHERE = 1000  # checkpoints whose keys are searched for a lost chunk, newest first
+
+ANSWER_S = 120.0  # that a tier may take for its manifest, all retries included
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class Replicas:
         unavailable: by tier, why it could not be asked.
         used: the tiers that provided chunks.
         reference: the manifest with which the others must agree.
+        answer_s: how long a tier may take for its manifest.
     """
 
     part: PartId
@@ -47,6 +49,7 @@ class Replicas:
     unavailable: dict[str, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     reference: Manifest | None = None
+    answer_s: float = ANSWER_S
     # By tier, every readable manifest, also if it contradicts the reference.
     _readable: dict[str, Manifest] = field(default_factory=dict)
     _others: dict[str, list[str]] = field(default_factory=dict)  # tier -> prefixes where the rank's chunks may be
@@ -67,10 +70,10 @@ class Replicas:
 
     async def _answer(self, name: str) -> Manifest | TierdError:
         try:
-            async with asyncio.timeout(_ANSWER):
+            async with asyncio.timeout(self.answer_s):
                 return await read_manifest(self.stores[name], self.part)
         except TimeoutError:
-            return StoreUnavailable(f"{name}: did not answer within {_ANSWER:.0f} s")
+            return StoreUnavailable(f"{name}: did not answer within {self.answer_s:.0f} s")
         except TierdError as error:
             return error
 
