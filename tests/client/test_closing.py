@@ -19,7 +19,7 @@ from support.waiting import wait_until
 from support.world import Daemon, commit, part
 
 import tierd
-from tierd.client import acceptance, closing, outliving
+from tierd.client import attachment, closing, outliving
 from tierd.client.acceptance import Acceptance
 from tierd.client.attachment import Attachment
 from tierd.client.checkpointer import made_of
@@ -27,6 +27,7 @@ from tierd.client.outliving import namespace_ends_with_us, would_end
 from tierd.client.saving import pipeline
 from tierd.core.errors import ConfigError, DaemonUnavailable, SaveFailed, StoreRefused, StoreUnavailable
 from tierd.core.planning.unflushed import Remaining, TierTrouble, Unflushed
+from tierd.spool.spool import Spool
 
 
 def failing(error: Exception) -> Double:
@@ -343,17 +344,17 @@ def test_close_says_so_where_no_daemon_answers(spool, caplog):
 
 def test_a_signal_handler_renews_while_the_thread_that_it_interrupts_does(spool, monkeypatch):
     """As `close` in a handler does while a restore registers with a daemon that answers slowly."""
-    attachment = Attachment(spool, None, "run")
+    made = Attachment(spool, None, "run")
     attached: list[int] = []
 
-    def attach(to: object) -> None:
+    def link(spool: Spool, **options: float) -> None:
         attached.append(1)
-        attachment.renew()
+        made.renew()
         raise DaemonUnavailable("none")
 
-    monkeypatch.setattr(attachment, "_attach", attach)
+    monkeypatch.setattr(attachment, "Link", link)
     for times in (1, 2):
-        training = threading.Thread(target=attachment.renew, daemon=True)
+        training = threading.Thread(target=made.renew, daemon=True)
         training.start()
         training.join(60)
         assert not training.is_alive()
@@ -492,7 +493,7 @@ def test_container_of_its_own_warns_of_saves_that_are_on_no_tier(tmp_path):
 
 
 def test_mistyped_tier_is_warned_of_within_seconds_and_again_by_close(spool, caplog, tmp_path, monkeypatch):
-    monkeypatch.setattr(acceptance, "_SOON_S", 0.1)
+    timed_client(monkeypatch, acceptance_s=0.1)
     with tierd.Checkpointer(spool.root, "run", to=[f"file://{tmp_path}/typo"]) as checkpointer:
         wait_until(lambda: warnings(caplog))  # before anything is saved
         [said] = warnings(caplog)

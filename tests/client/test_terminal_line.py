@@ -10,7 +10,6 @@ import pty
 import sys
 import termios
 import threading
-import time
 from collections.abc import Iterator
 from unittest import mock
 
@@ -22,7 +21,6 @@ from support.waiting import wait_until
 from support.world import Daemon, hurry, part
 
 import tierd
-from tierd.client import closing
 from tierd.client.restoring.progress import Fetching
 from tierd.client.terminal_line import TerminalLine, pace
 from tierd.core.errors import StoreUnavailable
@@ -105,9 +103,7 @@ def test_one_rank_of_those_on_a_terminal_says_how_far_it_is(caplog) -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_close_that_waits_says_how_far_it_is(tmp_path, monkeypatch, caplog, terminal: bool) -> None:
     hurry(monkeypatch)
-    timed_client(monkeypatch, close_poll_s=0.02)
-    for name in ("_PATIENCE_S", "_PROGRESS_S"):
-        monkeypatch.setattr(closing, name, 0.02)
+    timed_client(monkeypatch, close_poll_s=0.02, close_shown_s=0.02, close_logged_s=0.02)
     spool, store = Spool(tmp_path / "spool"), Double()
     screens: list[Screen] = []
     real = store.put
@@ -135,8 +131,7 @@ def test_a_close_that_waits_says_how_far_it_is(tmp_path, monkeypatch, caplog, te
 
 def test_a_restore_that_fails_leaves_no_line_behind() -> None:
     with on_terminal() as screen:
-        with pytest.raises(StoreUnavailable), Fetching(part(7)) as reported:
+        with pytest.raises(StoreUnavailable), Fetching(part(7), stalled_s=0.0) as reported:
             reported({"done": 1, "total": 3})
-            reported._since = time.monotonic() - 10_000
             reported({"done": 1, "total": 3})
         wait_until(lambda: screen.text.endswith("\r\x1b[K"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -302,20 +303,18 @@ def test_wait_for_a_tier_that_is_not_there_names_those_that_are(spool):
 
 def test_a_daemon_that_works_for_long_shows_so(spool, monkeypatch):
     monkeypatch.setattr("tierd.ipc.messages.HEARTBEAT", 0.05)
-    monkeypatch.setattr("tierd.ipc.client._SILENCE", 1.5)
     commit(spool, part(1))
-    with Daemon(spool.root, {"tier": down()}), Link(spool) as link:
+    with Daemon(spool.root, {"tier": down()}), Link(spool, silence_s=1.5) as link:
         with pytest.raises(TimeoutError):  # and not DaemonUnavailable, after twice its silence
             link.ask(Wait(part=part(1), tier="tier", timeout_s=3.0))
         assert link.ask(Status())["ok"]  # the connection goes on
 
 
-def test_a_silent_daemon_costs_a_bounded_wait(spool, monkeypatch):
-    monkeypatch.setattr("tierd.ipc.client._SILENCE", 0.3)
+def test_a_silent_daemon_costs_a_bounded_wait(spool):
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(str(spool.socket))
         mute.listen()
-        with Link(spool) as link, pytest.raises(DaemonUnavailable, match="silent"):
+        with Link(spool, silence_s=0.3) as link, pytest.raises(DaemonUnavailable, match="silent"):
             link.ask(Status())
 
 
@@ -343,7 +342,8 @@ def test_daemon_that_stops_during_a_request_is_unavailable(spool):
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["table", "JSON"])
 def test_ls_shows_the_spool_and_says_that_the_daemon_did_not_answer(spool, monkeypatch, capsys, options):
     """Stopped, it knows of tiers that `ls` then does not show."""
-    monkeypatch.setattr("tierd.ipc.client._SILENCE", 0.3)
+    for module in ("known", "reading.read"):
+        monkeypatch.setattr(f"tierd.cli.{module}.Link", functools.partial(Link, silence_s=0.3))
     commit(spool, part(1))
     command = ["ls", "--spool", str(spool.root), *options]
     assert cli.run(command) == 0  # none runs: the spool is all there is

@@ -218,7 +218,7 @@ def test_interrupted_load_blocks_saves_until_a_load_succeeds(local, monkeypatch,
 
     save(local, 3)
     with monkeypatch.context() as patch:
-        patch.setattr("tierd.dcp.open_reader.OpenReader._prepare", interrupted)
+        patch.setattr("tierd.dcp.open_reader.OpenReader.prepare_local_plan", interrupted)
         with pytest.raises((KeyboardInterrupt, CheckpointException)):
             load()
         if through == "load":
@@ -432,7 +432,7 @@ def test_a_stream_that_seeks_is_refused(tmp_path):
 def test_huge_metadata_is_refused_unread(local, monkeypatch):
     save(local, 3)
     monkeypatch.setattr(dcp_metadata, "MAX_SIZE", 10)
-    monkeypatch.setattr("tierd.client.restoring.ranged_reader.Files.bring", None)
+    monkeypatch.setattr("tierd.dcp.open_reader.OpenReader.prepare_local_plan", None)
     with pytest.raises(CheckpointNotFound, match="at most 10 are read"):
         tierd.dcp.StorageReader(local)
 

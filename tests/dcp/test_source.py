@@ -48,10 +48,9 @@ def test_part_that_another_process_quarantined_is_missing_and_no_failure(spool):
         list(files.read([span]))
 
 
-def test_neighbours_are_read_at_once_and_a_gap_is_not(source, monkeypatch):
-    monkeypatch.setattr("tierd.client.restoring.ranged_reader._BATCH", 4 * CHUNK)
+def test_neighbours_are_read_at_once_and_a_gap_is_not(source):
     spans = [source.span(PART, "file", offset, 500) for offset in (0, 600, 1200, 3900, 8000, 8600)]
-    groups = [[span.offset for span in batch] for batch in _batches(spans)]
+    groups = [[span.offset for span in batch] for batch in _batches(spans, 4 * CHUNK)]
     assert groups == [[0, 600, 1200], [3900], [8000, 8600]]
 
 

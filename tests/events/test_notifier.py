@@ -22,7 +22,6 @@ from tierd.core.config import NotifyConfig
 from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable
 from tierd.daemon.reconcile import Reconciler
 from tierd.daemon.status import status
-from tierd.events import notifier
 from tierd.events.notifier import Notifier
 from tierd.spool.commit import CommittedPart
 from tierd.spool.spool import Spool
@@ -35,17 +34,16 @@ PATIENT = 60.0  # seconds
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notifier, "_PAUSE", 0.01)
     for name in ("http_proxy", "HTTP_PROXY"):  # which is not asked for what is on this machine
         monkeypatch.setenv(name, "http://127.0.0.1:9")
 
 
 @contextlib.asynccontextmanager
 async def notifying(
-    spool: Spool, stores: dict[str, Store], *hooks: NotifyConfig
+    spool: Spool, stores: dict[str, Store], *hooks: NotifyConfig, end_s: float = 5.0
 ) -> AsyncIterator[tuple[Reconciler, Notifier]]:
     """A daemon at work that tells."""
-    notifier = Notifier(hooks, str(spool.root))
+    notifier = Notifier(hooks, str(spool.root), again_s=0.01, end_s=end_s)
     daemon = Reconciler(config(spool, *stores), spool, stores, notifier.offer)
     notifier.start(daemon.journal)
     try:
@@ -289,16 +287,15 @@ def test_no_process_of_a_command_outlives_its_time(spool, tmp_path, text):
     asyncio.run(work())
 
 
-def test_end_of_the_daemon_gives_queued_events_a_short_time(spool, tmp_path, monkeypatch):
+def test_end_of_the_daemon_gives_queued_events_a_short_time(spool, tmp_path):
     """A receiver that answers gets all of it; what hangs is cut off, a command with all that it started."""
-    monkeypatch.setattr(notifier, "_LAST", 1.0)
 
     async def work():
         with receiving() as fine, receiving() as hung:
             hung.answer = "hang"
             one = script(tmp_path, HANG, timeout_s=600.0)
             hooks = hook(fine), hook(hung, timeout_s=600.0), one
-            async with notifying(spool, {"tier": MemoryStore()}, *hooks) as (daemon, _):
+            async with notifying(spool, {"tier": MemoryStore()}, *hooks, end_s=1.0) as (daemon, _):
                 commit(spool, part(1))
                 await settle(daemon)
                 await until(lambda: (tmp_path / "pids").exists() and hung.asked)

@@ -19,7 +19,6 @@ import xxhash
 from tierd.core.errors import StepRefused
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
-from tierd.spool import commit as module
 from tierd.spool import file_io
 from tierd.spool.commit import CommittedPart, write_part
 from tierd.spool.records import mark_saved
@@ -334,10 +333,11 @@ def _stage_that_notes_nothing(spool, owner):
 def test_the_second_try_takes_nothing_recycled(spool, monkeypatch):
     recycle(spool)
     asked = []
-    monkeypatch.setattr(module, "_take", lambda *args: asked.append(args))
-    fail_once(monkeypatch, "fsync", errno.EIO)
-    write_part(spool, manifest(part()), files(), MIB)
-    assert len(asked) <= 1
+    with monkeypatch.context() as patch:
+        patch.setattr(Spool, "recycled", lambda *given: asked.append(given))
+        fail_once(patch, "fsync", errno.EIO)
+        write_part(spool, manifest(part()), files(), MIB)
+    assert len(asked) == 1
     assert spool.recycled(part()) is not None
 
 

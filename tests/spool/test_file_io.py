@@ -518,12 +518,12 @@ def test_a_file_system_in_memory_will_do(tmp_path):
 
 
 def _full(monkeypatch):
-    monkeypatch.setattr(direct_io, "_fallocate", lambda *_: -1)
+    monkeypatch.setattr(direct_io.libc, "fallocate", lambda *_: -1)
     monkeypatch.setattr(direct_io.ctypes, "get_errno", lambda: errno.ENOSPC)
 
 
 def _without_fallocate(monkeypatch):
-    monkeypatch.setattr(direct_io, "_fallocate", lambda *_: -1)
+    monkeypatch.setattr(direct_io.libc, "fallocate", lambda *_: -1)
     monkeypatch.setattr(direct_io.ctypes, "get_errno", lambda: errno.EOPNOTSUPP)
 
 

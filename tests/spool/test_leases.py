@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -9,10 +10,12 @@ import time
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.doubles import Double
 from support.interrupted import at_line
+from support.timed import timed_client
 from support.training import tensors
 from support.waiting import wait_until
 from support.world import Daemon
@@ -133,8 +136,9 @@ def test_a_handler_may_save_at_any_line_of_a_launchs_first_save(tmp_path):
 
 
 def test_a_handler_that_closes_during_the_first_save_leaves_no_lease(spool, monkeypatch):
-    real, ckpt = leases._lock, made(spool)
-    monkeypatch.setattr(leases, "_lock", lambda *arguments: (ckpt.close(), real(*arguments))[1])
+    ckpt = made(spool)
+    closing = {"flock": lambda *arguments: (ckpt.close(), fcntl.flock(*arguments))}
+    monkeypatch.setattr(leases, "fcntl", SimpleNamespace(**{**vars(fcntl), **closing}))
     with suppress(ConfigError):  # it is closed
         save(ckpt, 1)
     assert alive(spool) == []
@@ -275,7 +279,7 @@ def reported(caplog, attempt: str) -> int:
 @pytest.mark.timeout(200)
 def test_array_tasks_on_two_nodes_with_one_run_name_are_both_warned_once_a_tier_shows_it(tmp_path, caplog, monkeypatch):
     """Each is rank 0 of 1, with a spool and a daemon of its own."""
-    monkeypatch.setattr("tierd.client.ranks.other_launches._ASK_S", 1.0)
+    timed_client(monkeypatch, launches_s=1.0)
     store = MemoryStore()
     with (
         Daemon(tmp_path / "a", {"tier": store}, rescan="1s") as one,
@@ -300,7 +304,7 @@ def test_array_tasks_on_two_nodes_with_one_run_name_are_both_warned_once_a_tier_
 
 @pytest.mark.timeout(200)
 def test_launch_that_restarts_with_its_two_nodes_exchanged_is_no_rival(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("tierd.client.ranks.other_launches._ASK_S", 0.5)
+    timed_client(monkeypatch, launches_s=0.5)
     store = MemoryStore()
     with (
         Daemon(tmp_path / "a", {"tier": store}, rescan="1s") as one,

@@ -344,8 +344,8 @@ def test_stage_of_a_live_writer_is_no_leftover_and_of_a_dead_writer_is(spool):
     assert other.leftovers() == []
     other.discard(f"stage/{stage.path.name}")  # not even when it is asked for
     assert stage.path.is_dir()
-    os.close(stage._fd)  # what a death does
-    stage._fd = -1
+    with open(os.devnull) as null:
+        os.dup2(null.fileno(), stage._fd)  # which closes it, as a death does
     assert other.leftovers() == [f"stage/{stage.path.name}"]
     other.discard(other.leftovers()[0])
     assert other.leftovers() == []

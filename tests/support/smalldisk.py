@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from tierd.spool import commit
+from tierd.spool.file_io import FileWriter
 from tierd.spool.spool import Spool
 
 
@@ -15,15 +16,15 @@ class SmallDisk:
 
     def __init__(self, monkeypatch, root: Path, size_bytes: int) -> None:
         self.root, self.size_bytes, self.refused = root, size_bytes, 0
-        real = commit._write
+        real = commit.FileWriter
 
-        def write(spool, manifest, sources, chunk_size, *, reuse):
-            if self.used() + sum(map(len, sources.values())) > self.size_bytes:
+        def writer(path: Path, name: str, size: int, *more: int, recycled: bool = False) -> FileWriter:
+            if self.used() + size > self.size_bytes:
                 self.refused += 1
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return real(spool, manifest, sources, chunk_size, reuse=reuse)
+            return real(path, name, size, *more, recycled=recycled)
 
-        monkeypatch.setattr(commit, "_write", write)
+        monkeypatch.setattr(commit, "FileWriter", writer)
         monkeypatch.setattr(Spool, "free", lambda spool: (self.size_bytes - self.used(), self.size_bytes))
 
     def used(self) -> int:

@@ -10,7 +10,8 @@ import os
 import subprocess
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from support.timed import give_client
 from support.training import same, tensors
@@ -39,19 +40,18 @@ _DAEMON = (
     "import sys; from tierd.daemon import timings; short = timings.DaemonTimings(orphan_s=2.0); "
     "timings.given = lambda: short; from tierd.cli import run; sys.exit(run())"
 )
-_start = daemon_start._start
 
 
-def starting(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+def starting(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start a daemon that keeps a dead trainer's memory for 2 s and not for 30, because it does not end before."""
     assert command[1:3] == ["-m", "tierd"]
-    return _start([command[0], "-c", _DAEMON, *command[3:]], log)
+    return subprocess.Popen([command[0], "-c", _DAEMON, *command[3:]], **options)
 
 
 def main(spool: str, log: str, steps: int, to: Sequence[str] | None = None, every: int = 2) -> None:
     """Resume and save `steps` more, each as fast as it goes; every `every`-th is waited for."""
     give_client(start_s=0.5)
-    daemon_start._start = starting
+    daemon_start.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": starting})  # type: ignore[attr-defined]
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         checkpointer = tierd.Checkpointer(spool, "run", to=to)

@@ -26,9 +26,8 @@ PIECE = 16 << 20  # one read(2) or write(2), bytes; larger ones gain nothing
 T = TypeVar("T")
 
 _POPULATE_WRITE = 23  # madvise(2), Linux 5.14
-_libc = ctypes.CDLL(None, use_errno=True)
-_fallocate = _libc.fallocate
-_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+libc = ctypes.CDLL(None, use_errno=True)
+libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 def set_direct(fd: int, on: bool) -> bool:
@@ -48,7 +47,7 @@ def reserve(fd: int, size: int) -> None:
 
     `posix_fallocate` is not used, because on file systems without allocation it writes a byte into every block instead.
     """
-    if _fallocate(fd, 0, 0, size) and ctypes.get_errno() in (errno.ENOSPC, errno.EDQUOT):
+    if libc.fallocate(fd, 0, 0, size) and ctypes.get_errno() in (errno.ENOSPC, errno.EDQUOT):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
@@ -196,7 +195,7 @@ def populate(memory: mmap.mmap, begin: int, length: int) -> int:
     """Touch writable pages, so that later writes find them allocated. Returns an errno value, 0 on success."""
     # Not mmap.madvise, because it holds the GIL for as long as the kernel clears pages.
     first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    if _libc.madvise(ctypes.c_void_p(first + begin), ctypes.c_size_t(length), _POPULATE_WRITE) == 0:
+    if libc.madvise(ctypes.c_void_p(first + begin), ctypes.c_size_t(length), _POPULATE_WRITE) == 0:
         return 0
     return ctypes.get_errno()
 

@@ -44,11 +44,11 @@ class Board:
     """Notes that others read only after a drawn delay, each writer's in order."""
 
     def __init__(self, clock: Clock, noise: random.Random) -> None:
-        self._clock, self._noise = clock, noise
+        self._clock, self.noise = clock, noise
         self._notes: dict[str, tuple[float, bytes]] = {}
 
     def put(self, key: str, value: bytes) -> None:
-        self._notes[key] = self._clock.now + self._noise.choice((0.0, 0.01, 0.3)), value
+        self._notes[key] = self._clock.now + self.noise.choice((0.0, 0.01, 0.3)), value
 
     def read(self, keys: Collection[str]) -> dict[str, bytes]:
         found = {key: self._notes[key] for key in keys if key in self._notes}
@@ -187,7 +187,7 @@ def test_rank_that_asked_further_than_the_rank_with_the_notice_decides_the_step(
     """Rank 1 is a step ahead when the notice comes: the step is one that neither has passed."""
     clock = Clock()
     board = Board(clock, random.Random(3))
-    board._noise = random.Random(0)
+    board.noise = random.Random(0)
     first, second = Agreement(0, 2, "m/"), Agreement(1, 2, "m/")
     assert not first.due(4) and not second.due(4) and not second.due(5)
     first.offer(Notice("SIGTERM", "SIGTERM", 0.0))

@@ -61,13 +61,13 @@ def test_a_rank_that_cannot_read_gives_up_as_well(caplog) -> None:
 
 def test_training_that_was_stopped_in_due_leaves_the_other_thread_time_to_read(monkeypatch) -> None:
     """The whole process was stopped in the first wait, and the other thread reads the word in the second."""
-    board = Board()
-    ranks = stopped_behind_its_note(board)
-    monkeypatch.setattr(agreement, "LATE_S", 0.05)
+    board, ranks = Board(), list[Agreement]()
     waits: list[float] = []
 
     class Stopped(threading.Condition):
         def wait(self, timeout: float | None = None) -> bool:
+            if not ranks:
+                return super().wait(timeout)
             waits.append(timeout or 0.0)
             if len(waits) == 1:
                 time.sleep(4 * agreement.LATE_S)
@@ -75,7 +75,10 @@ def test_training_that_was_stopped_in_due_leaves_the_other_thread_time_to_read(m
                 ranks[1].advance(board, LATER_S)
             return True
 
-    ranks[1]._changed = Stopped()
+    monkeypatch.setattr(agreement, "threading", SimpleNamespace(**{**vars(threading), "Condition": Stopped}))
+    made = stopped_behind_its_note(board)
+    monkeypatch.setattr(agreement, "LATE_S", 0.05)
+    ranks += made
     assert ranks[1].due(11), "as on rank 0"
     assert len(waits) == 2
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -24,6 +25,7 @@ from tierd.client.preemption.agreement import Agreement, Notice
 from tierd.client.ranks.board import DirectoryBoard, StoreBoard
 from tierd.client.ranks.note_exchange import NoteExchange
 from tierd.client.ranks.tier_board import TierBoard
+from tierd.client.timings import USUAL
 from tierd.core.errors import SpoolUnusable, StoreUnavailable
 from tierd.stores.memory import MemoryStore
 
@@ -51,8 +53,8 @@ def _quick(board):
     return board
 
 
-def exchanges(boards, world: int, silent_s: float = QUICK) -> list[NoteExchange]:
-    made = [NoteExchange(boards(), rank, world, silent_s) for rank in range(world)]
+def exchanges(boards, world: int, silent_s: float = QUICK, last_s: float = USUAL.last_sign_s) -> list[NoteExchange]:
+    made = [NoteExchange(boards(), rank, world, silent_s, last_s) for rank in range(world)]
     assert together(*(lambda one=one: one.begin(60) for one in made)) == [None] * world
     return made
 
@@ -157,12 +159,11 @@ def test_rank_that_is_interrupted_notifies_the_others_and_does_not_wait(boards, 
     assert together(*(lambda one=one: one.exchange(b"x", 60) for one in made)) == [[b"x"] * 3] * 3
 
 
-def test_an_exchange_succeeds_on_all_ranks_or_on_none(boards, monkeypatch):
+def test_an_exchange_succeeds_on_all_ranks_or_on_none(boards):
     """Rank 1 gives up at about the moment at which rank 0 comes: in either order, they agree."""
-    monkeypatch.setattr("tierd.client.ranks.note_exchange._LAST_S", 0.1)  # how long rank 0 waits
     both = 0
     for seed in range(25):
-        first, second = exchanges(lambda seed=seed: boards(f"launch {seed}"), 2)
+        first, second = exchanges(lambda seed=seed: boards(f"launch {seed}"), 2, last_s=0.1)
 
         def late(first=first, seed=seed) -> list[bytes]:
             time.sleep(0.1 + seed * 0.008)
@@ -195,14 +196,14 @@ def test_exchange_succeeds_though_rank_0_fails_to_remove_its_notes(boards, monke
 def test_rank_0_that_was_stopped_before_its_answer_fails_with_the_others(boards, monkeypatch):
     """Others may have given up waiting for it meanwhile."""
     made = exchanges(boards, 2)
-    put = made[0]._put
+    put = made[0]._board.put
 
     def stopped(key: str, value: bytes) -> None:
         put(key, value)
         if key.endswith("/closing"):
             time.sleep(0.6 * QUICK)
 
-    monkeypatch.setattr(made[0], "_put", stopped)
+    monkeypatch.setattr(made[0]._board, "put", stopped)
     for error in together(*(lambda one=one: one.exchange(b"x", 60) for one in made)):
         assert isinstance(error, StoreUnavailable) and "rank 0 (process" in str(error) and "was stopped" in str(error)
 
@@ -225,15 +226,15 @@ def test_rank_0_may_end_with_its_store_only_when_others_have_read_why():
         return bool(store.check([f"launch/{made[0]._name}/seen/1"]))
 
     def second() -> None:
-        read = made[1]._get
+        read = made[1]._board.read
 
-        def late(key: str) -> bytes | None:
-            found = read(key)
-            if key == "0/all" and found is not None:
+        def late(keys: Iterable[str]) -> dict[str, bytes]:
+            found = read(keys)
+            if any(key.endswith("/0/all") for key in found):
                 time.sleep(1.0)  # rank 0 has long noticed that rank 2 is absent
             return found
 
-        made[1]._get = late
+        made[1]._board.read = late
         with pytest.raises(StoreUnavailable, match="rank 2"):
             made[1].exchange(b"", 1.0)
 

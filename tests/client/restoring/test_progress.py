@@ -10,15 +10,15 @@ import weakref
 import pytest
 import torch
 from support.doubles import Double, flipped, is_chunk
+from support.timed import timed_client
 from support.training import same, tensors
 from support.world import Daemon, commit, content, hurry, part, read
 
 import tierd
-from tierd.client.restoring import progress
 from tierd.client.restoring.progress import Fetching
+from tierd.client.timings import USUAL
 from tierd.core.errors import StoreUnavailable
 from tierd.core.manifest import TENSORS
-from tierd.daemon.transfer import download
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Fetch
 from tierd.spool import direct_io, verified_reads
@@ -31,7 +31,6 @@ PART = part(7)
 def quick(monkeypatch):
     hurry(monkeypatch)
     monkeypatch.setattr("tierd.ipc.messages.HEARTBEAT", 0.02)
-    monkeypatch.setattr(download, "_HANDS", 1)
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ def test_fetch_may_take_its_time_while_bytes_arrive(clock, caplog):
     watch = Fetching(PART)
     with caplog.at_level(logging.INFO, "tierd"):
         for done in range(100):
-            clock[0] += progress._STALLED - 1
+            clock[0] += USUAL.stalled_s - 1
             watch({"working": True, "done": done * 10**9, "total": 96 * 10**9, "tiers": ["s3"]})
     assert "step 7" in caplog.text and "from s3: 41.0 of 96.0 GB" in caplog.text
 
@@ -108,7 +107,7 @@ def test_only_a_damaged_part_is_called_not_whole(spool, caplog, there):
 def test_fetch_that_brings_no_byte_is_given_up(clock, line):
     watch = Fetching(PART)
     watch(line)
-    clock[0] += progress._STALLED - 1
+    clock[0] += USUAL.stalled_s - 1
     watch(line)
     clock[0] += 1
     with pytest.raises(StoreUnavailable, match="no byte"):
@@ -135,11 +134,11 @@ def test_restore_from_a_tier_that_hangs_ends_and_the_next_restore_continues(spoo
         store.before = hang
         state = tensors(10**6)
         with tierd.Checkpointer(spool.root, "run") as checkpointer:
-            monkeypatch.setattr(progress, "_STALLED", 0.5)
+            timed_client(monkeypatch, stalled_s=0.5)
             with pytest.raises(StoreUnavailable, match="no byte"):
                 checkpointer.restore(state)
             assert same(state, 10**6), "nothing was loaded"
-            monkeypatch.setattr(progress, "_STALLED", 600.0)
+            timed_client(monkeypatch, stalled_s=600.0)
             store.before, store.delay = None, 0.0
             assert checkpointer.restore(state).step == 4
         assert same(state, 4)

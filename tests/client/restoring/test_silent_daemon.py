@@ -140,7 +140,7 @@ def test_daemon_that_accepts_no_more_callers_is_not_started_a_second_time(
     spool, tmp_path, stopped, monkeypatch, caplog
 ):
     """A client of a stopped daemon waits in a queue, which is full after a hundred."""
-    monkeypatch.setattr(daemon_start, "_start", lambda *_: pytest.fail("its spool is held"))
+    monkeypatch.setattr(daemon_start.subprocess, "Popen", lambda *_, **__: pytest.fail("its spool is held"))
     callers = []
     with pytest.raises(BlockingIOError):
         for _ in range(10_000):
@@ -155,7 +155,7 @@ def test_daemon_that_accepts_no_more_callers_is_not_started_a_second_time(
     ckpt.close()
 
 
-def test_restore_does_without_a_daemon_that_was_stopped_before_it_listened(spool, tmp_path):
+def test_restore_does_without_a_daemon_that_was_stopped_before_it_listened(spool, tmp_path, monkeypatch):
     """It holds the spool, so another one could not start for a minute, and each launch failed."""
     held = f"with Spool({str(spool.root)!r}).lock(): os.kill(os.getpid(), 19)"
     script = f"import os; from tierd.spool.spool import Spool\n{held}"
@@ -169,7 +169,11 @@ def test_restore_does_without_a_daemon_that_was_stopped_before_it_listened(spool
             ckpt.save(1, tensors(1)).wait(timeout=60)
         finally:
             holder.kill()
-    made_of(ckpt).daemon._to = None  # none is started any more
+
+    def refuse(*_: object) -> None:
+        raise DaemonUnavailable("none is started any more")
+
+    monkeypatch.setattr(attachment, "start_daemon", refuse)
     ckpt.close()
     assert restored(spool)[0].step == 1
 

@@ -15,10 +15,10 @@ from support.world import Daemon, hurry, part
 
 import tierd
 from tierd.client import attachment
-from tierd.client.checkpointer import made_of
 from tierd.client.saving import pipeline
 from tierd.core.errors import (
     ConfigError,
+    DaemonSilent,
     DaemonUnavailable,
     SaveFailed,
     SpoolFull,
@@ -26,6 +26,7 @@ from tierd.core.errors import (
     StoreUnavailable,
 )
 from tierd.ipc.messages import Failed
+from tierd.spool.spool import Spool
 
 
 class Disk:
@@ -122,10 +123,18 @@ def test_a_hung_tier_does_not_hold_up_the_first_save(spool, monkeypatch):
 
 def test_a_daemon_that_takes_its_time_holds_up_no_save(spool, tmp_path, monkeypatch):
     """Its tie is broken, and a new one comes only after eight saves are durable."""
-    checkpointer = tierd.Checkpointer(spool.root, "run", to=[])
-    made_of(checkpointer).daemon._to = (f"file://{tmp_path}",)
+    timed_client(monkeypatch, alone_s=0.0)
     tries, answers = [], threading.Event()
-    monkeypatch.setattr(made_of(checkpointer).daemon, "_attach", lambda to: tries.append(answers.wait(200)))
+    answers.set()
+
+    def link(spool: Spool, **options: float) -> None:
+        tries.append(answers.wait(200))
+        raise DaemonSilent("it takes its time")
+
+    monkeypatch.setattr(attachment, "Link", link)
+    checkpointer = tierd.Checkpointer(spool.root, "run", to=[f"file://{tmp_path}"])
+    tries.clear()
+    answers.clear()
     for step in range(8):
         checkpointer.save(step, tensors(step)).wait()
     answers.set()

@@ -114,7 +114,7 @@ def test_the_trainers_own_retention_counts_where_the_spool_has_none(spool, monke
 
 
 def test_a_dcp_save_that_finds_the_disk_full_is_tried_again(spool, monkeypatch):
-    real, asked, tries = tierd.dcp.StorageWriter._write, [], []
+    real, asked, tries = dcp.FileSystemWriter.write_data, [], []
 
     def write(self, plan, planner):
         tries.append(1)
@@ -122,7 +122,7 @@ def test_a_dcp_save_that_finds_the_disk_full_is_tried_again(spool, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(self, plan, planner)
 
-    monkeypatch.setattr(tierd.dcp.StorageWriter, "_write", write)
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write)
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         monkeypatch.setattr(
             made_of(ckpt).daemon, "make_room", lambda part, size, quota: asked.append((size, quota)) or True

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,7 +33,6 @@ from tierd.client.timings import USUAL
 from tierd.core.errors import DaemonUnavailable, SaveFailed
 from tierd.daemon import handoff
 from tierd.daemon.spool_space import FreedSpace
-from tierd.ipc import client as line_to_daemon
 from tierd.ipc import messages
 from tierd.ipc.handoff_messages import Lend
 from tierd.spool.arena import Arena
@@ -161,7 +161,7 @@ def test_memory_that_a_stopped_daemon_holds_is_bounded_and_released_when_it_wake
 
 @pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
 def test_a_daemon_that_is_stopped_before_its_first_snapshot_holds_no_memory(spool, tmp_path, monkeypatch, waits, end):
-    monkeypatch.setattr(line_to_daemon, "_GREETING", 0.5)  # that making a Checkpointer waits
+    timed_client(monkeypatch, hello_s=0.5)  # that making a Checkpointer waits
     with running(spool, tmp_path / "tier") as process, contextlib.ExitStack() as stack:
         process.send_signal(signal.SIGSTOP)
         with tierd.Checkpointer(spool.root, "run", attempt=tierd.new_attempt()) as ckpt:
@@ -194,8 +194,8 @@ def test_greeting_that_arrives_late_holds_up_no_save(spool, daemon, monkeypatch,
 
 
 def test_a_daemon_that_reads_a_packet_a_second_is_met_once(spool, daemon, monkeypatch, caplog):
-    real = handoff._received
-    monkeypatch.setattr(handoff, "_received", lambda connection: time.sleep(1.0) or real(connection))
+    slow = {"recv_fds": lambda *arguments: time.sleep(1.0) or socket.recv_fds(*arguments)}
+    monkeypatch.setattr(handoff, "socket", SimpleNamespace(**{**vars(socket), **slow}))
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         assert save_all(ckpt, range(20)) < MOST_BLOCKED_S
         assert caplog.text.count("the daemon was silent") == 1
@@ -396,11 +396,9 @@ def test_memory_is_touched_anew_before_training_needs_it(spool, daemon, monkeypa
         wait_until(made_of(ckpt).handoff.renew)
         made_of(ckpt).handoff.timings = replace(made_of(ckpt).handoff.timings, silence_s=60.0)
         state = {"x": torch.zeros(1 << 18)}
-        with monkeypatch.context() as patch:  # both slots are handed over, and idle
-            working.go.set()
-            patch.setattr(pipeline.Pipeline, "_anew", lambda *_: pytest.fail("nobody is silent"))
-            for step in (1, 2):
-                ckpt.save(step, state).wait(timeout=60)
+        working.go.set()
+        for step in (1, 2):  # then both slots are handed over, and idle
+            ckpt.save(step, state).wait(timeout=60)
         handed_over = [slot.arena for slot in made_of(ckpt).pipeline.slots]
         assert all(handed_over) and ckpt.stats.handed_over == 2
         working.go.clear()
@@ -420,8 +418,7 @@ def test_memory_is_touched_anew_before_training_needs_it(spool, daemon, monkeypa
 
 def test_a_full_disk_and_a_stopped_daemon_cost_one_wait(spool, monkeypatch):
     """Naming the attempt and making room ask the control socket, where a save waits for the answer."""
-    monkeypatch.setattr(line_to_daemon, "_GREETING", 0.2)
-    timed_client(monkeypatch, room_silence_s=0.1)
+    timed_client(monkeypatch, room_silence_s=0.1, hello_s=0.2)
     asked, real = [], attachment.Link
 
     def link(spool, **more):
@@ -438,7 +435,8 @@ def test_a_full_disk_and_a_stopped_daemon_cost_one_wait(spool, monkeypatch):
                 with pytest.raises(SaveFailed):
                     ckpt.save(step, {"x": torch.zeros(1 << 18)}).wait(timeout=60)
             assert asked == [], "it was found stopped when the launch began"
-            made_of(ckpt).daemon._not_before = 0.0
+            later = {"monotonic": lambda: time.monotonic() + 3600}
+            monkeypatch.setattr(attachment, "time", SimpleNamespace(**{**vars(time), **later}))
             with pytest.raises(SaveFailed):
                 ckpt.save(4, {"x": torch.zeros(1 << 18)}).wait(timeout=60)
             assert asked == [0.1], "asked again after half a minute"
@@ -449,9 +447,9 @@ def test_trainer_does_not_ask_a_silent_daemon_for_room(spool, daemon, monkeypatc
     monkeypatch.setattr(messages, "BEAT", 60.0)
     timed_client(monkeypatch, silence_s=0.2)
     working, asked = Hold(monkeypatch, "write_part"), []
+    monkeypatch.setattr(attachment.Attachment, "make_room", lambda *_: asked.append(1) or False)
     with pytest.raises(SaveFailed, match="in no place"), tierd.Checkpointer(spool.root, "run") as ckpt:
         wait_until(made_of(ckpt).handoff.renew)
-        made_of(ckpt).pipeline._room = lambda *_: asked.append(1) or False
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         monkeypatch.setattr(pipeline, "write_part", lambda *_: (_ for _ in ()).throw(full))
         save = ckpt.save(1, tensors(1))

@@ -55,11 +55,16 @@ def gets(store: Double) -> list[str]:
     return [key for operation, key in store.calls if operation == "get" and is_chunk(key)]
 
 
-def interrupted(spool: Spool, store: Double, after: int, how: str = "error") -> None:
+def budget(hands: int) -> Budget:
+    """One for this many chunks at a time: 8 is the most, and a budget too small for two lets one through."""
+    return Budget(1) if hands == 1 else Budget()
+
+
+def interrupted(spool: Spool, store: Double, after: int, how: str = "error", hands: int = 1) -> None:
     """A fetch that gets `after` chunks and then fails, or is cancelled."""
 
     async def work() -> None:
-        task = asyncio.ensure_future(fetch(spool, PART, {"tier": store}))
+        task = asyncio.ensure_future(fetch(spool, PART, {"tier": store}, budget(hands)))
 
         def cut(operation: str, key: str) -> None:
             if operation == "get" and is_chunk(key) and len(gets(store)) > after:
@@ -86,23 +91,17 @@ def right(spool: Spool) -> int:
     return found
 
 
-@pytest.fixture
-def one_hand(monkeypatch):
-    monkeypatch.setattr(download_module, "_HANDS", 1)
-
-
 @pytest.mark.parametrize("hands", [1, 8])
 @pytest.mark.parametrize("how", ["error", "cancel"])
 @pytest.mark.parametrize("after", range(ALL))
-def test_fetch_interrupted_at_any_chunk_fetches_only_the_missing_chunks(spool, store, monkeypatch, after, how, hands):
-    monkeypatch.setattr(download_module, "_HANDS", hands)
-    interrupted(spool, store, after, how)
+def test_fetch_interrupted_at_any_chunk_fetches_only_the_missing_chunks(spool, store, after, how, hands):
+    interrupted(spool, store, after, how, hands)
     assert not spool.parts()
     there = right(spool)
     if hands == 1:
         assert there == after
     progress = Progress()
-    fetched = asyncio.run(fetch(spool, PART, {"tier": store}, progress=progress))
+    fetched = asyncio.run(fetch(spool, PART, {"tier": store}, budget(hands), progress))
     assert read(spool, PART) == FILES
     assert len(gets(store)) == fetched.chunks == ALL - there
     assert progress.done == progress.total == sum(map(len, FILES.values()))
@@ -114,7 +113,7 @@ HARMS = ["flip", "truncate", "empty", "lengthen", "remove", "directory", "symlin
 
 @pytest.mark.parametrize("victim", ["weights.bin", "deep/er/state.json"])
 @pytest.mark.parametrize("harm", [*HARMS, "holes"])
-def test_partial_file_that_was_damaged_meanwhile_is_fetched_again(spool, store, harm, victim, one_hand):
+def test_partial_file_that_was_damaged_meanwhile_is_fetched_again(spool, store, harm, victim):
     interrupted(spool, store, ALL - 1)
     path = spool.fetching(PART) / victim
     size = path.stat().st_size
@@ -127,7 +126,7 @@ def test_partial_file_that_was_damaged_meanwhile_is_fetched_again(spool, store, 
     assert read(spool, PART) == FILES
 
 
-def test_nothing_but_the_manifests_files_is_ever_made_visible(spool, store, one_hand, tmp_path):
+def test_nothing_but_the_manifests_files_is_ever_made_visible(spool, store, tmp_path):
     interrupted(spool, store, 3)
     home = spool.fetching(PART)
     (home / MANIFEST_NAME).write_bytes(b"of a commit that was cut off")
@@ -261,7 +260,6 @@ def test_a_file_of_two_names_is_copied_before_it_is_written(spool, store, tmp_pa
     """The program may write to a chunk that was right, until the copy is made."""
     path, theirs = linked(spool, tmp_path)
     theirs.write_bytes(flipped(path.read_bytes(), bad * CHUNK))
-    monkeypatch.setattr(download_module, "_HANDS", hands)
     real, other = download_module.unshare, 1
 
     def unshare(file):
@@ -271,7 +269,7 @@ def test_a_file_of_two_names_is_copied_before_it_is_written(spool, store, tmp_pa
 
     monkeypatch.setattr(download_module, "unshare", unshare)
     progress = Progress()
-    assert asyncio.run(fetch(spool, PART, {"tier": store}, progress=progress)).chunks == 2
+    assert asyncio.run(fetch(spool, PART, {"tier": store}, budget(hands), progress)).chunks == 2
     assert not path.samefile(theirs) and theirs.read_bytes() != FILES["weights.bin"]
     assert read(spool, PART) == FILES
     assert progress.done == progress.total == sum(map(len, FILES.values()))
@@ -293,7 +291,7 @@ def test_each_file_is_synced_once(spool, store, monkeypatch):
     assert len(files) == len(set(files)) == len(FILES)
 
 
-def test_chunks_that_an_interrupted_repair_wrote_are_synced_by_the_next_repair(spool, store, monkeypatch, one_hand):
+def test_chunks_that_an_interrupted_repair_wrote_are_synced_by_the_next_repair(spool, store, monkeypatch):
     commit(spool, PART, FILES)
     path = spool.path(PART) / "weights.bin"
     path.write_bytes(flipped(path.read_bytes(), 0))
@@ -385,36 +383,35 @@ def test_fetch_that_is_cancelled_while_it_waits_for_its_place_releases_it(spool,
     assert len(spool.leftovers()) == 1, "nobody holds it"
 
 
-def test_leftover_that_cannot_be_removed_is_released(spool, store, one_hand, monkeypatch):
+def test_leftover_that_cannot_be_removed_is_released(spool, store, monkeypatch):
     interrupted(spool, store, 3)
-    monkeypatch.setattr(Spool, "_bury", lambda self, path: _raise(OSError(errno.EIO, os.strerror(errno.EIO))))
+    monkeypatch.setattr(Path, "rename", lambda *paths: _raise(OSError(errno.EIO, os.strerror(errno.EIO))))
     (left,) = spool.leftovers()
     with pytest.raises(OSError, match="Input/output"):
         spool.discard(left)
     assert spool.leftovers() == [left]
 
 
-def test_a_tier_that_hangs_keeps_no_other_from_giving_all(spool, store, monkeypatch):
-    monkeypatch.setattr("tierd.daemon.transfer.replicas._ANSWER", 0.1)
+def test_a_tier_that_hangs_keeps_no_other_from_giving_all(spool, store):
     hung = Double()
     hung.delay = 1000.0
 
     async def work() -> None:
         async with asyncio.timeout(60):
-            fetched = await fetch(spool, PART, {"first": hung, "tier": store, "last": hung})
+            fetched = await fetch(spool, PART, {"first": hung, "tier": store, "last": hung}, answer_s=0.1)
         assert fetched.tiers == ("tier",) and not fetched.defects
 
     asyncio.run(work())
     assert read(spool, PART) == FILES
     spool.remove([PART])
     with pytest.raises(StoreUnavailable, match="first: did not answer"):
-        asyncio.run(fetch(spool, PART, {"first": hung, "empty": MemoryStore()}))
+        asyncio.run(fetch(spool, PART, {"first": hung, "empty": MemoryStore()}, answer_s=0.1))
 
 
-def test_a_tier_that_fails_is_not_asked_first_for_every_chunk(spool, store, one_hand):
+def test_a_tier_that_fails_is_not_asked_first_for_every_chunk(spool, store):
     failing = Double(store.inner)
     failing.before = lambda operation, key: _raise(StoreUnavailable("gone")) if is_chunk(key) else None
-    fetched = asyncio.run(fetch(spool, PART, {"first": failing, "tier": store}))
+    fetched = asyncio.run(fetch(spool, PART, {"first": failing, "tier": store}, budget(1)))
     assert read(spool, PART) == FILES and fetched.tiers == ("tier",)
     assert len(gets(failing)) == 1
 

@@ -49,7 +49,7 @@ class Calls:
             if name not in ("read", "fallocate", "flock"):
                 setattr(os, name, self._hooked(name, getattr(os, name)))
         fcntl.flock = self._hooked("flock", fcntl.flock)
-        direct_io._fallocate = self._fallocate(direct_io._fallocate)
+        direct_io.libc.fallocate = self._fallocate(direct_io.libc.fallocate)
         calls = self
 
         class File(io.FileIO):

@@ -91,9 +91,8 @@ class Cutter:
     def install(self) -> None:
         for name in _CALLS:
             setattr(os, name, self._counted(_SAME.get(name, name), getattr(os, name)))
-        tierd.spool.direct_io._fallocate = self._counted(
-            "fallocate", tierd.spool.direct_io._fallocate, lambda answer: not answer
-        )
+        libc = tierd.spool.direct_io.libc
+        libc.fallocate = self._counted("fallocate", libc.fallocate, lambda answer: not answer)
         for module in (io, builtins):
             module.open = self._opening(io.open)  # type: ignore[attr-defined]
 
