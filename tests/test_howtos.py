@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.preemption_fixtures import usual  # noqa: F401
 from support.s3stub import Bucket, serving
 from support.waiting import wait_until
 from support.world import Daemon, commit, part
@@ -197,7 +198,6 @@ def test_a_batch_script_passes_the_signal_on_as_the_page_about_spot_instances_sa
 def test_the_loop_of_the_page_about_spot_instances_saves_and_ends(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     torch = pytest.importorskip("torch")
     (tmp_path / "tier").mkdir()
-    monkeypatch.setattr("tierd.client.preemption.clouds._detected", lambda dmi: None)
     code = re.findall(r"^```python\n(.*?)^```", (HOWTO / "spot.md").read_text(), re.M | re.S)[0]
     words = {"/nvme/tierd": f"{tmp_path}/spool", "s3://bucket/checkpoints": f"file://{tmp_path}/tier", '"s3"': '"file"'}
     for word, value in words.items():

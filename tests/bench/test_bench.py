@@ -17,7 +17,6 @@ torch = pytest.importorskip("torch")
 from tierd.bench import drive, overhead, page, plot, procfs, seed, targets  # noqa: E402
 from tierd.bench.arms import ARMS  # noqa: E402
 from tierd.bench.procfs import Machine  # noqa: E402
-from tierd.bench.restoring import WAYS  # noqa: E402
 from tierd.bench.result import FORMAT, ArmResult, Result, SizeResult, measured_cost, percentile  # noqa: E402
 from tierd.bench.training import STATE_BYTES_PER_PARAMETER, Training, shape_for  # noqa: E402
 from tierd.core.errors import ConfigError  # noqa: E402
@@ -279,24 +278,22 @@ def test_a_step_on_a_gpu_has_more_to_do():
 @pytest.mark.parametrize("stays", [True, False])
 def test_a_whole_run(tmp_path, monkeypatch, stays):
     monkeypatch.setattr(drive, "fits", lambda *_: stays)
-    monkeypatch.setattr(drive, "_BLOCK", 1)
-    monkeypatch.setattr(drive, "_RESTORES", 2)
-    arms = ["none", "torch.save", "tierd"]
+    arms, rounds = ["none", "torch.save", "tierd"], 2
     if not stays:  # each process loads torch, which takes seconds; one arm shows what blocks do, and restores have none
-        arms = ["tierd"]
-        monkeypatch.setattr(drive, "_restores", lambda *_: ({way: [0.1, 0.2] for way in WAYS}, True))
+        arms, rounds = ["tierd"], 6  # which are two blocks
+        monkeypatch.setattr(drive, "WAYS", ())
     out = tmp_path / "out"
-    overhead.overhead([0.002], [2], arms, 2, tmp_path, out, print)
+    overhead.overhead([0.002], [rounds], arms, 2, tmp_path, out, print)
     raw = json.loads((out / "overhead.json").read_text())
     assert str(tmp_path) not in json.dumps(raw) and os.uname().nodename not in json.dumps(raw["machine"])
     result = msgspec.convert(raw, Result)
     size = result.sizes[0]
-    assert list(size.arms) == arms and all(len(values) == 2 for values in size.restore.values())
-    assert all(len(size.ceilings[name]) == 2 for name in ("memcpy_s", "raw_fresh_s", "raw_overwrite_s"))
+    assert list(size.arms) == arms and all(len(values) == rounds for values in size.restore.values())
+    assert all(len(size.ceilings[name]) == rounds for name in ("memcpy_s", "raw_fresh_s", "raw_overwrite_s"))
     for name in set(arms) - {"none"}:
         arm = size.arms[name]
         for figure in ("blocked_s", "added_s", "durable_s", "quiet_durable_s", "cpu_s", "step_s"):
-            assert len(arm.samples[figure]) == 2, figure
+            assert len(arm.samples[figure]) == rounds, figure
         assert all(
             0 < blocked <= durable
             for blocked, durable in zip(*(arm.samples[f] for f in ("blocked_s", "durable_s")), strict=True)

@@ -142,9 +142,8 @@ def test_flushes_to_one_tier_and_to_two(tmp_path, monkeypatch):
     assert all(flushes._stored(tmp_path / "two" / "0" / name) > 3e6 for name in ("tier", "tier2", "raw"))
 
 
-def test_share_of_changed_rows_counts_the_bytes_that_are_sent_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(flushes, "_ROWS", 1000)
-    found = flushes.changed_rows(tmp_path)
+def test_share_of_changed_rows_counts_the_bytes_that_are_sent_again(tmp_path):
+    found = flushes.changed_rows(tmp_path, 1000)
     assert found["first"][0]["sent_share"] > 0.5 and found["again"][0]["sent_share"] > 0
 
 
@@ -179,11 +178,10 @@ def test_every_way_to_restore_brings_back_the_saved_state(tmp_path, monkeypatch)
 
 
 def test_a_download_has_every_range(tmp_path, monkeypatch):
-    monkeypatch.setattr(cold, "_PIECE", 1000)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with serving(Bucket()) as bucket:
         url, data = parse_url(bucket.url()), bytes(range(256)) * 41
         bucket.objects[cold.where(url)["Key"]] = data
-        cold.download(url, tmp_path / "there")
+        cold.download(url, tmp_path / "there", 1000)
     assert (tmp_path / "there").read_bytes() == data

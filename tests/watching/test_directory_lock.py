@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import itertools
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -41,8 +42,8 @@ def test_a_second_restore_clears_nothing_before_the_first_is_in_place(home: Home
     layouts.trainer(home.root)
     home.taken()
     right, back, done = files(home.root), home.root.with_name("back"), []
-    clear, place = in_place._clear, in_place.place
-    monkeypatch.setattr(in_place, "_clear", lambda *given: done.append("clear") or clear(*given))
+    export, place = in_place.export, in_place.place
+    monkeypatch.setattr(in_place, "export", lambda *given, **more: done.append("export") or export(*given, **more))
     monkeypatch.setattr(in_place, "place", lambda *given, **more: (place(*given, **more), done.append("place"))[0])
 
     async def both() -> None:
@@ -51,7 +52,7 @@ def test_a_second_restore_clears_nothing_before_the_first_is_in_place(home: Home
             await asyncio.gather(one, two, return_exceptions=True)
 
     asyncio.run(both())
-    assert done == ["clear", "place"] * 2 and files(back) == right
+    assert done == ["export", "place"] * 2 and files(back) == right
 
 
 def test_a_second_prepare_waits_and_finds_all_right(home: Home, caplog: pytest.LogCaptureFixture) -> None:
@@ -72,7 +73,8 @@ def test_a_second_prepare_waits_and_finds_all_right(home: Home, caplog: pytest.L
 
 def test_a_queue_is_no_long_wait_for_one_holder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hours = [0.0]
-    monkeypatch.setattr(directory_lock, "_PAUSE_S", 0.005)
+    quick = {"sleep": lambda _: asyncio.sleep(0.005)}
+    monkeypatch.setattr(directory_lock, "asyncio", SimpleNamespace(**{**vars(asyncio), **quick}))
     monkeypatch.setattr(directory_lock, "time", SimpleNamespace(monotonic=lambda: 3600 * hours[0]))
     (root / "weights").write_bytes(b"")  # so that the lock's file stays
 
@@ -90,7 +92,8 @@ def test_a_queue_is_no_long_wait_for_one_holder(root: Path, monkeypatch: pytest.
 
 
 def test_a_wait_ends(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory_lock, "_LONGEST_S", 0.0)
+    hours = itertools.count()
+    monkeypatch.setattr(directory_lock, "time", SimpleNamespace(monotonic=lambda: 3601 * next(hours)))
 
     async def both() -> None:
         async with alone_in(root):

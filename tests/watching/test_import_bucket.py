@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from support import layouts
 from support.layouts import WRITERS
 from support.s3stub import Bucket, serving
@@ -135,11 +136,11 @@ def test_a_checkpoint_is_brought_in_bounded_pieces_of_one_object(
     bucket: Bucket, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint(root, 500, 1_800_000_000)
+    torch.save({"x": torch.rand(5_000_000)}, root / "checkpoint-500" / "optimizer.pt")
     upload(bucket, root)
-    monkeypatch.setattr(origins, "_PIECE", 300)
     assert imported(bucket.url("p/out"), tmp_path, capsys)["units"]
     asked = [head for head in bucket.heads if "Range: " in head]
-    assert len(asked) > sum(map(len, bucket.objects.values())) // 300
+    assert len([head for head in asked if "optimizer.pt" in head]) == 3, "20 MB in pieces of 8 MiB"
     assert all("If-Match: " in head for head in asked)
     assert run(["verify", str(tmp_path / "tier")]) == 0
 
@@ -160,22 +161,31 @@ def test_damaged_or_incomplete_checkpoint_of_a_bucket_is_named_and_left_out(
     ]
 
 
+def meddle(
+    monkeypatch: pytest.MonkeyPatch, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None
+) -> None:
+    """Change the bucket just before, or just after, a checkpoint's objects are downloaded."""
+    download = BucketOrigin._download
+
+    async def meddling(self, found):  # type: ignore[no-untyped-def]
+        before()
+        await download(self, found)
+        after()
+
+    monkeypatch.setattr(BucketOrigin, "_download", meddling)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_object_that_is_replaced_while_it_is_fetched_is_left_out(
     when: str, bucket: Bucket, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 ) -> None:  # type: ignore[no-untyped-def]
     checkpoint(root, 500, 1_800_000_000)
     upload(bucket, root)
-    download = BucketOrigin._download
 
-    async def meddling(self, found):  # type: ignore[no-untyped-def]
-        if when == "after":
-            await download(self, found)
+    def replaced() -> None:
         bucket.objects["p/out/checkpoint-500/optimizer.pt"] = bucket.objects["p/out/checkpoint-500/scheduler.pt"]
-        if when == "before":
-            await download(self, found)
 
-    monkeypatch.setattr(BucketOrigin, "_download", meddling)
+    meddle(monkeypatch, **{when: replaced})
     found = imported(bucket.url("p/out"), tmp_path, capsys, code=4)
     assert not found["units"] and [one["status"] for one in found["refused"]] == ["changing"]
 
@@ -185,13 +195,7 @@ def test_object_that_is_put_into_a_checkpoint_meanwhile_is_noticed(
     name: str, bucket: Bucket, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 ) -> None:  # type: ignore[no-untyped-def]
     upload_steps(bucket, root, 500, 600)
-    download = BucketOrigin._download
-
-    async def meddling(self, found):  # type: ignore[no-untyped-def]
-        await download(self, found)
-        bucket.objects[f"p/out/checkpoint-500/{name}"] = b"more"
-
-    monkeypatch.setattr(BucketOrigin, "_download", meddling)
+    meddle(monkeypatch, after=lambda: bucket.objects.update({f"p/out/checkpoint-500/{name}": b"more"}))
     found = imported(bucket.url("p/out"), tmp_path, capsys, code=4)
     assert [(one["path"], one["status"]) for one in found["refused"]] == [("checkpoint-500", "changing")]
     assert [one["path"] for one in found["units"]] == ["checkpoint-600"]

@@ -10,7 +10,6 @@ import torch
 from support import layouts
 from support.watched_run import RUN, Reported, observed, take
 
-from tierd.daemon.intake import taken
 from tierd.daemon.intake.taken import TakenUnits
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.spool.spool import Spool
@@ -327,9 +326,10 @@ def test_a_new_spool_beside_a_missing_mount_begins_with_the_mount(root: Path, sp
     assert [part.checkpoint.step for part in reported.parts] == [10] and reported.parts[0].checkpoint < newest
 
 
-def test_the_record_remembers_the_last_of_many_that_are_gone(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(taken, "_MOST_GONE", 2)
-    shapes: dict[str, Shape] = {name: ((name, ListedEntry("file", 1, 1)),) for name in "abcd"}
+def test_the_record_remembers_the_last_of_many_that_are_gone(spool: Spool) -> None:
+    """Two units of 5000 files each are as many as it remembers."""
+    entry = ListedEntry("file", 1, 1)
+    shapes: dict[str, Shape] = {unit: tuple((f"{unit}{at}", entry) for at in range(5000)) for unit in "abcd"}
     record = TakenUnits(spool, RUN)
     for name in "abcd":
         record.see({name: shapes[name]}, None)

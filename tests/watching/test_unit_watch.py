@@ -46,13 +46,16 @@ def test_a_unit_is_taken_by_every_way_alike(way: str, root: Path, spool: Spool, 
     torch.save({"w": torch.rand(5_000_000)}, root / "step-100" / "large.pt")
     if way == "reflink":  # as a file system that has them: the clone has blocks of its own
 
-        def clone(fd: int, path: Path) -> bool:
-            path.write_bytes(os.pread(fd, os.fstat(fd).st_size, 0))
-            return True
+        def clone(made: int, request: int, fd: int) -> None:
+            os.pwrite(made, os.pread(fd, os.fstat(fd).st_size, 0), 0)
 
-        monkeypatch.setattr(adopt, "_clone", clone)
+        monkeypatch.setattr(adopt.fcntl, "ioctl", clone)
     if way == "copy":
-        monkeypatch.setattr(adopt, "_linked", lambda fd, path: False)
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(os, "link", refuse)
     before = {path: path.stat() for path in root.rglob("*")}
     assert len(take(spool, root).parts) == 1
     assert stored(spool) == files(root)

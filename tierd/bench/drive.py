@@ -30,7 +30,7 @@ _BLOCK = 5  # rounds of a process that is not kept
 _SAMPLE = 0.05  # seconds between two samples of a process tree's memory
 _PATIENCE = 900.0  # seconds that one answer may take
 _END = 60.0  # seconds that a process may take to end
-_RESTORES = 5  # rounds of restoring; each is a fresh process
+_RESTORES = 5  # rounds of restoring, at most; each is a fresh process
 
 
 class ArmWorker:
@@ -108,7 +108,7 @@ def measure(
         run.all_blocks()
     finally:
         run.close()
-    restores, dropped = _restores(gigabytes, _RESTORES, directory, say, device)
+    restores, dropped = _restores(gigabytes, min(_RESTORES, rounds), directory, say, device)
     ceilings = run.results.pop(CEILINGS).samples
     facts = run.facts
     return SizeResult(

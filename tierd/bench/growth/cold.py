@@ -40,7 +40,7 @@ RUN, PLAIN, DIGESTS = "bench", "plain/state.pt", "digests.json"
 GIGABYTES, ROUNDS, TENSORS = 0.5, 3, 64
 ARMS = ("unverified", "tierd", "restore --to", "least")
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_PIECE, _HANDS = 8 << 20, 10  # as boto3 downloads by default
+_HANDS = 10  # as boto3 downloads by default
 _LISTED_S = 2.0  # a daemon has listed its tier by then
 
 
@@ -95,19 +95,19 @@ def put(kind: str, url: str, work: Path) -> None:
         path.unlink()
 
 
-def download(url: StoreUrl, to: Path) -> None:
-    """Download the plain file in ranges, several at a time, without any verification."""
+def download(url: StoreUrl, to: Path, piece_bytes: int = 8 << 20) -> None:
+    """Download the plain file in ranges, several at a time, without any verification; by default as boto3 does."""
     client, asked = s3(url), where(url)
     size = client.head_object(**asked)["ContentLength"]
     fd = os.open(to, os.O_WRONLY | os.O_CREAT)
 
     def piece(start: int) -> None:
-        last = min(start + _PIECE, size) - 1
+        last = min(start + piece_bytes, size) - 1
         body = client.get_object(**asked, Range=f"bytes={start}-{last}")["Body"]
         os.pwrite(fd, body.read(), start)
 
     with ThreadPoolExecutor(_HANDS) as pool:
-        list(pool.map(piece, range(0, size, _PIECE)))
+        list(pool.map(piece, range(0, size, piece_bytes)))
     os.close(fd)
 
 

@@ -25,7 +25,7 @@ from tierd.spool.spool import Spool
 from tierd.stores.file import FileStore
 
 GIGABYTES, ROUNDS, PIECE = 0.25, 3, 32 << 20
-_ROWS, _WIDTH, _CHANGED = 100_000, 256, 0.05
+ROWS, _WIDTH, _CHANGED = 100_000, 256, 0.05
 _UPDATES = 18  # two times as many as share one whole chunk
 
 
@@ -96,14 +96,14 @@ async def _raw(place: Path) -> Figures:
     return clock.read()
 
 
-def changed_rows(home: Path) -> Samples:
+def changed_rows(home: Path, rows_in_all: int = ROWS) -> Samples:
     """The share of an embedding that is sent again after some of its rows have changed, update by update."""
     draw = torch.Generator().manual_seed(1)
-    table = torch.randn(_ROWS, _WIDTH, generator=draw) * 0.02
+    table = torch.randn(rows_in_all, _WIDTH, generator=draw) * 0.02
     samples: list[Figures] = []
     for number in range(1 + _UPDATES):
         if number:
-            rows = torch.randperm(_ROWS, generator=draw)[: int(_ROWS * _CHANGED)]
+            rows = torch.randperm(rows_in_all, generator=draw)[: int(rows_in_all * _CHANGED)]
             table[rows] += 1e-3
         with tierd.Checkpointer(home / "spool", RUN) as checkpointer:
             checkpointer.save(number + 1, {"embedding": table}).wait()
@@ -126,5 +126,5 @@ def parts() -> dict[str, Rows]:
             ("weights, two tiers", partial(flushes, kind="weights", tiers=2)),
             ("noise, one tier", partial(flushes, kind="noise", tiers=1)),
         ],
-        "rows": [(f"{_CHANGED:.0%} of {_ROWS:,} rows of {4 * _WIDTH:,} bytes", changed_rows)],
+        "rows": [(f"{_CHANGED:.0%} of {ROWS:,} rows of {4 * _WIDTH:,} bytes", changed_rows)],
     }
