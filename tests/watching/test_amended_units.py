@@ -5,6 +5,7 @@ Judged by the words of docs/howto/watch.md.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -71,6 +72,18 @@ def test_order_of_checkpoints_that_were_all_touched_is_that_of_their_contents(
     assert reported.doubts == {} and home.spool.pins() == set()
     assert {part.checkpoint for part in home.spool.parts(RUN)} == before
     assert set(newest(home, capsys)) == {"step_40.pt"}
+
+
+def test_record_of_an_older_tierd_orders_checkpoints_that_were_all_touched(home: Home) -> None:
+    saves(home, 10, 20, 30)
+    before = {part.checkpoint for part in home.spool.parts(RUN)}
+    (path,) = (home.spool.control / "watched").iterdir()
+    members = json.loads(path.read_text())
+    path.write_text(json.dumps({name: members[name] for name in members.keys() - {"saved", "doubts", "doubted"}}))
+    delete(home, 10, 20)
+    touch(home.root, *(f"step_{step}/{name}" for step in (30, 20, 10) for name in ("m.pt", "config.json")))
+    take(home.spool, home.root)
+    assert {part.checkpoint for part in home.spool.parts(RUN)} == before
 
 
 def test_order_of_files_without_a_step_that_were_all_touched_is_that_of_their_contents(home: Home, capsys) -> None:

@@ -6,7 +6,7 @@
 - `importing`: the checkpoints at a path or URL into tiers, once, without a daemon.
 - `origin`, `bucket`: where an import reads: a directory, or a bucket.
 - `taker`: which of several nodes that watch one directory takes.
-- `taken`: the record of what was taken, beside the spool's other records.
+- `taken`: the record of what was taken, beside the spool's other records; `taken_record`: its content.
 - `intake`: the watches of a daemon, each in a thread of its own.
 - `manifests`: a manifest from the first place that has it right.
 - `directory_lock`: one command at a time in a program's directory.

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tierd.daemon.intake.taken import Sizes, TakenUnits, sizes_of
+from tierd.daemon.intake.taken import TakenUnits, sizes_of
+from tierd.daemon.intake.taken_record import Sizes
 from tierd.watching.series import UNCERTAIN, is_of_series, lacking
 from tierd.watching.settle import Due
 from tierd.watching.unit import WITHOUT_STEP, Unit

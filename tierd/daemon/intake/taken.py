@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from datetime import datetime
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import msgspec
 import xxhash
@@ -25,59 +25,18 @@ import xxhash
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import File
+from tierd.daemon.intake.taken_record import Doubt, Record, Sizes, Waiting, add_to_series, settle
 from tierd.spool.file_io import open_own, private
 from tierd.spool.spool import Spool
-from tierd.watching.naming import series_of
+from tierd.watching.naming import made_at, series_of
 from tierd.watching.series import is_of_series
 from tierd.watching.settle import Shape
 from tierd.watching.unit_file import UNIT_NAME
 
 _WATCHED = "watched"
-_NEWEST = 2  # checkpoints of each series that are kept, so that one is whole on the tiers while the next one comes
-_MOST_SERIES = 100  # series of which the newest are kept
 _MOST_BEGUN = 16  # refused saves that are remembered
 _MOST_GONE = 10_000  # files of the units that are gone and are remembered; about 1 MB of the record
-Sizes: TypeAlias = dict[str, tuple[int, int]]  # by file: its size in bytes, its time of modification in ns
-_T = TypeVar("_T", Sizes, "_Waiting")
-
-
-class _Waiting(msgspec.Struct, frozen=True):
-    """A unit that was not taken yet, and the attempt and the step of the newest checkpoint before it appeared."""
-
-    sizes: Sizes
-    after: tuple[str, int] | None
-    doubts: int = 0  # how many checkpoints were in doubt before it appeared
-
-
-class _Doubt(msgspec.Struct, frozen=True):
-    """A checkpoint whose place in the order is in doubt.
-
-    Attributes:
-        number: how many were in doubt before it.
-        settled: a later checkpoint of its series that is in no doubt; None: there is none yet.
-    """
-
-    checkpoint: tuple[str, int]
-    series: str
-    number: int
-    settled: tuple[str, int] | None = None
-
-
-class _Record(msgspec.Struct):
-    taken: dict[str, Sizes]
-    waiting: dict[str, _Waiting]
-    earlier: dict[str, int] = {}  # by unit: how many versions of the same time were taken before
-    newest: tuple[str, int] | None = None  # the newest checkpoint after the last listing; None in an older record
-    has_steps: bool = False  # whether a unit ever had a step in its name
-    contents: dict[str, tuple[str, str, int]] = {}  # by unit, the digest of what was taken last, attempt and step
-    saved: dict[str, datetime] = {}  # by unit, when that checkpoint was saved
-    has_several: bool = False  # whether there ever were several series
-    series: dict[str, list[tuple[str, int]]] = {}  # by series, its newest checkpoints, the newest first
-    released: list[tuple[str, int]] = []  # checkpoints whose pins on the tiers are to be removed
-    held: list[tuple[str, int]] = []  # checkpoints that are pinned in the spool until they are on the tiers
-    begun: dict[str, Sizes] = {}  # units that were refused because the checkpoint before had more files
-    doubts: int = 0  # how many checkpoints were ever in doubt
-    doubted: list[_Doubt] = []  # those that are pinned because of that
+_T = TypeVar("_T", Sizes, Waiting)
 
 
 class TakenUnits:
@@ -90,7 +49,7 @@ class TakenUnits:
 
     def __init__(self, spool: Spool, run: str) -> None:
         self._run, self._path = run, spool.control / _WATCHED / f"{run}.json"
-        self._record: _Record | None = None  # None before the first listing of a directory
+        self._record: Record | None = None  # None before the first listing of a directory
         with (
             suppress(OSError, ConfigError, msgspec.DecodeError, ValueError),
             os.fdopen(open_own(self._path), "rb") as file,  # a FIFO in its place does not block
@@ -116,7 +75,7 @@ class TakenUnits:
 
         Versions differ by sizes: one of the same sizes and times cannot be told from this one.
         """
-        record = self._record or _Record({}, {})
+        record = self._record or Record({}, {})
         sizes, was = sizes_of(shape), record.taken.get(path, {})
         same = _time(was) == _time(sizes)
         return record.earlier.get(path, 0) + (was != sizes) if was and same else 0
@@ -153,16 +112,17 @@ class TakenUnits:
 
     def before(self, sizes: Sizes) -> Sequence[str]:
         """Return the files of the newest unit of a series that was taken; none if some of these files are of it."""
-        record = self._record or _Record({}, {})
+        record = self._record or Record({}, {})
         units = (unit for unit in record.taken.values() if is_of_series(sizes, unit))
         newest = max(units, key=_time, default={})
         return [] if sizes.items() & newest.items() else [*newest]
 
     def same(self, path: str, files: Iterable[File]) -> tuple[CheckpointId, datetime] | None:
         """Return the checkpoint as which a unit was last taken, and when that was saved, if it had these bytes."""
-        record = self._record or _Record({}, {})
-        was, saved = record.contents.get(path), record.saved.get(path)
-        return (CheckpointId(self._run, *was[1:]), saved) if was and saved and was[0] == _content(files) else None
+        record = self._record or Record({}, {})
+        was = record.contents.get(path)
+        saved = record.saved.get(path) or made_at(_time(record.taken.get(path, {})))  # the latter in an older record
+        return (CheckpointId(self._run, *was[1:]), saved) if was and was[0] == _content(files) else None
 
     @property
     def has_steps(self) -> bool:
@@ -178,13 +138,13 @@ class TakenUnits:
         files: Iterable[File] = (),
     ) -> None:
         """Record that a unit was taken as a checkpoint of these files, or that a place has it. Raises nothing."""
-        record = self._record = self._record or _Record({}, {})
+        record = self._record = self._record or Record({}, {})
         if checkpoint is not None:
             record.contents[path] = (_content(files), *_pair(checkpoint))
             record.newest = max(_pair(checkpoint), record.newest or ("", 0))
             series = series_of(name for name, _ in shape)
-            _add_to_series(record, series, _pair(checkpoint))
-            self._settle(record, path, series, _pair(checkpoint))
+            add_to_series(record, series, _pair(checkpoint))
+            settle(record, path, series, _pair(checkpoint))
         if saved is not None:
             record.saved[path] = saved
         if self.has(path, shape):
@@ -198,7 +158,7 @@ class TakenUnits:
         """Return the newest checkpoints of each series, if there are several; those whose pins are to be removed; and
         those that are pinned in the spool.
         """
-        record = self._record or _Record({}, {})
+        record = self._record or Record({}, {})
         wanted = [pair for newest in record.series.values() for pair in newest] if record.has_several else []
         pairs = (wanted, record.released, record.held)
         first, second, third = ({CheckpointId(self._run, *pair) for pair in some} for some in pairs)
@@ -206,7 +166,7 @@ class TakenUnits:
 
     def hold(self, checkpoint: CheckpointId) -> None:
         """Record that a checkpoint is about to be pinned in the spool. Raises nothing."""
-        record = self._record = self._record or _Record({}, {})
+        record = self._record = self._record or Record({}, {})
         record.held.append(_pair(checkpoint))
         record.has_several = True
         self._write(record)
@@ -215,8 +175,8 @@ class TakenUnits:
         """Record that a checkpoint with these files is about to be pinned, because its order is in doubt. Raises
         nothing.
         """
-        record = self._record = self._record or _Record({}, {})
-        record.doubted.append(_Doubt(_pair(checkpoint), series_of(paths), record.doubts))
+        record = self._record = self._record or Record({}, {})
+        record.doubted.append(Doubt(_pair(checkpoint), series_of(paths), record.doubts))
         record.doubts += 1
         self._write(record)
 
@@ -240,18 +200,6 @@ class TakenUnits:
             ]
             self._write(record)
 
-    def _settle(self, record: _Record, path: str, series: str, pair: tuple[str, int]) -> None:
-        """Settle the doubts about what was taken before a unit of the series appeared, unless it is in doubt itself."""
-        waiting = record.waiting.get(path)
-        if waiting is None or any(one.checkpoint == pair for one in record.doubted):
-            return
-        record.doubted = [
-            msgspec.structs.replace(one, settled=pair)
-            if one.series == series and one.number < waiting.doubts and one.settled is None
-            else one
-            for one in record.doubted
-        ]
-
     def shared(self, released: Set[CheckpointId], held: Set[CheckpointId]) -> None:
         """Record that each tier has the pins as `newest_of_series` returned them. Raises nothing."""
         record = self._record
@@ -272,7 +220,7 @@ class TakenUnits:
         """
         if not shapes:
             return
-        record, known = self._record or _Record({}, {}), _pair(newest) if newest else None
+        record, known = self._record or Record({}, {}), _pair(newest) if newest else None
         # What appears now was not there in the listing before, so it is newer than what was taken until then.
         after = min(record.newest or known, known) if known and self._record else None
         taken = _gone(record.taken, shapes) | {path: one for path, one in record.taken.items() if path in shapes}
@@ -280,9 +228,9 @@ class TakenUnits:
         for path, shape in shapes.items():
             if taken.get(path) != (sizes := sizes_of(shape)):
                 was = record.waiting.get(path)
-                waiting[path] = was if was and was.sizes == sizes else _Waiting(sizes, after, record.doubts)
+                waiting[path] = was if was and was.sizes == sizes else Waiting(sizes, after, record.doubts)
         earlier = {path: count for path, count in record.earlier.items() if count and path in taken}
-        fresh = _Record(
+        fresh = Record(
             *(taken, waiting, earlier, known, has_steps or record.has_steps),
             {path: digest for path, digest in record.contents.items() if path in taken},
             {path: saved for path, saved in record.saved.items() if path in taken},
@@ -298,7 +246,7 @@ class TakenUnits:
         waiting = self._record.waiting.get(path) if self._record else None
         return CheckpointId(self._run, *waiting.after) if waiting and waiting.after else None
 
-    def _write(self, record: _Record) -> None:
+    def _write(self, record: Record) -> None:
         # One name, so that a write that was killed leaves one file at most. Only the spool's daemon writes here.
         fresh = self._path.with_name(f".{self._run}.new")
         with suppress(OSError):
@@ -318,22 +266,11 @@ def _gone(units: Mapping[str, _T], shapes: Mapping[str, Shape]) -> dict[str, _T]
     for path in reversed(list(units)):
         if path not in shapes:
             one = units[path]
-            files += len(one.sizes if isinstance(one, _Waiting) else one)
+            files += len(one.sizes if isinstance(one, Waiting) else one)
             if files > _MOST_GONE:
                 break
             found[path] = one
     return dict(reversed(found.items()))
-
-
-def _add_to_series(record: _Record, series: str, pair: tuple[str, int]) -> None:
-    newest = record.series.pop(series, [])
-    record.series[series] = sorted({*newest, pair}, reverse=True)  # last in the dict, because it was saved last
-    oldest = [next(iter(record.series))] if len(record.series) > _MOST_SERIES else []
-    over = [*record.series[series][_NEWEST:], *(one for name in oldest for one in record.series.pop(name))]
-    if series in record.series:
-        del record.series[series][_NEWEST:]
-    if record.has_several:
-        record.released += over
 
 
 def _content(files: Iterable[File]) -> str:
@@ -353,4 +290,4 @@ def _time(sizes: Sizes) -> int:
     return max((modified_ns for _, modified_ns in sizes.values()), default=0)
 
 
-_decoder = msgspec.json.Decoder(_Record)
+_decoder = msgspec.json.Decoder(Record)

@@ -1,0 +1,80 @@
+"""The content of a watched directory's record, as `.tierd/watched/<run>.json` has it. Pure.
+
+Invariant: members are only ever added, each with a default, because an older daemon may have written the record, and
+may read it again.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TypeAlias
+
+import msgspec
+
+_NEWEST = 2  # checkpoints of each series that are kept, so that one is whole on the tiers while the next one comes
+_MOST_SERIES = 100  # series of which the newest are kept
+Sizes: TypeAlias = dict[str, tuple[int, int]]  # by file: its size in bytes, its time of modification in ns
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """A unit that was not taken yet, and the attempt and the step of the newest checkpoint before it appeared."""
+
+    sizes: Sizes
+    after: tuple[str, int] | None
+    doubts: int = 0  # how many checkpoints were in doubt before it appeared
+
+
+class Doubt(msgspec.Struct, frozen=True):
+    """A checkpoint whose place in the order is in doubt.
+
+    Attributes:
+        number: how many were in doubt before it.
+        settled: a later checkpoint of its series that is in no doubt; None: there is none yet.
+    """
+
+    checkpoint: tuple[str, int]
+    series: str
+    number: int
+    settled: tuple[str, int] | None = None
+
+
+class Record(msgspec.Struct):
+    taken: dict[str, Sizes]
+    waiting: dict[str, Waiting]
+    earlier: dict[str, int] = {}  # by unit: how many versions of the same time were taken before
+    newest: tuple[str, int] | None = None  # the newest checkpoint after the last listing; None in an older record
+    has_steps: bool = False  # whether a unit ever had a step in its name
+    contents: dict[str, tuple[str, str, int]] = {}  # by unit, the digest of what was taken last, attempt and step
+    saved: dict[str, datetime] = {}  # by unit, when that checkpoint was saved
+    has_several: bool = False  # whether there ever were several series
+    series: dict[str, list[tuple[str, int]]] = {}  # by series, its newest checkpoints, the newest first
+    released: list[tuple[str, int]] = []  # checkpoints whose pins on the tiers are to be removed
+    held: list[tuple[str, int]] = []  # checkpoints that are pinned in the spool until they are on the tiers
+    begun: dict[str, Sizes] = {}  # units that were refused because the checkpoint before had more files
+    doubts: int = 0  # how many checkpoints were ever in doubt
+    doubted: list[Doubt] = []  # those that are pinned because of that
+
+
+def add_to_series(record: Record, series: str, pair: tuple[str, int]) -> None:
+    """Add a checkpoint to its series, and release the pins of those that are no longer among the newest."""
+    newest = record.series.pop(series, [])
+    record.series[series] = sorted({*newest, pair}, reverse=True)  # last in the dict, because it was saved last
+    oldest = [next(iter(record.series))] if len(record.series) > _MOST_SERIES else []
+    over = [*record.series[series][_NEWEST:], *(one for name in oldest for one in record.series.pop(name))]
+    if series in record.series:
+        del record.series[series][_NEWEST:]
+    if record.has_several:
+        record.released += over
+
+
+def settle(record: Record, path: str, series: str, pair: tuple[str, int]) -> None:
+    """Settle the doubts about what was taken before a unit of the series appeared, unless it is in doubt itself."""
+    waiting = record.waiting.get(path)
+    if waiting is None or any(doubt.checkpoint == pair for doubt in record.doubted):
+        return
+    record.doubted = [
+        msgspec.structs.replace(doubt, settled=pair)
+        if doubt.series == series and doubt.number < waiting.doubts and doubt.settled is None
+        else doubt
+        for doubt in record.doubted
+    ]
