@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from support.watched_run import RUN, Reported, observed, take
 from tierd.daemon.intake.taken import TakenUnits
 from tierd.daemon.intake.unit_watch import UnitWatch
 from tierd.spool.spool import Spool
+from tierd.spool.stage import Stage
 from tierd.watching.listing import ListedEntry
 from tierd.watching.naming import History
 from tierd.watching.settle import Shape
@@ -25,6 +27,10 @@ def save(root: Path, name: str, second: int) -> None:
     (root / name).parent.mkdir(exist_ok=True)
     torch.save({"w": torch.full((10,), float(len(name) + second))}, root / name)
     os.utime(root / name, (second, second))
+
+
+def refused(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def newest_first(spool: Spool) -> list[int]:
@@ -336,3 +342,14 @@ def test_the_record_remembers_the_last_of_many_that_are_gone(spool: Spool) -> No
         record.add(name, shapes[name])
     record = TakenUnits(spool, RUN)
     assert [name for name in "abcd" if record.has(name, shapes[name])] == ["b", "c", "d"]
+
+
+def test_doubt_about_a_checkpoint_that_could_not_be_committed_is_recorded_once(root: Path, spool: Spool) -> None:
+    for second, step in enumerate((1000, 800, 900)):
+        save(root, f"a-{step}.pt", 100 + second)
+    watch = UnitWatch(spool, root, RUN, Reported(), settle_s=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stage, "commit", refused)
+        for now_s in (1.0, 2.0, 100.0, 200.0):
+            watch.observe(History(), now_s)
+    assert [one.step for one in TakenUnits(spool, RUN).doubted] == [1000]

@@ -174,7 +174,8 @@ def judge_by_digests(tree: Tree, one: Judged, listing: Listing, record: Record) 
                 return False
             absent = absent or difference.why
         else:
-            one.verdict, one.why, one.is_left = ("damaged", absent, True) if absent else ("verified", "", False)
+            one.verdict, one.why = ("damaged", absent) if absent else ("verified", "")
+            one.is_left = bool(absent) and not one.unit.begun
     except (Changed, OSError) as error:
         one.unreadable = not isinstance(error, Changed)
         one.why = f"it cannot be read: {error}" if one.unreadable else CHANGING

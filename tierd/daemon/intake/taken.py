@@ -176,6 +176,8 @@ class TakenUnits:
         nothing.
         """
         record = self._record = self._record or Record({}, {})
+        if any(doubt.checkpoint == _pair(checkpoint) for doubt in record.doubted):
+            return  # it could not be committed then
         record.doubted.append(Doubt(_pair(checkpoint), series_of(paths), record.doubts))
         record.doubts += 1
         self._write(record)

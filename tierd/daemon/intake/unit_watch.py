@@ -339,7 +339,7 @@ class UnitWatch:
         except (Changed, CorruptChunk) as error:
             self._changed(due, str(error))
         except _Unchanged as error:  # whatever its files' times are now, its place in the order is that of its bytes
-            if error.checkpoint in self._known.made:
+            if error.checkpoint in self._known.made or error.checkpoint in self._known.unread:
                 self._finish(tree, due)
             else:  # no place has it any more, because retention deleted it
                 again = Named(error.checkpoint, self._known.origins.get(error.checkpoint.attempt))
