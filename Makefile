@@ -50,6 +50,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m tools.prose
+	$(BIN)/python -m tools.patches
 
 # Three processes here, too: 77 s on two cores, where two took 102 s.
 check: lint

@@ -174,7 +174,7 @@ def test_a_receiver_that_fails_is_an_alert_until_it_works(spool, answer, caplog)
                 port = bad.port
                 bad.answer = answer
                 if answer == "refused":
-                    notifier._channels[0]._receiver._url = "http://127.0.0.1:9/"
+                    bad.stop()
                 for step in (1, 2, 3):
                     commit(spool, part(step))
                 await settle(daemon, PATIENT)
@@ -196,7 +196,7 @@ def test_a_receiver_that_fails_is_an_alert_until_it_works(spool, answer, caplog)
                     await until(lambda: len(bad.gone) == len(bad.asked))
                 bad.answer = 200
                 if answer == "refused":
-                    notifier._channels[0]._receiver._url = bad.url()
+                    bad.start()
                 commit(spool, part(4))
                 await settle(daemon)
                 await until(lambda: "works again" in good.what())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -22,6 +22,8 @@ class Receiver:
         self.gone: list[str] = []  # paths of requests whose sender hung up on a drip
         self.release = threading.Event()
         self.port = 0
+        self.start: Callable[[], None] = lambda: None  # again, on the same port, after a `stop`
+        self.stop: Callable[[], None] = lambda: None  # connections are refused from then on
 
     def url(self, path: str = "/hook") -> str:
         return f"http://127.0.0.1:{self.port}{path}"
@@ -66,18 +68,29 @@ def receiving() -> Iterator[Receiver]:
             except OSError:
                 receiver.gone.append(self.path)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    server.daemon_threads = True
-    receiver.port = server.server_address[1]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
+    running: list[tuple[ThreadingHTTPServer, threading.Thread]] = []
+
+    def start() -> None:
+        server = ThreadingHTTPServer(("127.0.0.1", receiver.port), Answers)
+        server.daemon_threads = True
+        receiver.port = server.server_address[1]
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        running.append((server, thread))
+
+    def stop() -> None:
+        server, thread = running.pop()
+        server.shutdown()
+        server.server_close()
+        thread.join(60)
+
+    receiver.start, receiver.stop = start, stop
+    start()
     try:
         yield receiver
     finally:
         receiver.release.set()
-        server.shutdown()
-        server.server_close()
-        thread.join(60)
+        stop()
 
 
 def gone(pid: int) -> bool:

@@ -13,7 +13,7 @@ from support.timed import timed_client
 from support.training import fresh, train
 
 from tierd.client.checkpointer import made_of
-from tierd.client.saving import interpreter_lock, pipeline, sampling
+from tierd.client.saving import interpreter_lock, pipeline
 from tierd.client.saving.interpreter_lock import short_switches
 from tierd.client.saving.slots import Slot
 from tierd.client.saving.snapshot import Snapshot
@@ -183,12 +183,12 @@ def test_save_waits_for_no_other_thread_where_little_is_to_be_copied_first(spool
     assert local.stats.waited_s < local.stats.blocked_s
 
 
-@pytest.mark.parametrize("limit", ["_FEW", "_LITTLE"])
-def test_it_waits_where_more_is_to_be_copied(spool, local, held, monkeypatch, limit):
-    monkeypatch.setattr(sampling, limit, 1)
+@pytest.mark.parametrize("tensors", [[torch.zeros(1)] * 300, [torch.zeros(1 << 20)]], ids=["many", "large"])
+def test_it_waits_where_more_is_to_be_copied(spool, local, held, monkeypatch, tensors):
     timed_client(monkeypatch, overlapped_s=0.3)  # no step confirms the copies
     state = fresh()
     train(state, 2)
+    state["tensors"] = [tensor.clone() for tensor in tensors]
     local.attach(state["optimizer"])
     local.save(0, state).wait()
     made_of(local).pipeline.behind(held.wait)

@@ -182,7 +182,7 @@ def test_a_daemon_that_is_stopped_before_its_first_snapshot_holds_no_memory(spoo
 
 
 def test_greeting_that_arrives_late_holds_up_no_save(spool, daemon, monkeypatch, waits):
-    late = Hold(monkeypatch, "_serve", handoff.HandoffServer)
+    late = Hold(monkeypatch, "greeting", handoff.replies)
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         for step in range(10):
             ckpt.save(step, tensors(step)).wait(timeout=60)
@@ -206,7 +206,8 @@ def test_a_daemon_that_reads_a_packet_a_second_is_met_once(spool, daemon, monkey
 
 
 def test_a_full_socket_is_waited_for_by_nobody(spool, daemon, monkeypatch, waits):
-    reading = Hold(monkeypatch, "_received")
+    monkeypatch.setattr(handoff, "socket", SimpleNamespace(**vars(socket)))
+    reading = Hold(monkeypatch, "recv_fds", handoff.socket)
     with tierd.Checkpointer(spool.root, "run") as ckpt:
         wait_until(made_of(ckpt).handoff.renew)
         connection = made_of(ckpt).handoff.line.connection
