@@ -47,15 +47,15 @@ class ValueLeaf(msgspec.Struct, frozen=True, omit_defaults=True):
     whole: str = ""
 
 
-def leaves(value: object, path: str, saved: bool | None = None) -> dict[str, ValueLeaf]:
-    """Return every leaf of `value` by its path.
+def leaves(value: object, path: str, saved: bool | None = None, most: int = _MOST) -> dict[str, ValueLeaf]:
+    """Return the first `most` leaves of `value` by their paths.
 
     Objects other than containers, tensors, arrays and generators have no leaf.
     """
     found: dict[str, ValueLeaf] = {}
     for place, leaf in _walk(value, path, set()):
         found[place] = leaf if saved is None else msgspec.structs.replace(leaf, saved=saved)
-        if len(found) >= _MOST:
+        if len(found) >= most:
             break
     return found
 

@@ -122,4 +122,4 @@ def _of_class(name: str, objects: list[Any]) -> Iterator[tuple[str, ValueLeaf]]:
                 continue
             if is_module and (key.startswith("_") or key == "training" or _is_read_with_modules(value)):
                 continue
-            yield from islice(leaves(value, f"{where}.{key}").items(), _OF_ONE)
+            yield from leaves(value, f"{where}.{key}", None, _OF_ONE).items()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import count, islice
+from itertools import count
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -43,7 +43,7 @@ def variable_leaves(
         there = False if state is not None else None
         if isinstance(value, count):  # its text has its next number, and reading that draws none
             found[path] = ValueLeaf(repr(value), repr(value), saved=there)
-        found |= islice(leaves(value, path, there).items(), _OF_ONE)
+        found |= leaves(value, path, there, _OF_ONE)
         if len(found) >= _MOST:
             break
     return found
