@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -353,3 +354,5 @@ def test_doubt_about_a_checkpoint_that_could_not_be_committed_is_recorded_once(r
         for now_s in (1.0, 2.0, 100.0, 200.0):
             watch.observe(History(), now_s)
     assert [one.step for one in TakenUnits(spool, RUN).doubted] == [1000]
+    record = json.loads((spool.control / "watched" / f"{RUN}.json").read_bytes())
+    assert len(record["doubted"]) == 1 and record["doubts"] == 1
