@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,3 +149,30 @@ def test_a_name_counts_as_used_in_any_doubt(use, tmp_path, monkeypatch):
         assert "total" not in only_logged()
     finally:
         del sys.modules["users_use"]
+
+
+HASHED = """
+import torch
+from tierd.check.places import ObjectPlaces
+
+places = ObjectPlaces()
+places.hook()
+
+class Metric(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.names = ("total",)
+    def __hash__(self):
+        return hash(self.names)
+
+number, place = places.of(Metric())
+assert number == 1, (number, place)
+assert places.of(object()) == (0, "")
+"""
+
+
+def test_module_whose_hash_needs_its_attributes_can_be_made_in_a_checked_loop(tmp_path):
+    """As a metric of torchmetrics, whose hash fails until its constructor has ended."""
+    (tmp_path / "hashed.py").write_text(HASHED)
+    done = subprocess.run([sys.executable, str(tmp_path / "hashed.py")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
