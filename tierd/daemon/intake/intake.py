@@ -300,13 +300,14 @@ class Intake:
 
     async def _share_pins(self, run: str, but: Set[CheckpointId]) -> None:
         """Put the pins that only the spool has on every tier, because a spool may be lost."""
-        for checkpoint in self._reconciler.inventory().local_pins:
-            if checkpoint.run == run and checkpoint not in but:
-                for name, store in self._reconciler.stores.items():
-                    try:
-                        await store.put(pin_key(checkpoint), b"")
-                    except (StoreUnavailable, StoreRefused) as error:
-                        log.info("%s: %s cannot be pinned there yet: %s", name, checkpoint, error)
+        own = {one for one in self._reconciler.inventory().local_pins if one.run == run} - but
+        # The inventory may be from before a pin of `but` ended. Put on the tiers again, it would count as a person's.
+        for checkpoint in own & self._reconciler.spool.pins() if own else own:
+            for name, store in self._reconciler.stores.items():
+                try:
+                    await store.put(pin_key(checkpoint), b"")
+                except (StoreUnavailable, StoreRefused) as error:
+                    log.info("%s: %s cannot be pinned there yet: %s", name, checkpoint, error)
 
     def _make(self, one: WatchAtWork, reports: ToReconciler) -> UnitWatch:
         return UnitWatch(
