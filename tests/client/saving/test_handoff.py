@@ -146,7 +146,7 @@ def test_handed_over_snapshot_is_read_though_the_dead_trainer_left_an_answer_unr
 
     def slow(connection, packets, *more):
         send(connection, packets, *more)
-        assert b'"recycled"' not in packets[0] or dead.wait(30)  # the answer to a snapshot
+        assert b'"recycled"' not in packets[0] or dead.wait(60)  # the answer to a snapshot
 
     monkeypatch.setattr(handoff, "socket", SimpleNamespace(**{**vars(socket), "send_fds": slow}))
     script = """
@@ -229,7 +229,7 @@ def test_restart_waits_for_a_snapshot_that_is_still_being_persisted(spool, daemo
     assert trainer(spool, "ckpt.save(1, tensors(1)).wait(); ckpt.close()") == 0
     brake = Brake(monkeypatch)
     assert trainer(spool, "ckpt.restore(tensors(0)); ckpt.save(2, tensors(2)); die()") == -signal.SIGKILL
-    assert brake.begun.wait(30)
+    assert brake.begun.wait(60)
     real = daemon.handoff.settled
 
     async def settled():
