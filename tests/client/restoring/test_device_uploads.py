@@ -86,7 +86,7 @@ def rot(spool, step: int, share: float) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_tensors_on_a_device_hold_the_saved_values_and_saves_continue_from_there(saved, seeded, seed):
     fake = seeded(seed)
     state = blank(fake)
@@ -177,7 +177,7 @@ def test_the_host_does_not_wait_for_the_device_while_it_reads(saved, fake, monke
     check(fake, state, 2)
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_memory_that_training_freed_is_not_copied_to_before_training_is_done_with_it(saved, seeded, seed):
     fake = seeded(seed)
     state = blank(fake)
@@ -191,7 +191,7 @@ def test_memory_that_training_freed_is_not_copied_to_before_training_is_done_wit
     check(fake, state, 2)
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", seeds(weight=2))
 @pytest.mark.parametrize("share", [0.3, 0.97])
 def test_corruption_detected_midway_changes_no_tensor_and_the_older_checkpoint_is_restored(saved, seeded, seed, share):
     fake = seeded(seed)
@@ -203,7 +203,7 @@ def test_corruption_detected_midway_changes_no_tensor_and_the_older_checkpoint_i
         assert fake.copied_late == 0
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_where_nothing_is_right_nothing_changes_and_no_copy_is_left(saved, seeded, seed):
     fake = seeded(seed)
     for step in (1, 2):
@@ -224,7 +224,7 @@ def test_state_of_another_shape_changes_no_tensor(saved, fake):
     assert all(bool((fake.read(state[name]) == 0).all()) for name in NAMES)
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_where_pinning_is_refused_memory_is_pageable_and_the_state_is_right(saved, seeded, seed, caplog):
     fake = seeded(seed)
     fake.registers = lambda address: 801 if fake.tries > random.Random(seed).randrange(1, 8) else 0

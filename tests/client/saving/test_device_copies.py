@@ -116,7 +116,7 @@ def save_and_step_apart(checkpointer, fake: FakeCuda, jobs: list[Job], state) ->
 
 
 @pytest.mark.parametrize("attached", [True, False], ids=["overlapped", "blocking"])
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_a_checkpoint_is_the_state_at_the_call_of_save(spool, seeded, seed, attached):
     fake = seeded(seed)
     job = Job(fake)
@@ -138,7 +138,7 @@ def test_a_checkpoint_is_the_state_at_the_call_of_save(spool, seeded, seed, atta
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("attached", [True, False], ids=["overlapped", "blocking"])
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_an_async_save_of_dcp_is_the_state_at_its_call(spool, seeded, seed, attached):
     fake = seeded(seed)
     job = Job(fake)
@@ -163,7 +163,7 @@ def test_an_async_save_of_dcp_is_the_state_at_its_call(spool, seeded, seed, atta
 
 
 @pytest.mark.parametrize("attached", [True, False], ids=["overlapped", "blocking"])
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_tensor_that_another_stream_still_writes_is_part_of_the_state(spool, seeded, seed, attached):
     """A moving average on a stream of its own, in both directions: before a save, and right behind it."""
     fake = seeded(seed)
@@ -185,7 +185,7 @@ def test_tensor_that_another_stream_still_writes_is_part_of_the_state(spool, see
         assert holds(loaded(spool, number), number), number
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_each_optimizers_stream_waits_for_the_copy(spool, seeded, seed):
     """The first one's gate confirms the snapshot; the second one steps on a stream that knows nothing of it."""
     fake = seeded(seed)
@@ -199,7 +199,7 @@ def test_each_optimizers_stream_waits_for_the_copy(spool, seeded, seed):
         assert holds(loaded(spool, number)[:6], number - 1), number
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_each_optimizers_stream_waits_for_the_reads_that_confirm(spool, seeded, seed, monkeypatch):
     """They are on the stream of the optimizer that steps first, and the second one's step would look like a mixture."""
     fake = seeded(seed)
@@ -219,7 +219,7 @@ def test_each_optimizers_stream_waits_for_the_reads_that_confirm(spool, seeded, 
     assert seen == [0, 1, 2]
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_memory_is_freed_when_its_copy_has_ended_and_not_before(spool, seeded, seed, monkeypatch):
     """A tensor that is made for one save, such as a whole parameter out of shards. What frees it gives its memory to
     the next at once."""
@@ -468,7 +468,7 @@ def test_memory_that_was_made_ready_is_pinned_before_the_first_save(fake, local)
     assert fake.tries == asked
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_copies_respect_slices(spool, seeded, seed, small_slices):
     """Pinned in part, grown and pinned anew: no copy lies in two slices."""
     fake, dice = seeded(seed), random.Random(seed)
@@ -518,7 +518,7 @@ def test_pieces_of_a_copy_are_all_of_it(monkeypatch):
 # -- small tensors ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", seeds(weight=2))
 def test_small_tensors_are_copied_together_to_the_bit(spool, seeded, seed, small_slices):
     """Counters of an optimizer, say; of several dtypes and shapes, some of them views, beside large ones."""
     fake, dice = seeded(seed), random.Random(seed)
