@@ -24,6 +24,7 @@ def test_every_private_name_that_a_test_patches_is_allowed_with_a_reason() -> No
         ("module._WAIT_S = 1", "_WAIT_S"),
         ("reader._left += 1", "_left"),
         ('slow = Hold(monkeypatch, "_read")', "_read"),
+        ('for name in ("tierd.module._read",): monkeypatch.setattr(name, double)', "_read"),
         ('monkeypatch.setattr(module, "__version__", "1")', ""),
         ('monkeypatch.setattr(os, "fsync", refuse)', ""),
         ('monkeypatch.setattr("os.path.realpath", refuse)', ""),

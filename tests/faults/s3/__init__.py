@@ -221,13 +221,8 @@ def _hurry() -> Iterator[None]:
         # Else what one refused deletion left would wait for ten minutes.
         timed(Patch, refused_s=0.2, twin_s=5.0)
         for name, value in {
-            "tierd.stores.s3.s3_store._READ_TIMEOUT_S": 0.8,
             "tierd.stores.s3.s3_store.LARGEST": 4 << 20,
             "tierd.stores.s3.transport.LONGEST_REPLY": 4 << 20,
-            "tierd.stores.s3.s3_store._CONNECTIONS": 3,  # one that is never given back is soon missed
-            "tierd.stores.s3.s3_store._FIRST_PAGE": 3,
-            "tierd.stores.retry._FIRST_DELAY_S": 0.004,
-            "tierd.stores.retry._LONGEST_DELAY_S": 0.02,
             "tierd.stores.retry.LARGEST": 1_000_000,
             "tierd.daemon.tiers.observe._RELIST": 0.0,
         }.items():

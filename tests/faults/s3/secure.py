@@ -20,7 +20,7 @@ from unittest import mock
 
 from faults.rounds import Lost
 from faults.s3.proxy import BODIES, Fault, Request
-from faults.s3.slot import ATTEMPTS, DEADLINE_S, PREFIX, Slot, calm
+from faults.s3.slot import ATTEMPTS, DEADLINE_S, LIMITS, PREFIX, Slot, calm, soon
 from support.tls import Authority, Front
 
 from tierd.core.errors import StoreRefused, StoreUnavailable, TierdError
@@ -91,7 +91,7 @@ async def trial(slot: Slot, seed: int, rng: random.Random, certificates: Certifi
     with Front(slot.proxy.port, certificates.right).running() as front:
         place = f"https://127.0.0.1:{front.port}"
         store = S3Store(
-            parse_url(f"s3://{slot.bucket}/{PREFIX[:-1]}?endpoint={place}&addressing=path&region=us-east-1")
+            parse_url(f"s3://{slot.bucket}/{PREFIX[:-1]}?endpoint={place}&addressing=path&region=us-east-1"), LIMITS
         )
         store.probe.next_at = None
         try:
@@ -114,7 +114,7 @@ class _Row:
         sockets: list[socket.socket],
     ) -> None:
         self.slot, self.rng, self.front, self.certificates = slot, rng, front, certificates
-        self.s3, self.store = store, RetryingStore(store, attempts=ATTEMPTS, deadline_s=DEADLINE_S)
+        self.s3, self.store = store, RetryingStore(store, attempts=ATTEMPTS, deadline_s=DEADLINE_S, rng=soon)
         self.sockets, self.run = sockets, f"t{seed}"
         self.data = rng.randbytes(rng.choice((0, 1, 5_000, 300_000)))
         self.many = [f"{self.run}/m{number}" for number in range(4)]

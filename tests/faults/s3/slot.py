@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import random
 import re
 import traceback
 from collections import Counter
@@ -25,11 +26,20 @@ from support.by_hand import chain
 from tierd.core.urls import parse_url
 from tierd.stores.limit import LimitedStore
 from tierd.stores.retry import RetryingStore
+from tierd.stores.s3.limits import S3Limits
 from tierd.stores.s3.s3_store import S3Store
 
 BUCKETS = "tierd-faults-"
 PREFIX = "p/"  # of the store, in its bucket
 ATTEMPTS, DEADLINE_S = 6, 3.0
+LIMITS = S3Limits(connections=3, answer_s=0.8, stall_s=0.8, first_page=3)  # a connection that is lost is soon missed
+
+
+def soon() -> float:
+    """A random part of a delay before the next attempt, which is short: the order of things stays."""
+    return random.random() / 60
+
+
 _PROBE = f"{PREFIX}.tierd-probe"
 _LEAKS = re.compile(r"AWS4-HMAC-SHA256|Signature=|x-amz-security-token", re.IGNORECASE)
 
@@ -86,8 +96,8 @@ class Slot:
 
     def _open(self) -> None:
         url = f"s3://{self.bucket}/{PREFIX[:-1]}?endpoint=http://127.0.0.1:{self.proxy.port}&addressing=path"
-        self.s3 = S3Store(parse_url(f"{url}&region=us-east-1"))
-        retrying = RetryingStore(self.s3, attempts=ATTEMPTS, deadline_s=DEADLINE_S)
+        self.s3 = S3Store(parse_url(f"{url}&region=us-east-1"), LIMITS)
+        retrying = RetryingStore(self.s3, attempts=ATTEMPTS, deadline_s=DEADLINE_S, rng=soon)
         self.store = LimitedStore(retrying, 1 << 33, 1 << 33)
 
     async def renew(self) -> None:

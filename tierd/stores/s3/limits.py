@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tierd.stores.base import FIRST_PAGE
+
 
 @dataclass(frozen=True)
 class S3Limits:
@@ -18,6 +20,7 @@ class S3Limits:
         credentials_s: between two searches of the AWS chain, because a link of it may run a program or ask the
             instance's metadata.
         probe_s: after a probe of the server's checksums that had no usable response.
+        first_page: keys in the first page of a listing, because `children` needs one key.
     """
 
     connections: int = 32
@@ -27,6 +30,7 @@ class S3Limits:
     idle_s: float = 12.0
     credentials_s: float = 3.0
     probe_s: float = 60.0
+    first_page: int = FIRST_PAGE
 
 
 USUAL = S3Limits()

@@ -25,7 +25,6 @@ from tierd.core.errors import StoreRefused, StoreUnavailable, TierdError
 from tierd.core.urls import StoreUrl
 from tierd.stores.absence import confirmed
 from tierd.stores.base import (
-    FIRST_PAGE,
     LARGEST,
     Buffer,
     ObjectInfo,
@@ -47,7 +46,6 @@ from tierd.stores.s3.proxied import ProxiedSession
 from tierd.stores.s3.transport import Answer, DirectSession, exchanges, http_session
 
 _DELETE_BATCH = 1000  # S3's own limit
-_FIRST_PAGE = FIRST_PAGE
 
 for _library in ("botocore", "aiobotocore"):  # at DEBUG they log session tokens, and the secrets in responses of STS
     logging.getLogger(_library).setLevel(logging.INFO)
@@ -150,7 +148,7 @@ class S3Store:
 
     async def names(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
         """List every object, also those whose names are no keys; otherwise as `scan`."""
-        page: dict[str, Any] = {"MaxKeys": _FIRST_PAGE}
+        page: dict[str, Any] = {"MaxKeys": self._limits.first_page}
         if after:
             page["StartAfter"] = self._base + after
         last = None
