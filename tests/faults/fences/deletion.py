@@ -27,7 +27,7 @@ FENCES = (
         "deletion",
         "_over_all_places",
         Assume(False, "other silent"),
-        "pytest tests/core/planning/test_demand.py -k holds_what",
+        "pytest tests/core/planning/test_demand.py -k wants_and_lacks_and_says_so",
     ),
     Fence(
         "a node that only restored a run prunes it on a tier",
@@ -43,7 +43,7 @@ FENCES = (
         "deletion",
         "RunPlan.here",
         Assume(False, "_is_owed"),
-        "pytest tests/core/planning/test_eviction.py -k finished_run_stays",
+        "pytest tests/core/planning/test_eviction.py -k finished_run_is_kept",
     ),
     Fence(
         "a full disk deletes a copy that no tier has",
@@ -51,7 +51,7 @@ FENCES = (
         "deletion",
         "evictions",
         Assume(True, "on_a_tier"),
-        "pytest tests/core/planning/test_eviction.py -k never_taken",
+        "pytest tests/core/planning/test_eviction.py -k evict_spares_checkpoints",
     ),
     Fence(
         "a stored policy is not obeyed",
@@ -59,7 +59,7 @@ FENCES = (
         "deletion",
         "known_policy",
         Answer("_standing", "()"),
-        "pytest tests/daemon/tiers/test_run_policies.py -k obeys_what_lies_there",
+        "pytest tests/daemon/tiers/test_run_policies.py -k obeys_the_policy_on_the_tier",
     ),
     Fence(
         "a policy that cannot be read is taken for none",
@@ -107,7 +107,7 @@ FENCES = (
         "deletion",
         "Pruner._are_aged",
         Assume(False, "aged_s"),
-        "pytest tests/daemon/test_finished.py -k long_ago",
+        "pytest tests/daemon/test_finished.py -k old_listing_of_a_tier",
     ),
     Fence(
         "a tier's copy is deleted for the sake of another that is not read again",
@@ -179,6 +179,6 @@ FENCES = (
         "report",
         "Pruner._record_pruned",
         LeaveOut("record why"),
-        "pytest tests/daemon/transfer/test_relay.py -k comes_while",
+        "pytest tests/daemon/transfer/test_relay.py -k save_during_the_deletion",
     ),
 )

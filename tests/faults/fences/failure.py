@@ -25,7 +25,7 @@ FENCES = (
         "lock",
         "try_lock",
         LeaveOut("flock"),
-        "pytest tests/spool/test_spool.py -k living_writers_stage",
+        "pytest tests/spool/test_spool.py -k stage_of_a_live_writer",
     ),
     Fence(
         "two launches of one run at once are not reported",

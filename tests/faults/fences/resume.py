@@ -104,7 +104,7 @@ FENCES = (
         "order",
         "StateRestorer._load",
         Replace("agreement loaded", "if failure:\n    raise failure"),
-        "pytest tests/client/ranks/test_ranks.py -k cannot_load_no_rank",
+        "pytest tests/client/ranks/test_ranks.py -k where_a_rank_cannot_load",
     ),
     Fence(
         "a restore does not say why it skips a checkpoint",
@@ -130,6 +130,6 @@ FENCES = (
         "report",
         "core.timeline.head:rollback",
         Assume(True, "there counter"),
-        "pytest tests/end_to_end/test_heads.py -k told_of_once",
+        "pytest tests/end_to_end/test_heads.py -k reported_once",
     ),
 )

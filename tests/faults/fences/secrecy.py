@@ -130,7 +130,7 @@ FENCES = (
         "path",
         "daemon.transfer.gathering:held",
         Replace("home Path lock", "home = gathered"),
-        "pytest tests/cli/test_restore.py -k another_put",
+        "pytest tests/cli/test_restore.py -k put_in_place_of_its_own",
     ),
     Fence(
         "DCP's metadata may name any object",
@@ -146,6 +146,6 @@ FENCES = (
         "unpickling",
         "_Machine._build",
         Assume(False, "PickledInstance"),
-        "pytest tests/dcp/test_metadata.py -k change_what_it_names",
+        "pytest tests/dcp/test_metadata.py -k change_its_named_objects",
     ),
 )
