@@ -24,7 +24,9 @@ PLAYS_ALL = os.environ.get("TIERD_BED") == "all"
 SAMPLE = ("position_lost", "stream_buffer_unsaved", "learning_rate_set_again", "average_never_saved", "model", "stack")
 COLLECTED_SAMPLE = ("torch_curriculum_global", "torch_replay_buffer", "torch_step_repeated", "right_torch_swa")
 # Filled in by hand, from a drawing that no author of rules has seen: a rule that is changed for it voids the row.
-UNSEEN = "| **unseen third drawing** (not played yet) | | | | | |"
+UNSEEN = (
+    "| **unseen third drawing**, played once; none of its 10 correct loops was accused | 30 | 30 | 24 (80%) | 5 | 1 |"
+)
 _WORDS = ("not in the checkpoint", "not deterministic", "save before the step", "never restored")
 
 
