@@ -22,7 +22,7 @@ from tierd.core.manifest import MAX_CHUNK_SIZE
 from tierd.daemon import handoff_lines
 from tierd.daemon.transfer.memory_budget import BYTES, FLUSHES
 from tierd.stores import file
-from tierd.stores.s3 import s3_store
+from tierd.stores.s3 import limits
 
 pytestmark = pytest.mark.system
 
@@ -81,7 +81,7 @@ def test_unit_bounds_memory_and_threads_above_the_needs_of_the_daemon() -> None:
     assert size(high) + 6 * MAX_CHUNK_SIZE < size(most) <= 4 << 30
     cores, tiers, receivers = 256, 6, 10
     a_tier = (
-        2 * 2 * max(file._THREADS, s3_store._CONNECTIONS)
+        2 * 2 * max(file._THREADS, limits.USUAL.connections)
     )  # hasty and polite ones; a reload has both stores for a while
     pools = 64 + 8 + 32 + 2  # of the hand-off, asyncio's own, and the two that listen
     assert handoff_lines.MOST + pools + 2 * cores + tiers * a_tier + receivers < int(tasks) * 3 // 4
