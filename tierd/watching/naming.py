@@ -7,6 +7,9 @@ a launch from before that: it belongs to another attempt.
 A file's time is weak evidence, because a clock may be set back, and a copy may lose the time. So it orders only units
 that were first seen together. A unit that was first seen after a checkpoint was taken is newer than that checkpoint.
 
+Within a series, a name never sorts above that of a newer checkpoint, by time and then by step. Series that are saved at
+the same steps, or within a millisecond, take each other's place in an attempt, so the attempts alone do not ensure it.
+
 The names depend only on the files and on the checkpoints that are known, not on the node or the moment. So nodes that
 watch one directory, and a watcher that starts again, give a unit the same name, and a tier keeps it once.
 """
@@ -16,7 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from posixpath import commonpath, dirname
+from types import MappingProxyType
 
 import xxhash
 
@@ -63,7 +68,8 @@ class Named:
     """The name of a unit's checkpoint, and the origin of its attempt.
 
     Attributes:
-        below: whether it sorts before a checkpoint that had been taken when the unit was first seen.
+        below: whether it sorts before a checkpoint that had been taken when the unit was first seen, or before an older
+            one of its series.
     """
 
     checkpoint: CheckpointId
@@ -127,7 +133,12 @@ def series_of(paths: Iterable[str]) -> str:
     The path is that of the directory with a step. Files beside each other have no directory of their own, so the first
     of them names the series.
     """
-    first = min(paths := [*paths])
+    return _series_of(tuple(paths))
+
+
+@lru_cache(1 << 14)  # because each unit that is named is compared with all others of the listing
+def _series_of(paths: tuple[str, ...]) -> str:
+    first = min(paths)
     home = commonpath([dirname(path) for path in paths])
     above = home.split("/") if home else []
     length = next((at for at, name in enumerate(above) if directory_step(name) is not None), len(above))
@@ -135,7 +146,13 @@ def series_of(paths: Iterable[str]) -> str:
 
 
 def name_unit(
-    run: str, path: str, step: int, made: datetime, known: History, after: CheckpointId | None = None
+    run: str,
+    path: str,
+    step: int,
+    made: datetime,
+    known: History,
+    after: CheckpointId | None = None,
+    series: Mapping[CheckpointId, datetime] = MappingProxyType({}),
 ) -> Named:
     """Name the checkpoint of a unit that `known` does not have.
 
@@ -147,22 +164,52 @@ def name_unit(
         known: the checkpoints that are known.
         after: the newest checkpoint when the unit was first seen. Times are compared with later ones only. None if the
             unit was there when the watch began.
+        series: the known checkpoints of its series, and when each was made.
     """
     attempts = sorted({one.attempt for one in known.made} | set(known.origins), reverse=True)
     peers = {one: at for one, at in known.made.items() if after is None or one > after}
+    older, newer = _neighbours(step, made, {one: at for one, at in series.items() if one in peers})
+    least = max((one for one in (after, older) if one is not None), default=None)
     for attempt in attempts:
         checkpoint = CheckpointId(run, attempt, step)
-        if (after is None or checkpoint > after) and _fits(checkpoint, made, known, peers):
+        is_between = (least is None or checkpoint > least) and (newer is None or checkpoint < newer)
+        if is_between and _fits(checkpoint, made, known, peers):
             return Named(checkpoint, known.origins.get(attempt))
     token = xxhash.xxh3_64_hexdigest(f"{run}\0{path}\0{step}\0{made.isoformat()}".encode())[:8]
     at_ms = (made - _EPOCH) // timedelta(milliseconds=1)
-    if any(at > made for at in peers.values()):  # by a launch from before the newest one, so it sorts before it
-        attempt = f"{max(0, min(at_ms, int(attempts[0][:12], 16) - 1)):012x}-{token}"
-        assert is_attempt(attempt)
-        checkpoint = CheckpointId(run, attempt, step)
-        return Named(checkpoint, None, below=after is not None and checkpoint < after)
+    if newer is not None or any(at > made for at in peers.values()):  # by a launch from before the newest one
+        limit_ms = _launch_ms(newer.attempt if newer else attempts[0])
+        from_ms = 0 if older is None else _launch_ms(older.attempt) + 1
+        if newer is not None or from_ms < limit_ms:
+            attempt = f"{max(0, min(max(at_ms, from_ms), limit_ms - 1)):012x}-{token}"
+            assert is_attempt(attempt)
+            checkpoint = CheckpointId(run, attempt, step)
+            return Named(checkpoint, None, below=least is not None and checkpoint < least)
     origin = _origin(step, attempts, known)
     return Named(CheckpointId(run, next_attempt(at_ms, attempts, token), step), origin)
+
+
+def _launch_ms(attempt: str) -> int:
+    return int(attempt[:12], 16)
+
+
+def _neighbours(
+    step: int, made: datetime, series: Mapping[CheckpointId, datetime]
+) -> tuple[CheckpointId | None, CheckpointId | None]:
+    """Return the checkpoints of a series between which a unit sorts: the last of the older, the first of the newer.
+
+    A checkpoint below which its program went back later counts only as the older one, because the later launch may
+    have resumed from a checkpoint that is older still.
+    """
+    older, newer = list[CheckpointId](), list[CheckpointId]()
+    least_step = None
+    for one, at in sorted(series.items(), key=lambda item: (item[1], item[0].step), reverse=True):
+        if (at, one.step) < (made, step):
+            older.append(one)
+        elif (at, one.step) > (made, step) and (least_step is None or one.step < least_step):
+            newer.append(one)
+        least_step = one.step if least_step is None else min(least_step, one.step)
+    return max(older, default=None), min(newer, default=None)
 
 
 def _fits(one: CheckpointId, made: datetime, known: History, peers: Mapping[CheckpointId, datetime]) -> bool:

@@ -11,8 +11,8 @@ from datetime import datetime
 
 from tierd.core.ids import CheckpointId
 from tierd.daemon.intake.taken import TakenUnits
-from tierd.watching.beside import Beside
-from tierd.watching.naming import History, Named
+from tierd.watching.beside import Beside, made_of
+from tierd.watching.naming import History, Named, order_of, series_of
 from tierd.watching.settle import Due, Settling
 from tierd.watching.unit import Unit
 
@@ -59,6 +59,28 @@ class Ordering:
         """
         earlier = self._taken.earlier(path, self._settling.shapes[path])
         return len(known.find(step, made)) >= self.beside.count(path, step, made) + earlier
+
+    def series(self, path: str, known: History) -> dict[CheckpointId, datetime]:
+        """Return the known checkpoints of a unit's series, and when each was made.
+
+        The record says as which checkpoint a unit was taken. Of one that another node took, its step and its time do,
+        and units of other series may share both.
+        """
+        own, shapes = series_of(self._settling.units[path].files or [path]), self._settling.shapes
+        recorded = self._taken.checkpoints()
+        of_others = {one for one, series in recorded.values() if series != own}
+        by_time: dict[tuple[int, datetime], set[CheckpointId]] = {}
+        for one, at in known.made.items():
+            by_time.setdefault((one.step, at), set()).add(one)
+        found = {one for one, series in recorded.values() if series == own}
+        for unit in self._settling.units.values():
+            if unit.path in recorded and self._taken.has(unit.path, shapes[unit.path]):
+                continue
+            if unit.path != path and series_of(unit.files or [unit.path]) == own:
+                made = made_of(shapes[unit.path])
+                step = order_of(made) if unit.step is None else unit.step
+                found |= by_time.get((step, made), set()) - of_others
+        return {one: known.made[one] for one in found if one in known.made}
 
     def is_in_doubt(self, path: str, named: Named, made: datetime, known: History) -> bool:
         """Whether a unit may be newer than checkpoints that sort after it."""

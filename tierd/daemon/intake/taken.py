@@ -124,6 +124,14 @@ class TakenUnits:
         saved = record.saved.get(path) or made_at(_time(record.taken.get(path, {})))  # the latter in an older record
         return (CheckpointId(self._run, *was[1:]), saved) if was and was[0] == _content(files) else None
 
+    def checkpoints(self) -> Mapping[str, tuple[CheckpointId, str]]:
+        """Return the checkpoint as which each unit was last taken, and its series, by the unit's path."""
+        record = self._record or Record({}, {})
+        named = ((path, attempt, step) for path, (_, attempt, step) in record.contents.items() if path in record.taken)
+        return {
+            path: (CheckpointId(self._run, attempt, step), series_of(record.taken[path])) for path, attempt, step in named
+        }
+
     @property
     def has_steps(self) -> bool:
         """Whether a unit that was listed ever had a step in its name."""

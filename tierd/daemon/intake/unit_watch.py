@@ -252,7 +252,8 @@ class UnitWatch:
         if self._ordering.has(path, step, made, self._known):
             self._finish(tree, due)
             return
-        named = name_unit(self._run, path, step, made, self._known, after)
+        series = self._ordering.series(path, self._known)
+        named = name_unit(self._run, path, step, made, self._known, after, series)
         if not may_take:
             self.wanted = named.checkpoint
             return
