@@ -63,7 +63,7 @@ def test_newest_of_series_has_last_name_in_any_order_of_taking(
 
 @given(saves())
 def test_series_keeps_its_order_when_newest_is_taken_first(drawn: list[tuple[str, int, datetime]]) -> None:
-    for own in named(sorted(drawn, key=lambda one: one[2], reverse=True)).values():
+    for own in named(sorted(drawn, key=lambda one: (one[2], one[1]), reverse=True)).values():
         assert [own[one] for one in sorted(own)] == sorted(own.values())
 
 
@@ -94,7 +94,7 @@ def test_first_watch_pins_newest_of_series_with_equal_times(root: Path, tier: Pa
     assert files(root.parent / "into") == expected
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(20))
 def test_watch_orders_each_series(seed: int, root: Path, spool: Spool) -> None:
     """Several takes, some of several saves, by which units lie there from the start or appear later."""
     chance, at_ns, saved = random.Random(seed), 1_790_000_000 * 10**9, dict[str, list[int]]()  # noqa: S311

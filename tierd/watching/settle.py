@@ -113,7 +113,7 @@ class Settling:
             if not seen.left:
                 seen.former = {name: listing.entries[name] for name in (*unit.files, *unit.markers)}
                 due.append(Due(unit, shape, seen.tries))
-        return sorted(due, key=lambda one: max((entry.mtime_ns for _, entry in one.shape), default=0), reverse=True)
+        return sorted(due, key=_age, reverse=True)
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -170,6 +170,11 @@ class Settling:
         if seen is not None and seen.shape == due.shape:
             seen.judged, seen.tries = True, 0
         return "taken" if sound else "refused"
+
+
+def _age(due: Due) -> tuple[int, int]:
+    """Order units by time; those of one second, as after a tar or on some file systems, by their steps."""
+    return max((entry.mtime_ns for _, entry in due.shape), default=0), due.unit.step or 0
 
 
 def is_unchanged(due: Due, after: Listing) -> bool:

@@ -129,7 +129,8 @@ class TakenUnits:
         record = self._record or Record({}, {})
         named = ((path, attempt, step) for path, (_, attempt, step) in record.contents.items() if path in record.taken)
         return {
-            path: (CheckpointId(self._run, attempt, step), series_of(record.taken[path])) for path, attempt, step in named
+            path: (CheckpointId(self._run, attempt, step), series_of(record.taken[path]))
+            for path, attempt, step in named
         }
 
     @property
