@@ -97,7 +97,7 @@ def test_first_watch_pins_newest_of_series_with_equal_times(root: Path, tier: Pa
 @pytest.mark.parametrize("seed", range(20))
 def test_watch_orders_each_series(seed: int, root: Path, spool: Spool) -> None:
     """Several takes, some of several saves, by which units lie there from the start or appear later."""
-    chance, at_ns, saved = random.Random(seed), 1_790_000_000 * 10**9, dict[str, list[int]]()  # noqa: S311
+    chance, at_ns, saved = random.Random(seed), 1_790_000_000 * 10**9, dict[str, list[int]]()
     for step in range(1, 5):
         for series in chance.sample(["actor", "critic", "x"], chance.randint(1, 3)):
             at_ns += chance.choice(GAPS_US) * 1000

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from msgspec import structs
 
 from tierd.cli.exit_codes import EXIT_NOTHING_TAKEN, EXIT_UNFINISHED
 from tierd.cli.known import answering, no_such
@@ -91,7 +92,7 @@ def run(
     use_format(log_format)
     where = _daemon_config(spool, to, config, keep_last, key_file)
     on_event = print_event if json else None
-    reread = (lambda: load_config(config)) if config is not None else None
+    reread = (lambda: _load(config, keep_last)) if config is not None else None
     run_daemon(serve(where, until_idle=until_idle, await_trainer=await_trainer, reread=reread, on_event=on_event))
 
 
@@ -120,7 +121,7 @@ def _daemon_config(
             raise ConfigError(
                 "--config names the spool, the tiers and their keys itself; leave --spool, --to and --key-file out"
             )
-        return load_config(config)
+        return _load(config, keep_last)
     if spool is None:
         raise ConfigError("no spool: give --spool DIR, or --config FILE")
     if not to:
@@ -128,6 +129,22 @@ def _daemon_config(
     key = str(key_file.absolute()) if key_file else None
     retention = RetentionPolicy(keep_last=keep_last) if keep_last else None
     return from_urls(str(spool.absolute()), to, retention, key)
+
+
+def _load(path: Path, keep_last: int | None) -> Config:
+    """Load a configuration. `--keep-last` is the policy of each place, so no place may have another."""
+    config = load_config(path)
+    if keep_last is None:
+        return config
+    named = [f"tier {tier.name}" for tier in config.tier if tier.retention is not None]
+    if config.retention is not None or named:
+        raise ConfigError(
+            f"{path}: it says itself what is kept ({', '.join(named) or '[retention]'}); leave --keep-last out, or "
+            "remove that"
+        )
+    policy = RetentionPolicy(keep_last=keep_last)
+    tiers = tuple(structs.replace(tier, retention=policy) for tier in config.tier)
+    return structs.replace(config, retention=policy, tier=tiers)
 
 
 def pin(
