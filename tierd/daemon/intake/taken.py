@@ -25,7 +25,7 @@ import xxhash
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import File
-from tierd.daemon.intake.taken_record import Doubt, Record, Sizes, Waiting, add_to_series, settle
+from tierd.daemon.intake.taken_record import Doubt, Record, Sizes, Waiting, add_digests, add_to_series, decayed, settle
 from tierd.spool.file_io import open_own, private
 from tierd.spool.spool import Spool
 from tierd.watching.naming import made_at, series_of
@@ -133,6 +133,10 @@ class TakenUnits:
             for path, attempt, step in named
         }
 
+    def decayed(self, shape: Shape, files: Iterable[File]) -> list[str]:
+        """Return the files of a unit that have the size and the time with which they were taken, and other bytes."""
+        return decayed(self._record or Record({}, {}), sizes_of(shape), files)
+
     @property
     def has_steps(self) -> bool:
         """Whether a unit that was listed ever had a step in its name."""
@@ -148,6 +152,8 @@ class TakenUnits:
     ) -> None:
         """Record that a unit was taken as a checkpoint of these files, or that a place has it. Raises nothing."""
         record = self._record = self._record or Record({}, {})
+        files = tuple(files)
+        add_digests(record, sizes_of(shape), files)
         if checkpoint is not None:
             record.contents[path] = (_content(files), *_pair(checkpoint))
             record.newest = max(_pair(checkpoint), record.newest or ("", 0))
@@ -241,12 +247,14 @@ class TakenUnits:
                 was = record.waiting.get(path)
                 waiting[path] = was if was and was.sizes == sizes else Waiting(sizes, after, record.doubts)
         earlier = {path: count for path, count in record.earlier.items() if count and path in taken}
+        files = {name for sizes in taken.values() for name in sizes}
         fresh = Record(
             *(taken, waiting, earlier, known, has_steps or record.has_steps),
             {path: digest for path, digest in record.contents.items() if path in taken},
             {path: saved for path, saved in record.saved.items() if path in taken},
             *(record.has_several, record.series, record.released, record.held, record.begun),
             *(record.doubts, record.doubted),
+            {name: digest for name, digest in record.digests.items() if name in files},
         )
         if fresh != self._record:
             self._write(fresh)

@@ -6,10 +6,15 @@ may read it again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime
 from typing import TypeAlias
 
 import msgspec
+import xxhash
+
+from tierd import __version__
+from tierd.core.manifest import File
 
 _NEWEST = 2  # checkpoints of each series that are kept, so that one is whole on the tiers while the next one comes
 _MOST_SERIES = 100  # series of which the newest are kept
@@ -53,6 +58,32 @@ class Record(msgspec.Struct):
     begun: dict[str, Sizes] = {}  # units that were refused because the checkpoint before had more files
     doubts: int = 0  # how many checkpoints were ever in doubt
     doubted: list[Doubt] = []  # those that are pinned because of that
+    digests: dict[str, tuple[int, int, str]] = {}  # by file: its size, its time in ns, the digest of what was taken
+
+
+def add_digests(record: Record, sizes: Sizes, files: Iterable[File]) -> None:
+    """Record the bytes of the files of a unit that was taken."""
+    record.digests |= {file.path: (*sizes[file.path], _digest(file)) for file in files if file.path in sizes}
+
+
+def decayed(record: Record, sizes: Sizes, files: Iterable[File]) -> list[str]:
+    """Return the files that have the size and the time with which they were taken, and other bytes."""
+    recorded = ((file, record.digests.get(file.path)) for file in files if file.path in sizes)
+    return [
+        file.path
+        for file, was in recorded
+        if was is not None and was[:2] == sizes[file.path] and was[2] != _digest(file) and _is_own(was[2])
+    ]
+
+
+def _digest(file: File) -> str:
+    # Another version of tierd may cut a file into other chunks, so its digests are not compared.
+    chunks = [(chunk.size, chunk.xxh3_128) for chunk in file.chunks]
+    return f"{__version__} {xxhash.xxh3_128_hexdigest(repr(chunks).encode())}"
+
+
+def _is_own(digest: str) -> bool:
+    return digest.startswith(f"{__version__} ")
 
 
 def add_to_series(record: Record, series: str, pair: tuple[str, int]) -> None:

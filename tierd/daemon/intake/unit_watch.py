@@ -71,9 +71,13 @@ class Reports(Protocol):
 class _Unchanged(Exception):
     """A unit has the bytes that were taken last from its place, as this checkpoint, which was saved at this time."""
 
-    def __init__(self, checkpoint: CheckpointId, saved: datetime) -> None:
+    def __init__(self, checkpoint: CheckpointId, saved: datetime, files: Sequence[File]) -> None:
         super().__init__(checkpoint, saved)
-        self.checkpoint, self.saved = checkpoint, saved
+        self.checkpoint, self.saved, self.files = checkpoint, saved, files
+
+
+class _Decayed(Exception):
+    """Files of a unit have the size and the time with which they were taken, and other bytes."""
 
 
 class UnitWatch:
@@ -312,9 +316,9 @@ class UnitWatch:
             again = f"it changed {_MANY} times while it was taken, and is tried again: {why}"
             self._reports.not_taken(due.unit.path, again)
 
-    def _finish(self, tree: Tree, due: Due) -> None:
+    def _finish(self, tree: Tree, due: Due, files: Iterable[File] = ()) -> None:
         if self._settling.finish(due, True, tree.again(due.unit)) == "taken":
-            self._record(due)
+            self._record(due, files=files)
 
     def _record(
         self,
@@ -341,7 +345,7 @@ class UnitWatch:
             self._changed(due, str(error))
         except _Unchanged as error:  # whatever its files' times are now, its place in the order is that of its bytes
             if error.checkpoint in self._known.made or error.checkpoint in self._known.unread:
-                self._finish(tree, due)
+                self._finish(tree, due, error.files)
             else:  # no place has it any more, because retention deleted it
                 again = Named(error.checkpoint, self._known.origins.get(error.checkpoint.attempt))
                 self._take(tree, due, described, again, error.saved)
@@ -350,6 +354,8 @@ class UnitWatch:
         except ManifestError as error:
             self._settling.finish(due, False, tree.again(due.unit))
             self._refusals.refuse(path, str(error))
+        except _Decayed as error:
+            self._refuse_as_it_is(tree, due, str(error))
         except OSError as error:
             failure = condition(error, f"spool {self._spool.root}", self._spool.root)
             self._refusals.wait_for_room(path, f"{failure}; it is tried again")
@@ -387,7 +393,12 @@ class UnitWatch:
                 raise Changed("it was written to, renamed or deleted")
             same = self._taken.same(due.unit.path, staged.files)
             if same is not None and same != (named.checkpoint, made):
-                raise _Unchanged(*same)
+                raise _Unchanged(*same, staged.files)
+            if decayed := self._taken.decayed(due.shape, staged.files):
+                raise _Decayed(
+                    f"{decayed[0]} was damaged since it was taken: it has the size and the time of then, and other "
+                    "bytes; end the program, and run `tierd prepare`, which puts a verified copy back"
+                )
             if same is None and self._ordering.is_in_doubt(due.unit.path, named, made, self._known):
                 self._keep(due.unit.path, named.checkpoint, entries)
             elif self._has_several_series():
