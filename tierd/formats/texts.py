@@ -10,6 +10,7 @@ from tierd.formats.byte_source import ByteSource, Damaged, Sound, Unchecked
 
 _MAX = 64 << 20
 CUT = "JSON that ends early"
+EMPTY = "an empty file, and no JSON"
 
 
 def read_json(source: ByteSource) -> Any:
@@ -30,9 +31,11 @@ def read_json(source: ByteSource) -> Any:
         if b"NaN" in data or b"Infinity" in data:
             return _read_with_constants(data)
         text = data.strip()
+        if not text:
+            raise Damaged(source.size, EMPTY) from None
         if text[:1] in (b"{", b"[") and text[-1:] not in (b"}", b"]"):
             raise Damaged(source.size, f"{CUT}: {error}") from None
-        raise Damaged(source.size if not text else 0, f"no JSON: {error}") from None
+        raise Damaged(0, f"no JSON: {error}") from None
 
 
 def _read_with_constants(data: bytes) -> Any:

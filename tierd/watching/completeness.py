@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from tierd.watching.listing import ListedEntry, Listing, below, gap, joined
 from tierd.watching.step_in_name import is_weights, step_in
@@ -206,3 +207,33 @@ def absent_of_count(files: Sequence[str]) -> str | None:
         if len(numbers) < count:
             return f"{head.rpartition('/')[2]}*-of-*{tail}: {len(numbers)} of {count} are there"
     return None
+
+
+_RANK = re.compile(r"(?<![A-Za-z])(?:global_|local_)?rank[-_=.]?(\d{1,6})(?!\d)", re.IGNORECASE)
+_WORLD_SIZE = re.compile(r"(?<![A-Za-z])world_?size[-_=.]?(\d{1,6})(?!\d)", re.IGNORECASE)
+
+
+def absent_in_ranks(files: Sequence[str]) -> str | None:
+    """Check that no rank is missing between rank 0 and the highest whose file is there, or of those a name counts.
+
+    Names without a rank 0 prove nothing: the number may be that of LoRA's rank, or a node has its own ranks alone.
+    Neither do ranks at even distances, because a program may have one rank of each node save.
+    """
+    groups: dict[tuple[str, str], dict[int, str]] = {}
+    for path in files:
+        for match in _RANK.finditer(path):
+            groups.setdefault((path[: match.start(1)], path[match.end(1) :]), {})[int(match[1])] = path
+    for (head, tail), names in sorted(groups.items()):
+        counted = _WORLD_SIZE.search(f"{head}#{tail}")
+        if 0 not in names or (not counted and _is_even(sorted(names))):
+            continue
+        count = int(counted[1]) if counted else max(names) + 1
+        absent = next((rank for rank in range(min(count, len(names) + 1)) if rank not in names), None)
+        if absent is not None:
+            return f"the file of rank {absent} is not there, and {names[max(names)]} is"
+    return None
+
+
+def _is_even(ranks: Sequence[int]) -> bool:
+    distances = {second - first for first, second in pairwise(ranks)}
+    return len(distances) == 1 and (min(distances) > 3 or (min(distances) > 1 and len(ranks) > 2))

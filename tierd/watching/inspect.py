@@ -23,7 +23,7 @@ from tierd.formats.dcp import Extent, check_extents, read_extents
 from tierd.formats.files import check_file
 from tierd.formats.safetensors import check_safetensors
 from tierd.formats.tensorflow import check_shard, read_index
-from tierd.formats.texts import CUT, read_json
+from tierd.formats.texts import CUT, EMPTY, read_json
 from tierd.watching.listing import joined
 from tierd.watching.programs import DIRECTORY, OWN, SAVED_MODEL, TENSORFLOW
 from tierd.watching.unit import Unit
@@ -251,7 +251,10 @@ class _Inspection:
         except Damaged as error:
             # A JSON file of no known program may be lines of JSON, or a dialect, but not the beginning of a value.
             is_cut = error.reason.startswith(CUT)
-            if self._unit.layout in (DIRECTORY, OWN) and path.endswith(".json") and not is_cut:
+            is_unknown = self._unit.layout in (DIRECTORY, OWN) and path.endswith(".json")
+            if is_unknown and error.reason == EMPTY:  # its writing was cut, but a program may also write it so
+                self._find(path, "unknown", error.reason, error.offset)
+            elif is_unknown and not is_cut:
                 self.uncovered.append(Uncovered(path, str(error)))
             else:
                 self._find(path, "damaged", error.reason, error.offset)

@@ -20,6 +20,7 @@ from tierd.watching.completeness import (
     WEIGHTS,
     Directory,
     absent_goal,
+    absent_in_ranks,
     absent_index,
     absent_name,
     absent_of_count,
@@ -184,6 +185,7 @@ def _unit_in(here: Directory, claimed: Claim) -> Unit:
         missing
         or _nested(here)
         or absent_of_count(files)
+        or (absent_in_ranks(files) if layout is DIRECTORY else None)
         or ((absent_index(here) or absent_goal(files)) if layout is DIRECTORY else None)
     )
     marked = None if begun else temporary_name(here.name)
@@ -236,7 +238,7 @@ def _apart(group: Sequence[Unit]) -> dict[object, list[Unit]]:
 
 
 def _absent_file(unit: Unit) -> str | None:
-    return absent_of_count(unit.files) if unit.layout is FILE else None
+    return (absent_of_count(unit.files) or absent_in_ranks(unit.files)) if unit.layout is FILE else None
 
 
 def _as_one(directory: str, group: Sequence[Unit]) -> Unit:
