@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import tierd
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "recipes.md"
 IMPORTS = (
-    *(DataLoader, DistributedSampler, IterableDataset, StatefulDataLoader, deque),
+    *(DataLoader, DistributedSampler, IterableDataset, StatefulDataLoader, deque, get_worker_info),
     *(dist, logging, os, pathlib, tierd, torch),
 )
 
