@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,92 @@ def test_keras_warns_of_the_progress_that_a_second_fit_discards(
         assert saving.load_best("loss") and not fit(3), "the same weights"
     with tierd.Checkpointer(tmp_path, "tuned", to=[]) as ckpt:
         assert not begin(ckpt)[1](1), "the way out"
+
+
+@pytest.mark.parametrize(
+    ("source", "steps", "warning"),
+    [
+        ("arrays", None, None),
+        ("arrays", 3, None),
+        ("arrays", 2, "no resume .* steps_per_epoch=2 .* which are 3, .* leave steps_per_epoch out"),
+        ("loader", None, None),
+        ("loader", 3, None),
+        ("loader", 2, "no resume .* steps_per_epoch=2 .* which are 3, .* leave steps_per_epoch out"),
+        ("generator", 2, "no resume .* whose number is unknown, "),
+        ("loader without a length", None, None),
+        ("loader without a length", 2, "within an epoch .* steps_per_epoch=2 more batches"),
+    ],
+)
+def test_keras_warns_of_epochs_that_are_no_passes_over_the_data(
+    source: str,
+    steps: int | None,
+    warning: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setitem(os.environ, "KERAS_BACKEND", "torch")
+    keras = pytest.importorskip("keras")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    from tierd.adapters.keras import TierdCallback
+
+    x = torch.ones(6, 1)
+    pairs = torch.utils.data.TensorDataset(x, x)
+    options: dict[str, Any] = {"x": StatefulDataLoader(pairs if source == "loader" else Endless(), 2)}
+    data = options["x"] if "loader" in source else None
+    if source == "arrays":
+        options = {"x": x.numpy(), "y": x.numpy(), "batch_size": 2}
+    if source == "generator":
+        options = {"x": ((x.numpy(), x.numpy()) for _ in range(9))}
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    with tierd.Checkpointer(tmp_path, "run", to=[]) as ckpt:
+        saving = TierdCallback(ckpt, data=data)
+        model.fit(**options, epochs=1, steps_per_epoch=steps, verbose=0, callbacks=[saving])
+    warnings = [record.getMessage() for record in caplog.records if "exact" in record.getMessage()]
+    assert len(warnings) == (warning is not None)
+    assert not warning or re.search(warning, warnings[0])
+
+
+class Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Data without a length; it ends after 6 samples, so that tests do."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return iter([(torch.full((1,), float(number)), torch.ones(1)) for number in range(6)])
+
+
+def test_keras_reads_whole_epochs_after_an_epoch_that_was_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(os.environ, "KERAS_BACKEND", "torch")
+    keras = pytest.importorskip("keras")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    from tierd.adapters.keras import TierdCallback
+
+    class Stops(keras.callbacks.Callback):  # type: ignore[misc]
+        steps = 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.steps += 1
+            if self.steps == stop:
+                raise KeyboardInterrupt
+
+    def fit() -> int:
+        loader = StatefulDataLoader(Endless(), 2)  # three batches
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile(optimizer="sgd", loss="mse")
+        with tierd.Checkpointer(tmp_path, "run", to=[]) as ckpt:
+            callbacks = [Stops(), TierdCallback(ckpt, every_batches=2, data=loader)]
+            model.fit(loader, epochs=5, verbose=0, callbacks=callbacks)
+        return int(model.optimizer.iterations)
+
+    stop = 6  # saved at 5, after two batches of the second epoch
+    with pytest.raises(KeyboardInterrupt):
+        fit()
+    stop = 0
+    assert fit() == 15
 
 
 def test_a_save_that_failed_after_it_was_committed_ends_no_training(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]

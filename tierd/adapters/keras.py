@@ -11,7 +11,8 @@ alone. What is due at an epoch's last batch is saved when the epoch has ended, w
 A later call of `fit` in another process resumes from there, without `initial_epoch`. `load_best` loads the best
 weights.
 
-A resume at an epoch's end is always exact. Inside an epoch `fit` cannot skip batches, so:
+A resume at an epoch's end is exact if each epoch is one pass over the data (`keras_passes`). Inside an epoch `fit`
+cannot skip batches, so:
 
 - With `data`, the torchdata `StatefulDataLoader` that `fit` reads, training continues with the very next batch. The
   loader's order may depend on the epoch alone (the callback calls the sampler's `set_epoch`), because `fit` creates
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tierd.adapters import framework
 from tierd.adapters.keras_callbacks import CallbackStates, list_of
+from tierd.adapters.keras_passes import forget_length, obstacle
 from tierd.adapters.last_save import LastSave
 from tierd.adapters.step_metrics import StepMetrics
 from tierd.core.errors import ConfigError, StateMismatch
@@ -73,6 +75,7 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         self._data = data
         self._epoch = self._done = 0
         self._last = LastSave(0)
+        self._is_rest = False  # whether the epoch was resumed within
         self._is_due = False  # whether a save waits for the end of the epoch
         self._numbers = StepMetrics(checkpointer)
         self._callbacks = CallbackStates([])
@@ -80,7 +83,9 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         self._best: Restored | None = None  # what `load_best` has loaded since the last `fit` began
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restore the newest verified checkpoint, if there is one. Warn if the model loses what it holds by that.
+        """Restore the newest verified checkpoint, if there is one.
+
+        Warn if the model loses what it holds by that, and if a resume of this `fit` is not exact.
 
         Raises:
             As `Checkpointer.restore`; StateMismatch: the checkpoint's model has other variables.
@@ -91,6 +96,8 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
             callbacks.callbacks[callbacks.callbacks.index(self)] = _keras.callbacks.Callback()
             callbacks.callbacks.append(self)
             return
+        if (warning := obstacle(self.model, has_loader=self._data is not None)) is not None:
+            log.warning(warning)
         self._callbacks = CallbackStates(callbacks.callbacks[:-1] if callbacks is not None else [])
         state = self._state(epoch=0, within=False)
         state["metrics"] = None  # restored as raw values, because Keras resets metrics when the epoch begins
@@ -132,6 +139,7 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         within, self._within = self._within, None
+        self._is_rest = within is not None
         if within is None:
             return
         # Others have begun an epoch that had begun before: a LearningRateScheduler has stepped once more.
@@ -165,6 +173,8 @@ class TierdCallback(_keras.callbacks.Callback):  # type: ignore[misc,name-define
         return bool(self._done % steps == 0 if self._data is not None else batch + 1 == steps)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._is_rest:
+            forget_length(self.model)
         is_due, self._is_due = self._is_due or self._every is not None, False
         when = self._checkpointer.when
         if when is None:
