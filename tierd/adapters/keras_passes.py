@@ -17,19 +17,18 @@ def obstacle(model: Any, has_loader: bool) -> str | None:
     iterator = _iterator_of(model)
     if iterator is None:
         return None
-    steps, batches = iterator.steps_per_epoch, iterator.data_adapter.num_batches
-    if steps is None or steps == batches:
+    steps = iterator.steps_per_epoch
+    if steps is None:
         return None
-    if batches is None and has_loader:
+    if iterator.data_adapter.num_batches is None and has_loader:
         return (
             f"a resume of this fit within an epoch is not exact: the data has no length, and Keras reads "
             f"steps_per_epoch={steps} more batches in the epoch that is resumed; save at the end of epochs alone"
         )
-    length = "whose number is unknown" if batches is None else f"which are {batches}"
     return (
-        f"no resume of this fit is exact: steps_per_epoch={steps} is not the number of the data's batches, {length}, and "
-        "Keras goes on in one pass over the data from epoch to epoch, so a resumed run reads samples twice in a pass and "
-        "others not at all; leave steps_per_epoch out"
+        f"no resume of this fit is exact: with steps_per_epoch={steps} Keras begins a pass over the data before the epoch "
+        "begins, and goes on in it from epoch to epoch, so a resumed run reads samples in another order, twice in a pass "
+        "or not at all; leave steps_per_epoch out"
     )
 
 
