@@ -113,7 +113,12 @@ class Resumption:
     def epoch_starts(self, trainer: Any) -> None:
         """Step the schedulers for the epoch before, if Lightning has not ended it again."""
         if self._is_due and self._can_step(trainer):
-            trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+            epochs = trainer.fit_loop.epoch_progress.current
+            epochs.completed -= 1  # as when that epoch ended, because Lightning steps at every `frequency`-th epoch
+            try:
+                trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+            finally:
+                epochs.completed += 1
         self._is_due = False
 
     def epoch_ends(self, trainer: Any) -> None:
