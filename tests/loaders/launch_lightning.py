@@ -13,6 +13,7 @@ import lightning
 import torch
 from loaders.loops_lightning import quiet_trainer
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import tierd
 from tierd.adapters.lightning import TierdCheckpointIO
@@ -47,13 +48,16 @@ class Module(lightning.LightningModule):
         return [optimizer], [{"scheduler": plateau, "monitor": "val_loss", "frequency": self.frequency}]
 
 
-def launch(home: Path, module: Module, resume: int | None, *callbacks: Any, **options: Any) -> TierdCheckpointIO:
+def launch(
+    home: Path, module: Module, resume: int | None, *callbacks: Any, stateful: bool = False, **options: Any
+) -> TierdCheckpointIO:
     """Train from the beginning, or from a step that an earlier launch saved."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     data = torch.arange(float(SAMPLES))[:, None] / SAMPLES
-    loader = DataLoader(data, BATCH, generator=torch.Generator())
+    kind = StatefulDataLoader if stateful else DataLoader
+    loader, held_out = (kind(data, BATCH, generator=torch.Generator()) for _ in range(2))
     with tierd.Checkpointer(home / "spool", "run", to=[]) as ckpt:
         io = TierdCheckpointIO(ckpt)
         trainer = quiet_trainer(io, home, *callbacks, **options)
-        trainer.fit(module, loader, loader, ckpt_path=None if resume is None else f"tierd:{resume}")
+        trainer.fit(module, loader, held_out, ckpt_path=None if resume is None else f"tierd:{resume}")
     return io

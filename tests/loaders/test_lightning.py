@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tierd.spool.spool import Spool
 
 pytestmark = [pytest.mark.loaders, pytest.mark.timeout(300)]
 
@@ -24,3 +28,41 @@ def test_resume_from_an_epochs_end_steps_plateau_at_epochs_of_its_frequency(resu
     whole = rates(None)
     assert [whole[step] for step in (0, 12, 16)] == pytest.approx([1, 1, 0.1])
     assert rates(resume) == {step: rate for step, rate in whole.items() if step >= resume}
+
+
+def test_resume_with_accumulated_gradients_saves_no_step_twice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from loaders.launch_lightning import Module, launch
+
+    def saved(step: int | None, **options: Any) -> list[tuple[int, str]]:
+        saving = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=2, save_top_k=-1, filename="{step}")
+        launch(tmp_path, Module(), step, saving, accumulate_grad_batches=2, **options)
+        parts = Spool(tmp_path / "spool").parts("run")
+        return sorted((part.checkpoint.step, part.checkpoint.attempt) for part in parts)
+
+    first = saved(None, max_epochs=1)
+    assert [step for step, _ in first] == [2]
+    second = saved(2, max_epochs=3)
+    assert [step for step, _ in second] == [2, 4, 6] and second[0] == first[0]
+    assert "is saved again" not in caplog.text
+    named = json.loads((tmp_path / "saved" / "step=2.ckpt").read_text())["tierd"]
+    assert (named["step"], named["attempt"]) == first[0]
+
+
+@pytest.mark.parametrize(("saves", "stateful"), [("steps", False), ("steps", True), ("epochs", False)])
+def test_lightning_warns_once_of_saves_without_position_in_data(
+    saves: str, stateful: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from loaders.launch_lightning import Module, launch
+
+    often = {"every_n_train_steps": 1} if saves == "steps" else {"every_n_epochs": 1}
+    saving = ModelCheckpoint(tmp_path / "saved", save_top_k=-1, **often)
+    launch(tmp_path, Module(), None, saving, stateful=stateful, max_epochs=2)
+    warnings = [text for text in caplog.messages if "position in the data" in text]
+    assert len(warnings) == (saves == "steps" and not stateful)
+    assert all("DataLoader" in text and "StatefulDataLoader" in text for text in warnings)

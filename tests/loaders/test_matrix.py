@@ -77,7 +77,7 @@ ROWS = (
         "Lightning",
         "loops_lightning:train",
         ("lightning",),
-        advice="`tierd.adapters.lightning`",
+        advice="`tierd.adapters.lightning`; a `StatefulDataLoader` mid-epoch",
         ignore=('state["lightning"]["loops"]', "_*"),  # counters of batches, moved after a step was observed
     ),
     Row(

@@ -44,6 +44,7 @@ from tierd.adapters.lightning_callback import ResumeCallback
 from tierd.adapters.lightning_step import Resumption, StepOfTraining, WaitingSave
 from tierd.adapters.step_metrics import StepMetrics
 from tierd.client.checkpointer import Checkpointer, made_of
+from tierd.client.restoring.restorer import Restored
 from tierd.core.errors import CheckpointNotFound, ConfigError
 from tierd.state.kinds.rng import RngState
 
@@ -96,7 +97,8 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         """Save the trainer's dictionary; Lightning calls this.
 
         A second save of the same step (at a batch's end and at its epoch's) is left out unless the first was skipped or
-        has failed. A save waits for its step's validation and epoch if a `ModelCheckpoint` monitors what they measure.
+        has failed. So is a save of the step from which the fit resumed, because nothing was trained since then. A save
+        waits for its step's validation and epoch if a `ModelCheckpoint` monitors what they measure.
 
         Raises:
             StateRefused: a value in the dictionary cannot be stored; the message names its path.
@@ -106,8 +108,12 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
             return
         step = checkpoint["global_step"]
         _forget_what_is_read(checkpoint)
-        waits = False
-        if self._last.holds(step):
+        if not _is_last(checkpoint):
+            self.callback.warn_of_data()
+        waits, resumed = False, self._resumed_at(step)
+        if resumed is not None:
+            log.info("nothing was trained since step %d was restored: %s is the same", step, path)
+        elif self._last.holds(step):
             log.info("step %d is saved already: %s is the same", step, path)
         elif waits := self._step.lacks_metrics():
             self._waiting = step, str(path)
@@ -117,16 +123,24 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
             if values := self._step.all():
                 checkpoint = {**checkpoint, _METRICS: values}
             self._last.save(self._checkpointer, step, {"lightning": checkpoint, "rng": RngState()}, metrics)
-        if (waits or self._last.holds(step)) and "://" not in str(path):  # only local paths get a text
-            self._name(Path(path), step)
+        if (resumed or waits or self._last.holds(step)) and "://" not in str(path):  # only local paths get a text
+            self._name(Path(path), step, resumed.attempt if resumed else self._checkpointer.attempt)
+
+    def _resumed_at(self, step: int) -> Restored | None:
+        """Return the checkpoint from which the fit resumed, if it is of this step and has its monitored metrics."""
+        resumed = self.callback.resumed
+        if resumed is None or resumed.step != step:
+            return None
+        measured = self._step.measured().keys() & set(self._step.monitored())
+        return resumed if measured <= resumed.metrics.keys() else None
 
     def _waiting_at(self, step: int) -> str | None:
         """Return the path of the save that waits at this step; None if there is none."""
         return self._waiting[1] if self._waiting is not None and self._waiting[0] == step else None
 
-    def _name(self, path: Path, step: int) -> None:
+    def _name(self, path: Path, step: int, attempt: str) -> None:
         """Write the text that stands for a checkpoint at the path that Lightning has for it."""
-        here = {"run": self._checkpointer.run, "step": step, "attempt": self._checkpointer.attempt}
+        here = {"run": self._checkpointer.run, "step": step, "attempt": attempt}
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_name(f".{path.name}.new")
         fresh.write_text(json.dumps({"tierd": here}) + "\n")
@@ -149,6 +163,7 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         named = None if text.startswith(SCHEME) else _named_in(Path(text))
         if named is None and not text.startswith(SCHEME):
             own: dict[str, Any] = super().load_checkpoint(path, *args, **options)
+            self.callback.restored = None
             return own
         if named is not None and named["run"] != self._checkpointer.run:
             raise ConfigError(f"{path}: a checkpoint of run {named['run']!r}, and this is {self._checkpointer.run!r}")
@@ -192,7 +207,7 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
         self._last = LastSave(-1)  # because the attempt that begins has saved none
         self._restored = path, state["lightning"]
         self.callback.generators, self.callback.loaders = state["rng"], _loaders(state["lightning"])
-        self.callback.measured = tuple(found.metrics)
+        self.callback.restored = found
         values, is_last = state["lightning"].get(_METRICS, {}), _is_last(state["lightning"])
         self.callback.resumption = Resumption(values, is_last)
         return path

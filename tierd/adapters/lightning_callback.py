@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from tierd.adapters import framework
 from tierd.adapters.lightning_step import BATCH, EPOCH, VALIDATION, Resumption, StepOfTraining, WaitingSave
 from tierd.client.checkpointer import Checkpointer, made_of
+from tierd.client.restoring.restorer import Restored
 from tierd.core.errors import ConfigError
 from tierd.state.kinds.rng import RngState
 
+log = logging.getLogger("tierd")
 _callbacks = framework("lightning.pytorch.callbacks", "lightning")
 
 
@@ -22,7 +25,8 @@ class ResumeCallback(_callbacks.Callback):  # type: ignore[misc,name-defined]
 
     generators: dict[str, Any] | None = None
     loaders: Sequence[Any] = ()
-    measured: Sequence[str] = ()  # the metrics that were measured at the restored step
+    restored: Restored | None = None  # for the fit that begins next
+    resumed: Restored | None = None  # from which the fit that runs, or ran last, has loaded all
     resumption: Resumption | None = None  # for the fit that begins next
     _resumed: Resumption | None = None  # of the fit that runs, until its first epoch has ended
     waiting = False  # whether saves are refused until a restored checkpoint is loaded
@@ -34,6 +38,7 @@ class ResumeCallback(_callbacks.Callback):  # type: ignore[misc,name-defined]
         self._checkpointer = checkpointer
         self._step, self._waiting = step, waiting
         self._stepped = -1
+        self._stateless: list[str] = []  # the kinds of train loaders whose position is not saved, until a warning
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         strategy = trainer.strategy
@@ -45,8 +50,10 @@ class ResumeCallback(_callbacks.Callback):  # type: ignore[misc,name-defined]
                 '(state_dict_type="full", save_distributed_checkpoint=False)'
             )
         self._fitting, self._has_read = stage == "fit", False  # Lightning loads after this hook
-        if stage == "fit" and self._waiting not in trainer.callbacks:
-            trainer.callbacks.append(self._waiting)
+        if stage == "fit":
+            self.resumed = None
+            if self._waiting not in trainer.callbacks:
+                trainer.callbacks.append(self._waiting)
 
     def read(self) -> None:
         """Let saves in, unless a fit has read the checkpoint: it has yet to load it into its objects."""
@@ -69,13 +76,18 @@ class ResumeCallback(_callbacks.Callback):  # type: ignore[misc,name-defined]
             self.read()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        restored, self.restored = self.restored, None
+        if self._fitting and self._has_read and restored is not None and restored.step == trainer.global_step:
+            self.resumed = restored
         self._loaded()
-        generators, loaders, measured = self.generators, self.loaders, self.measured
-        self.generators, self.loaders, self.measured = None, (), ()
+        generators, loaders = self.generators, self.loaders
+        self.generators, self.loaders = None, ()
+        flattened = trainer.fit_loop._combined_loader.flattened
+        self._stateless = sorted({type(loader).__name__ for loader in flattened if not _has_state(loader)})
         self._resumed, self.resumption = self.resumption, None
         if self._resumed is not None:
             self._resumed.begin(trainer)
-        self._step.begin(trainer, measured)
+        self._step.begin(trainer, restored.metrics if restored is not None else ())
         if generators is None:
             return
         if self._set_epochs(trainer):  # the loaders have already begun, in another order
@@ -83,6 +95,17 @@ class ResumeCallback(_callbacks.Callback):  # type: ignore[misc,name-defined]
             iter(trainer.fit_loop._data_fetcher)
         if trainer.is_global_zero:
             RngState().load_state_dict(generators)
+
+    def warn_of_data(self) -> None:
+        """Warn, once in a fit, that a checkpoint within an epoch lacks the position in the data."""
+        if self._stateless:
+            log.warning(
+                "a checkpoint within an epoch is saved without its position in the data, because the train loader %s "
+                "has no state_dict and load_state_dict: a resume from it reads the epoch's first samples again, and "
+                "not its last. Use torchdata's StatefulDataLoader, or save at the end of epochs",
+                " and ".join(self._stateless),
+            )
+        self._stateless = []
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Save and stop if some rank got notice that it ends.
@@ -128,3 +151,7 @@ class ResumeCallback(_callbacks.Callback):  # type: ignore[misc,name-defined]
         for sampler in samplers:
             sampler.set_epoch(trainer.current_epoch)
         return bool(samplers)
+
+
+def _has_state(loader: Any) -> bool:
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
