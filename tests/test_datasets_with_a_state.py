@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,7 +109,7 @@ def test_dataset_of_a_page_resumes_exactly(page: Any, workers: str, tmp_path: Pa
         return page(tmp_path, f"batch_size={BATCH}, num_workers={number}, persistent_workers={persistent}")
 
     whole = train(begin, tmp_path / "whole", 2 * STEPS)
-    first, second = sum(whole[:STEPS], []), sum(whole[STEPS:], [])
+    first, second = ([*chain(*epoch)] for epoch in (whole[:STEPS], whole[STEPS:]))
     assert sorted(first) == sorted(second) == list(range(SAMPLES)) and first != second
     for name, moment in MOMENTS.items():
         read = train(begin, tmp_path / name, 2 * STEPS, moment)

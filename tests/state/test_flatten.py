@@ -522,6 +522,10 @@ class Double(np.float64):
     pass
 
 
+class Labels(np.ndarray):
+    pass
+
+
 class MyGenerator(torch.Generator):
     pass
 
@@ -631,18 +635,30 @@ REFUSED = {
     "mapping proxy": ({"a": MappingProxyType({})}, 'state["a"]: mappingproxy; pass dict(…)'),
     "object array": (
         {"a": np.array([None])},
-        'state["a"]: numpy.ndarray of dtype object; object and structured dtypes have no encoding',
+        'state["a"]: numpy.ndarray of dtype object, which has no encoding; pass .tolist()',
     ),
     "structured array": (
         {"a": np.zeros(1, dtype="i4,f4")},
-        "state[\"a\"]: numpy.ndarray of dtype [('f0', '<i4'), ('f1', '<f4')]; "
-        "object and structured dtypes have no encoding",
+        "state[\"a\"]: numpy.ndarray of dtype [('f0', '<i4'), ('f1', '<f4')], which has no encoding; "
+        "pass an array for each field, {name: numpy.asarray(a[name]) for name in a.dtype.names}, and assign them to the "
+        "fields of a new array",
     ),
     "structured scalar": (
         {"a": np.zeros(1, dtype="i4,f4")[0]},
-        "state[\"a\"]: numpy.void of dtype [('f0', '<i4'), ('f1', '<f4')]",
+        "state[\"a\"]: numpy.void of dtype [('f0', '<i4'), ('f1', '<f4')]; pass .item(), and make it "
+        "again of that",
     ),
-    "matrix": ({"a": np.ma.array([1])}, 'state["a"]: numpy.ma.MaskedArray; pass numpy.asarray(…)'),
+    "other subclass of arrays": ({"a": np.array([1]).view(Labels)}, f'state["a"]: {here}.Labels; pass numpy.asarray(…)'),
+    "masked array": (
+        {"a": np.ma.array([1])},
+        'state["a"]: numpy.ma.MaskedArray; pass numpy.ma.getdata(…) and numpy.ma.getmaskarray(…), and make it again by '
+        "numpy.ma.array(data, mask=…)",
+    ),
+    "records": (
+        {"a": np.rec.array([(1, 2.0)])},
+        'state["a"]: numpy.rec.recarray; pass an array for each field, {name: numpy.asarray(a[name]) for name in '
+        "a.dtype.names}, and assign them to the fields of a new array",
+    ),
     "key": (
         {"a": {np.int64(3): 1}},
         'state["a"]: the key np.int64(3) is numpy.int64; keys are str, int, float, bool, bytes, None or tuples',
@@ -695,6 +711,26 @@ REFUSED = {
         "the module before the first save",
     ),
 }
+
+
+def test_arrays_that_are_refused_are_restored_by_the_advice():
+    masked = np.ma.array([1, 2, 3], mask=[0, 1, 0])
+    records = np.rec.array([(1, 2.0, "a"), (3, 4.0, "b")], dtype=[("x", "i4"), ("y", "f8"), ("z", "U1")])
+    state = through(
+        {
+            "masked": {"data": np.ma.getdata(masked), "mask": np.ma.getmaskarray(masked)},
+            "records": {name: np.asarray(records[name]) for name in records.dtype.names},
+            "scalar": records[0].item(),
+            "objects": np.array([None, "a"]).tolist(),
+        }
+    )
+    again = np.ma.array(state["masked"]["data"], mask=state["masked"]["mask"])
+    assert again.tolist() == masked.tolist() == [1, None, 3] and again.data.tolist() == [1, 2, 3]
+    fields = np.empty(2, records.dtype)
+    for name, values in state["records"].items():
+        fields[name] = values
+    assert fields.tolist() == records.tolist() and state["scalar"] == (1, 2.0, "a")
+    assert state["objects"] == [None, "a"]
 
 
 @pytest.mark.filterwarnings(

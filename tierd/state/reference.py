@@ -121,6 +121,16 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("an Enum", "pass its `.name`, and make it again as `Class[name]`"),
     ("a named tuple", "pass `._asdict()`"),
     ("any other subclass of a type above, `SystemRandom`", "pass a plain value; leave `SystemRandom` out"),
+    (
+        "a masked array of NumPy",
+        "pass `numpy.ma.getdata(…)` and `numpy.ma.getmaskarray(…)`, and make it again of both",
+    ),
+    (
+        "a `recarray`, an array of a structured dtype; its scalars",
+        "pass an array for each field, `{name: numpy.asarray(a[name]) for name in a.dtype.names}`; `.item()`",
+    ),
+    ("an array of objects", "pass `.tolist()`"),
+    ("any other subclass of `numpy.ndarray`, such as `memmap` and `matrix`", "pass `numpy.asarray(…)`"),
     ("a NumPy bit generator", "pass the `numpy.random.Generator` of it, or its `.state`"),
     ("a `datetime` with a zone of `zoneinfo`", "pass `.astimezone(datetime.timezone.utc)`"),
     (

@@ -160,7 +160,7 @@ def why_refused(tensor: torch.Tensor) -> str | None:
 def why_array_refused(array: Any) -> str | None:
     """Return why the NumPy array cannot be stored, with a remedy; None if it can be stored."""
     if not numpy_arrays.describes(array.dtype):
-        return f"numpy.ndarray of dtype {array.dtype}; object and structured dtypes have no encoding"
+        return f"numpy.ndarray of dtype {array.dtype}, which has no encoding; {ways_out.of_dtype(array.dtype)}"
     if array.ndim + (array.dtype.kind == "c") > MAX_DIMS:
         return f"numpy.ndarray of {array.ndim} dimensions, too many to be read again; pass .ravel()"
     if array.nbytes > MOST_REPEATED and not array.flags.forc:
@@ -240,7 +240,7 @@ def _numpy_scalar(value: Any, path: Path) -> object:
         (encoded,) = SCALARS[bytes](bytes(value)).values()  # type: ignore[attr-defined]
         return {"$npbytes": encoded}
     if not numpy_arrays.describes(value.dtype):
-        refuse(path, f"{type_name(value)} of dtype {value.dtype}")
+        refuse(path, f"{type_name(value)} of dtype {value.dtype}; pass .item(), and make it again of that")
     return {"$npscalar": numpy_arrays.scalar_json(value)}
 
 

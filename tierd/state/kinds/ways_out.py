@@ -1,6 +1,6 @@
 """What to do about a value that a state cannot hold: the way that the value's own type offers.
 
-Invariant: only attributes of the value's type are read; nothing of the value is called.
+Invariant: only attributes of the value's type, and the dtype of an array, are read; nothing of the value is called.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _way(value: Any) -> str:
             "pass dataclasses.asdict(…), and make it again of that dict; or give it state_dict() and load_state_dict()"
         )
     if numpy_arrays.is_kind_of_array(value):
-        return "pass numpy.asarray(…)"
+        return _of_array(value)
     if isinstance(value, Mapping):
         return "pass dict(…)"
     if isinstance(value, types.SimpleNamespace) or type(value).__name__ == "Namespace":
@@ -71,6 +71,22 @@ def _way(value: Any) -> str:
     if type(value).__module__.startswith("numpy.random"):
         return "pass the numpy.random.Generator of it, or its .state, a dict"
     return "give it state_dict() and load_state_dict(), or pass what it holds as tensors, numbers, lists and dicts"
+
+
+def _of_array(array: Any) -> str:
+    if hasattr(type(array), "mask"):  # a masked array; numpy.asarray would leave its mask out
+        return "pass numpy.ma.getdata(…) and numpy.ma.getmaskarray(…), and make it again by numpy.ma.array(data, mask=…)"
+    return "pass numpy.asarray(…)" if array.dtype.names is None else of_dtype(array.dtype)
+
+
+def of_dtype(dtype: Any) -> str:
+    """Return what to do with an array of a NumPy dtype that has no encoding."""
+    if dtype.names is not None:
+        return (
+            "pass an array for each field, {name: numpy.asarray(a[name]) for name in a.dtype.names}, and assign them "
+            "to the fields of a new array"
+        )
+    return "pass .tolist()" if dtype.kind in "OT" else "pass .view() with an integer dtype of the same size"
 
 
 def _has(value: object, names: tuple[str, ...]) -> str | None:
