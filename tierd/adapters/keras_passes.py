@@ -23,12 +23,12 @@ def obstacle(model: Any, has_loader: bool) -> str | None:
     if iterator.data_adapter.num_batches is None and has_loader:
         return (
             f"a resume of this fit within an epoch is not exact: the data has no length, and Keras reads "
-            f"steps_per_epoch={steps} more batches in the epoch that is resumed; save at the end of epochs alone"
+            f"steps_per_epoch={steps} more batches in the resumed epoch; save at the end of epochs alone"
         )
     return (
         f"no resume of this fit is exact: with steps_per_epoch={steps} Keras begins a pass over the data before the "
-        "epoch begins, and goes on in it from epoch to epoch, so a resumed run reads samples in another order, twice in "
-        "a pass or not at all; leave steps_per_epoch out"
+        "epoch begins, and goes on in it from epoch to epoch, so a resumed run reads samples in another order, twice "
+        "in a pass or not at all; leave steps_per_epoch out"
     )
 
 

@@ -75,7 +75,9 @@ def _way(value: Any) -> str:
 
 def _of_array(array: Any) -> str:
     if hasattr(type(array), "mask"):  # a masked array; numpy.asarray would leave its mask out
-        return "pass numpy.ma.getdata(…) and numpy.ma.getmaskarray(…), and make it again by numpy.ma.array(data, mask=…)"
+        return (
+            "pass numpy.ma.getdata(…) and numpy.ma.getmaskarray(…), and make it again by numpy.ma.array(data, mask=…)"
+        )
     return "pass numpy.asarray(…)" if array.dtype.names is None else of_dtype(array.dtype)
 
 
