@@ -66,3 +66,18 @@ def test_lightning_warns_once_of_saves_without_position_in_data(
     warnings = [text for text in caplog.messages if "position in the data" in text]
     assert len(warnings) == (saves == "steps" and not stateful)
     assert all("DataLoader" in text and "StatefulDataLoader" in text for text in warnings)
+
+
+@pytest.mark.parametrize("averaging", ["stochastic", "exponential"])
+def test_lightning_warns_of_stochastic_weight_averaging(
+    averaging: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+    from loaders.launch_lightning import Module, launch
+
+    callback = StochasticWeightAveraging(0.05) if averaging == "stochastic" else EMAWeightAveraging()
+    launch(tmp_path, Module(), None, callback, max_epochs=1)
+    assert sum("StochasticWeightAveraging is not exact" in text for text in caplog.messages) == (
+        averaging == "stochastic"
+    )

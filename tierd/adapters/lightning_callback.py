@@ -82,6 +82,11 @@ class ResumeCallback(_callbacks.Callback):  # type: ignore[misc,name-defined]
         self._loaded()
         generators, loaders = self.generators, self.loaders
         self.generators, self.loaders = None, ()
+        if any(isinstance(callback, _callbacks.StochasticWeightAveraging) for callback in trainer.callbacks):
+            log.warning(
+                "a resume with StochasticWeightAveraging is not exact, also from Lightning's own files: its scheduler "
+                "has a step fewer than in a training that was not interrupted, so the learning rate differs"
+            )
         flattened = trainer.fit_loop._combined_loader.flattened
         self._stateless = sorted({type(loader).__name__ for loader in flattened if not _has_state(loader)})
         self._resumed, self.resumption = self.resumption, None
