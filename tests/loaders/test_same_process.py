@@ -214,7 +214,7 @@ def test_keras_reads_whole_epochs_after_an_epoch_that_was_resumed(
 
     from tierd.adapters.keras import TierdCallback
 
-    class Stops(keras.callbacks.Callback):  # type: ignore[misc]
+    class Stops(keras.callbacks.Callback):  # type: ignore[misc,name-defined]
         steps = 0
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

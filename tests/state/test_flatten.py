@@ -26,6 +26,7 @@ from tierd.core.errors import StateMismatch, StateRefused, TierdError
 from tierd.state import values
 from tierd.state.flatten import flatten, unflatten
 from tierd.state.json_tree import MAX_DEPTH
+from tierd.state.load import load
 from tierd.state.stored_dtypes import STORED_AS
 from tierd.state.tensor_file import DTYPES, copy_into, plan_layout
 from tierd.state.values import show
@@ -640,15 +641,17 @@ REFUSED = {
     "structured array": (
         {"a": np.zeros(1, dtype="i4,f4")},
         "state[\"a\"]: numpy.ndarray of dtype [('f0', '<i4'), ('f1', '<f4')], which has no encoding; "
-        "pass an array for each field, {name: numpy.asarray(a[name]) for name in a.dtype.names}, and assign them to the "
-        "fields of a new array",
+        "pass an array for each field, {name: numpy.asarray(a[name]) for name in a.dtype.names}, and assign them to "
+        "the fields of a new array",
     ),
     "structured scalar": (
         {"a": np.zeros(1, dtype="i4,f4")[0]},
-        "state[\"a\"]: numpy.void of dtype [('f0', '<i4'), ('f1', '<f4')]; pass .item(), and make it "
-        "again of that",
+        "state[\"a\"]: numpy.void of dtype [('f0', '<i4'), ('f1', '<f4')]; pass .item(), and make it again of that",
     ),
-    "other subclass of arrays": ({"a": np.array([1]).view(Labels)}, f'state["a"]: {here}.Labels; pass numpy.asarray(…)'),
+    "other subclass of arrays": (
+        {"a": np.array([1]).view(Labels)},
+        f'state["a"]: {here}.Labels; pass numpy.asarray(…)',
+    ),
     "masked array": (
         {"a": np.ma.array([1])},
         'state["a"]: numpy.ma.MaskedArray; pass numpy.ma.getdata(…) and numpy.ma.getmaskarray(…), and make it again by '
@@ -713,6 +716,14 @@ REFUSED = {
 }
 
 
+def test_parameter_of_the_state_is_filled_in_place_or_is_a_plain_tensor():
+    saved = through({"scale": nn.Parameter(torch.ones(2))})
+    assert type(saved["scale"]) is torch.Tensor and saved["scale"].tolist() == [1, 1]
+    state = {"scale": nn.Parameter(torch.zeros(2))}
+    load(state, saved)
+    assert type(state["scale"]) is nn.Parameter and state["scale"].tolist() == [1, 1]
+
+
 def test_arrays_that_are_refused_are_restored_by_the_advice():
     masked = np.ma.array([1, 2, 3], mask=[0, 1, 0])
     records = np.rec.array([(1, 2.0, "a"), (3, 4.0, "b")], dtype=[("x", "i4"), ("y", "f8"), ("z", "U1")])
@@ -727,8 +738,8 @@ def test_arrays_that_are_refused_are_restored_by_the_advice():
     again = np.ma.array(state["masked"]["data"], mask=state["masked"]["mask"])
     assert again.tolist() == masked.tolist() == [1, None, 3] and again.data.tolist() == [1, 2, 3]
     fields = np.empty(2, records.dtype)
-    for name, values in state["records"].items():
-        fields[name] = values
+    for name, column in state["records"].items():
+        fields[name] = column
     assert fields.tolist() == records.tolist() and state["scalar"] == (1, 2.0, "a")
     assert state["objects"] == [None, "a"]
 
