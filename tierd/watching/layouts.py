@@ -52,7 +52,16 @@ from tierd.watching.programs import (
     UnitLayout,
 )
 from tierd.watching.series import compare_nested, compare_series
-from tierd.watching.step_in_name import directory_step, is_log, is_weights, step_in, steps_beside, without_ending
+from tierd.watching.step_in_name import (
+    directory_step,
+    is_log,
+    is_weights,
+    names_beside,
+    step_in,
+    steps_beside,
+    updates_beside,
+    without_ending,
+)
 from tierd.watching.unit import WITHOUT_STEP, Unit
 
 
@@ -204,8 +213,13 @@ def _joined(directory: str, found: Sequence[Unit]) -> list[Unit]:
     A program that names others by their steps rewrites these together. Without others, what names its program also
     tells its step, and is not joined.
     """
-    beside = steps_beside(unit.path.rpartition("/")[2] for unit in found if unit.layout is FILE)
-    found = [replace(unit, step=beside.get(unit.path.rpartition("/")[2], unit.step)) for unit in found]
+    own = {unit.path: unit for unit in found if unit.path.rpartition("/")[0] == directory}
+    names = {path.rpartition("/")[2]: unit.step for path, unit in own.items() if unit.layout is FILE}
+    beside = steps_beside(names) | names_beside(names) | updates_beside(path.rpartition("/")[2] for path in own)
+    found = [
+        replace(unit, step=beside.get(unit.path.rpartition("/")[2], unit.step)) if unit.path in own else unit
+        for unit in found
+    ]
     steps = {unit.step for unit in found} - {None}
     groups: dict[object, list[Unit]] = {}
     for unit in found:

@@ -6,7 +6,8 @@ Invariant: a rank, a number of shards, a date, a fraction and a digest are no st
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 # The endings of files that hold weights or states; also those whose format is not known to `formats`.
 WEIGHT_ENDINGS = (
@@ -73,7 +74,10 @@ _WORD = tuple(
 )
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _LAST = re.compile(r"(?:[-_=]|(?<!\d)\.|^|(?<=[A-Za-z])(?=\d{5}))(\d+)(?:[-_][A-Za-z]+)*$")
-
+_UPDATES = re.compile(
+    r"(.*?(?<![A-Za-z])(?:checkpoint|ckpt|chkpnt|chkpt|snapshot|epoch|ep)s?[-_=.]?)(\d{1,8})[-_](\d{1,8})",
+    re.IGNORECASE,
+)
 
 # A name without such an ending that has the number of a save, as `g_00005000` or `ckpt.7`.
 _NUMBERED = re.compile(r"(?:^|.*[-_.])(?:ckpt|checkpoint|step|iter|epoch)[-_.=]?\d+(?:\.gz)?|[A-Za-z]+_\d{4,}")
@@ -122,6 +126,43 @@ def steps_beside(names: Iterable[str]) -> dict[str, int]:
         ranks = {int(found[-1]) for found in of_step.values()}
         if min(ranks) in (0, 1) and max(ranks) - min(ranks) + 1 == len(ranks):
             steps |= dict.fromkeys(of_step, int(step))
+    return steps
+
+
+def updates_beside(names: Iterable[str]) -> dict[str, int]:
+    """Return the steps of names that have an epoch and the number of updates, as fairseq's `checkpoint_1_500.pt`.
+
+    The last number is the step if an epoch has several of them, and it grows with the epochs. Ranks do not: several
+    steps have the same, and they follow each other without a gap.
+    """
+    numbers: dict[str, dict[str, tuple[int, int]]] = {}
+    for name in names:
+        if match := _UPDATES.fullmatch(_bare(name)):
+            numbers.setdefault(match[1], {})[name] = int(match[2]), int(match[3])
+    steps = dict[str, int]()
+    for pairs in numbers.values():
+        order = sorted({*pairs.values()})
+        grows = all(one[1] < after[1] for one, after in pairwise(order))
+        has_gap = any(one[0] == after[0] and one[1] + 1 < after[1] for one, after in pairwise(order))
+        if grows and has_gap and all(epoch < updates for epoch, updates in order):
+            steps |= {name: updates for name, (_, updates) in pairs.items()}
+    return steps
+
+
+def names_beside(names: Mapping[str, int | None]) -> dict[str, int]:
+    """Return the steps of names without one that begin with a name that has one, as `net.1000.optim.pt` beside
+    `net.1000.model.pt`.
+
+    Args:
+        names: the step of each name; None if it has none.
+    """
+    stems = {without_ending(name): step for name, step in names.items() if step is not None}
+    steps = dict[str, int]()
+    for name in (name for name, step in names.items() if step is None):
+        stem = re.sub(r"(\.[A-Za-z_]+)+$", "", without_ending(name))
+        step = stems.get(stem)
+        if step is not None and stem.endswith(str(step)):
+            steps[name] = step
     return steps
 
 
