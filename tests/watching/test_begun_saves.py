@@ -82,3 +82,29 @@ def test_oldest_checkpoint_whose_deletion_was_begun_is_not_taken(home: Home) -> 
 def test_older_checkpoints_without_optimizer_states_are_taken(home: Home) -> None:
     beside(home, "model_100.pt", "model_200.pt", "model_300.pt", "optim_300.pt")
     assert {part.checkpoint.step for part in take(home.spool, home.root).parts} == {100, 200, 300}
+
+
+def test_unchanged_checkpoint_is_not_refused_because_later_checkpoint_has_more_files(home: Home) -> None:
+    for step in (100, 200):
+        write(home.root, {f"step_{step}/a.pt": pt(step), f"step_{step}/b.pt": pt(step)}, 1_000_000 + step)
+    assert len(take(home.spool, home.root).parts) == 2
+    write(home.root, {"step_200/eval.json": b"{}"}, 1_000_300)
+    reported = take(home.spool, home.root)
+    assert reported.reasons == {} and [part.checkpoint.step for part in reported.parts] == [200]
+
+
+def test_taken_checkpoint_whose_program_deleted_a_file_is_not_refused(home: Home) -> None:
+    write(home.root, {f"step_100/{name}.pt": pt(100) for name in "abc"}, 1_000_100)
+    assert take(home.spool, home.root).parts
+    write(home.root, {f"step_200/{name}.pt": pt(200) for name in "abc"}, 1_000_200)
+    (home.root / "step_100/b.pt").unlink()
+    reported = take(home.spool, home.root)
+    assert reported.reasons == {} and [part.checkpoint.step for part in reported.parts] == [200]
+
+
+def test_checkpoint_that_was_not_taken_is_refused_because_it_lacks_a_file(home: Home) -> None:
+    write(home.root, {f"step_100/{name}.pt": pt(100) for name in "abc"}, 1_000_100)
+    write(home.root, {f"step_200/{name}.pt": pt(200) for name in "ab"}, 1_000_200)
+    write(home.root, {f"step_300/{name}.pt": pt(300) for name in "abc"}, 1_000_300)
+    reported = take(home.spool, home.root)
+    assert {*reported.reasons} == {"step_200"} and {part.checkpoint.step for part in reported.parts} == {100, 300}

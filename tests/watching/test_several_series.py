@@ -67,7 +67,7 @@ def test_series_keeps_its_order_when_newest_is_taken_first(drawn: list[tuple[str
         assert [own[one] for one in sorted(own)] == sorted(own.values())
 
 
-def test_program_that_resumed_an_older_step_keeps_its_timeline() -> None:
+def test_rolled_back_program_keeps_its_timeline() -> None:
     """Step 300 is of a launch from before; step 100 is the one from which the program resumed."""
     at = [_EPOCH + timedelta(seconds=second) for second in range(4)]
     names = named([("a", 200, at[3]), ("a", 300, at[2]), ("a", 100, at[1])])["a"]

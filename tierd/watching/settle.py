@@ -81,12 +81,16 @@ class Settling:
         settle_s: seconds for which a unit has to be complete and unchanged before it is due. It must exceed the delay
             between the first writes of two ranks, and a writer's pause between two writes.
         choose: which units of a listing to observe; all by default.
+        is_taken: whether a unit was taken as it is now. It then lacks nothing, whatever later ones beside it have.
     """
 
     def __init__(
-        self, settle_s: float, choose: Callable[[Sequence[Unit]], Sequence[Unit]] = lambda found: found
+        self,
+        settle_s: float,
+        choose: Callable[[Sequence[Unit]], Sequence[Unit]] = lambda found: found,
+        is_taken: Callable[[Unit, Shape], bool] = lambda unit, shape: False,
     ) -> None:
-        self._settle_s, self._choose = settle_s, choose
+        self._settle_s, self._choose, self._is_taken = settle_s, choose, is_taken
         self._seen: dict[str, _Seen] = {}
         self.units: dict[str, Unit] = {}  # of the last listing, by path
 
@@ -110,7 +114,9 @@ class Settling:
                 continue
             seen.rested = True
             seen.left = unit.missing is not None or not _is_one_save(unit, listing.entries, seen.former)
-            if not seen.left:
+            if seen.left and self._is_taken(unit, shape):
+                seen.left, seen.judged = False, True
+            elif not seen.left:
                 seen.former = {name: listing.entries[name] for name in (*unit.files, *unit.markers)}
                 due.append(Due(unit, shape, seen.tries))
         return sorted(due, key=_age, reverse=True)

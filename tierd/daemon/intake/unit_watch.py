@@ -44,7 +44,7 @@ from tierd.watching.own_layout import OwnLayout
 from tierd.watching.passed_over import PassedOver, passed_over
 from tierd.watching.pointers import may_point, points_to
 from tierd.watching.series import LoneSaves
-from tierd.watching.settle import Due, Settling, is_unchanged
+from tierd.watching.settle import Due, Settling, Shape, is_unchanged
 from tierd.watching.unit import Unit
 
 log = logging.getLogger("tierd.daemon")
@@ -125,9 +125,9 @@ class UnitWatch:
     ) -> None:
         self._spool, self._directory, self._run, self._reports = spool, directory, run, reports
         self._room, self._going, self._writes, self._reads = room, going, writes, reads
-        self._settling = Settling(settle_s, self._choose)
-        self._own, self._stepless, self.leaves_stepless = own, stepless, False
         self._taken = TakenUnits(spool, run)
+        self._settling = Settling(settle_s, self._choose, self._is_taken)
+        self._own, self._stepless, self.leaves_stepless = own, stepless, False
         self._ordering = Ordering(self._settling, self._taken)
         self.pins = SeriesPins(spool, run, self._taken, stores)
         self._refusals = Refusals(self._settling, settle_s, reports.not_taken)
@@ -218,6 +218,10 @@ class UnitWatch:
         self.leaves_stepless = has_steps and len(stepped) < len(found)
         return stepped if has_steps else found
 
+    def _is_taken(self, unit: Unit, shape: Shape) -> bool:
+        """Whether a unit was taken as it is now, or with files that its program has deleted since."""
+        return self._taken.has(unit.path, shape) or (unit.step is not None and self._taken.is_rest(shape))
+
     def _consider_apart(self, tree: Tree, due: Due, listing: Listing, may_take: bool) -> None:
         """Consider a unit. An error that nobody foresaw refuses this unit for now, so that it stops no other."""
         try:
@@ -232,7 +236,7 @@ class UnitWatch:
 
     def _consider(self, tree: Tree, due: Due, listing: Listing, may_take: bool) -> None:
         path, entries = due.unit.path, dict(due.shape)
-        if self._taken.has(path, due.shape) or (due.unit.step is not None and self._taken.is_rest(due.shape)):
+        if self._is_taken(due.unit, due.shape):
             self._settling.finish(due, True, listing)
             return
         if any(one.startswith(f"{path}/") for one in self._refusals.unnamed):
