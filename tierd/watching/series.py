@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -29,23 +29,73 @@ def compare_series(units: Sequence[Unit], last_written: Container[UnitLayout]) -
     """
     whole = [unit for unit in units if unit.step is not None and not unit.missing]
     names = {unit.path: _names(unit) for unit in whole}
-    return [_compared(unit, whole, names, last_written) if unit.path in names else unit for unit in units]
+    parts = _newest_parts(whole, names)  # these show of no other what a save has
+    return [_compared(unit, whole, names, last_written, parts) if unit.path in names else unit for unit in units]
 
 
 def compare_nested(units: Sequence[Unit]) -> list[Unit]:
     """Return all units, after comparing those that lie alone in a directory of a step, as `epoch_1/step_20`, with
     those in the other directories of its series."""
-    names: dict[str, dict[str, frozenset[str]]] = {}
+    nested: dict[str, list[Unit]] = {}
     for unit in units:
         if unit.layout is DIRECTORY and unit.missing in (None, _ALONE) and (home := _home(unit)) is not None:
-            names.setdefault(home, {})[unit.path] = _names(unit)
-    return [_compared_nested(unit, names.get(_home(unit) or "", {})) for unit in units]
+            nested.setdefault(home, []).append(unit)
+    compared = {unit.path: unit for group in nested.values() for unit in _compare_group(group)}
+    return [compared.get(unit.path, unit) for unit in units]
 
 
-def _compared_nested(unit: Unit, names: Mapping[str, frozenset[str]]) -> Unit:
-    own = names.get(unit.path, frozenset())
-    others = [other for path, other in names.items() if path != unit.path and own & other]
-    return _lacking(replace(unit, missing=None), own, others) if others else unit
+def _compare_group(group: Sequence[Unit]) -> Iterator[Unit]:
+    names = {unit.path: _names(unit) for unit in group}
+    parts = _newest_parts(group, names)
+    for unit in group:
+        own = names[unit.path]
+        others = [other for other in group if other is not unit and own & names[other.path]]
+        whole = [names[other.path] for other in others if other.path not in parts]
+        yield _judged(_lacking(replace(unit, missing=None), own, whole) if others else unit, parts)
+
+
+def _judged(unit: Unit, parts: Mapping[str, str]) -> Unit:
+    return replace(unit, missing=unit.missing or parts.get(unit.path))
+
+
+def _newest_parts(units: Sequence[Unit], names: Mapping[str, frozenset[str]]) -> dict[str, str]:
+    """Return why the newest of each series is incomplete, by path, if it lacks a file that the newest before it has.
+
+    Older ones prove less: their program may have removed some of their files, and the disk may have lost some.
+    """
+    parts = {}
+    ordered = sorted(units, key=lambda unit: unit.step or 0, reverse=True)
+    for unit in ordered:
+        own = names[unit.path]
+        before = next((other for other in ordered if other is not unit and own & names[other.path]), None)
+        if before is None or (before.step or 0) >= (unit.step or 0):
+            continue
+        needed = names[before.path]
+        if unit.layout not in UNCERTAIN:
+            own, needed = _beside(own), _beside(needed)
+        if lacking := _absent(own, [frozenset(filter(_is_each_time, needed))]):
+            parts[unit.path] = f"{min(lacking)} is not there, which {before.path} has, the checkpoint before it"
+    return parts
+
+
+def _renamed(own: frozenset[str], needed: frozenset[str]) -> frozenset[str]:
+    """Return the files that have other names in each save, as the chunks of zarr, which have digests for names."""
+    fresh = {_place(name) for name in own - needed if _is_numbered(name)}
+    return frozenset(name for name in needed - own if _is_numbered(name) and _place(name) in fresh)
+
+
+def _is_numbered(name: str) -> bool:
+    return re.search(r"\d|#", RANK.sub("", name.rpartition("/")[2])) is not None
+
+
+def _place(name: str) -> tuple[str, str]:
+    """Return the directory of a name, and its ending."""
+    directory, _, last = name.rpartition("/")
+    return directory, last.rpartition(".")[2] if "." in last else ""
+
+
+def _is_each_time(name: str) -> bool:
+    return _EACH_TIME.search(name.partition("/")[2] or name) is not None  # a directory says it of all that it has
 
 
 def _home(unit: Unit) -> str | None:
@@ -56,36 +106,44 @@ def _home(unit: Unit) -> str | None:
 
 
 def _compared(
-    unit: Unit, whole: Sequence[Unit], names: Mapping[str, frozenset[str]], last_written: Container[UnitLayout]
+    unit: Unit,
+    units: Sequence[Unit],
+    names: Mapping[str, frozenset[str]],
+    last_written: Container[UnitLayout],
+    parts: Mapping[str, str],
 ) -> Unit:
     own = names[unit.path]
-    others = [other for other in whole if other is not unit and own & names[other.path]]
+    others = [other for other in units if other is not unit and own & names[other.path]]
+    whole = [names[other.path] for other in others if other.path not in parts]
     if unit.layout not in UNCERTAIN:  # its program says what its directory has, and nothing of what lies beside it
-        return _lacking(unit, _beside(own), [_beside(names[other.path]) for other in others])
+        return _judged(_lacking(unit, _beside(own), [_beside(other) for other in whole]), parts)
     if not others:
         return replace(unit, missing=_ALONE) if unit.layout is DIRECTORY and _looks_begun(unit) else unit
     for other in others:
         if other.layout in last_written and own < names[other.path]:
             why = f"it lacks the file that {other.layout.program} writes last, and {other.path} has it"
             return replace(unit, layout=other.layout, missing=why, begun=True)
-    # Of files beside each other, a program may remove some, as older optimizer states: those of a rank it does not. The
-    # newest save has yet to lose any.
-    is_newest = all((unit.step or 0) > (other.step or 0) for other in others)
+    # Of files beside each other, a program may remove some, as older optimizer states: those of a rank it does not.
     counted = frozenset.union(*names.values())
     if unit.layout is not DIRECTORY:
-        needed = _EACH_TIME if is_newest else RANK
-        counted = frozenset(name for name in counted if needed.search(name))
-    return _lacking(unit, own, [names[other.path].intersection(counted) for other in others])
+        counted = frozenset(name for name in counted if RANK.search(name))
+    return _judged(_lacking(unit, own, [other & counted for other in whole]), parts)
 
 
 def _lacking(unit: Unit, own: frozenset[str], others: Sequence[frozenset[str]]) -> Unit:
-    lacking = frozenset.intersection(*others) - own if others else frozenset()
-    # Another number may stand in the name: `checkpoint_1_500.pt` and `checkpoint_2_1000.pt`.
-    forms, needed = _forms(own), [_forms(other) for other in others]
-    lacking = frozenset(name for name in lacking if forms[_form(name)] < min(other[_form(name)] for other in needed))
+    lacking = _absent(own, others)
     if not lacking:
         return unit
     return replace(unit, missing=f"{min(lacking)} is not there, which all other checkpoints of its series have")
+
+
+def _absent(own: frozenset[str], others: Sequence[frozenset[str]]) -> frozenset[str]:
+    """Return the names that all others have, and this one lacks."""
+    common = frozenset.intersection(*others) if others else frozenset()
+    absent = common - own - _renamed(own, common)
+    # Another number may stand in the name: `checkpoint_1_500.pt` and `checkpoint_2_1000.pt`.
+    forms, needed = _forms(own), [_forms(other) for other in others]
+    return frozenset(name for name in absent if forms[_form(name)] < min(other[_form(name)] for other in needed))
 
 
 def _without(step: int | None, name: str) -> str:
@@ -115,8 +173,9 @@ def lacking(paths: Iterable[str], earlier: Iterable[str], layout: UnitLayout) ->
         layout: its layout. Of files beside each other the best is not written in each save.
     """
     own = frozenset(map(_form, paths))
-    wanted = {_form(path): path for path in earlier if layout is DIRECTORY or _EACH_TIME.search(path)}
-    return min((path for form, path in wanted.items() if form not in own), default=None)
+    wanted = {_form(path): path for path in earlier}
+    absent = wanted.keys() - own - _renamed(own, frozenset(wanted))
+    return min((wanted[form] for form in absent if layout is DIRECTORY or _is_each_time(wanted[form])), default=None)
 
 
 def is_of_series(paths: Iterable[str], others: Iterable[str]) -> bool:

@@ -25,20 +25,25 @@ def lacks(due: Due, units: Iterable[Unit], taken: TakenUnits) -> str | None:
 
     Args:
         due: the unit.
-        units: all units of the listing. One of its series shows by itself what a save has.
+        units: all units of the listing.
         taken: the record of what was taken, in which a save that lacks a file is noted.
     """
     unit, own = due.unit, sizes_of(due.shape)
     is_joint = unit.path.rpartition("/")[2] == WITHOUT_STEP  # its files are not of one save
     if is_joint or unit.layout not in UNCERTAIN:
         return None
-    if beside := [other for other in units if _shows(other, unit)]:
-        return _lost(unit, beside)
+    beside = [other for other in units if _shows(other, unit)]
+    if beside and (reason := _lost(unit, beside)) is not None:
+        return reason
+    # Of those that were there from the start, an older one may lack files that its program has removed.
+    if beside and (taken.after(unit.path) is None or taken.amended(unit.path, due.shape) is not None):
+        return None
     absent = lacking(own, taken.before(own), unit.layout)
     if absent is None:
         return None
-    saves = [sizes for sizes in taken.begun.values() if _is_other(sizes, own)]
-    if any(lacking(own, sizes, unit.layout) is None for sizes in saves):
+    saves: list[Iterable[str]] = [sizes for sizes in taken.begun.values() if _is_other(sizes, own)]
+    saves += [other.files for other in beside if not taken.knows(other.path)]
+    if any(lacking(own, files, unit.layout) is None for files in saves):
         return None
     taken.refuse_begun(unit.path, own)
     return f"the checkpoint that was taken before it has {absent}, and nothing like that is there; it may be begun"

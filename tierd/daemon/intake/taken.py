@@ -66,6 +66,10 @@ class TakenUnits:
         """Whether a unit was taken, also by an earlier daemon of the spool."""
         return self._record is not None and bool(self._record.taken)
 
+    def knows(self, path: str) -> bool:
+        """Whether a unit of this path was taken, also if it has changed since."""
+        return self._record is not None and path in self._record.taken
+
     def has(self, path: str, shape: Shape) -> bool:
         """Whether a unit was taken as it is now."""
         return self._record is not None and self._record.taken.get(path) == sizes_of(shape)
@@ -113,8 +117,12 @@ class TakenUnits:
     def before(self, sizes: Sizes) -> Sequence[str]:
         """Return the files of the newest unit of a series that was taken; none if some of these files are of it."""
         record = self._record or Record({}, {})
-        units = (unit for unit in record.taken.values() if is_of_series(sizes, unit))
-        newest = max(units, key=_time, default={})
+        saved = {
+            path: record.saved.get(path) or made_at(_time(unit))
+            for path, unit in record.taken.items()
+            if is_of_series(sizes, unit)
+        }
+        newest = record.taken[max(saved, key=lambda path: saved[path])] if saved else {}
         return [] if sizes.items() & newest.items() else [*newest]
 
     def same(self, path: str, files: Iterable[File]) -> tuple[CheckpointId, datetime] | None:
