@@ -13,10 +13,10 @@ from tierd.watching.files import Tree
 from tierd.watching.layouts import units
 
 LAYOUTS = {
-    "directories": ("step_{}/model.pt", "step_{}/sched.pt", "step_{}/optimizer.pt"),
-    "files": ("model_{}.pt", "sched_{}.pt", "optimizer_{}.pt"),
+    "directories": ("step_{}/model.pt", "step_{}/sched.pt", "step_{}/opt.pt"),
+    "files": ("model_{}.pt", "sched_{}.pt", "opt_{}.pt"),
     "files of ranks": ("model_{:06}.pt", "optim_{:06}_rank0.pt", "optim_{:06}_rank1.pt"),
-    "nested": ("epoch_{0}/step_{0}/model.pt", "epoch_{0}/step_{0}/sched.pt", "epoch_{0}/step_{0}/optimizer.pt"),
+    "nested": ("epoch_{0}/step_{0}/model.pt", "epoch_{0}/step_{0}/sched.pt", "epoch_{0}/step_{0}/opt.pt"),
 }
 layouts = pytest.mark.parametrize("names", LAYOUTS.values(), ids=LAYOUTS)
 
@@ -104,7 +104,7 @@ def test_save_from_an_earlier_step_on_is_not_taken_in_part(home: Home, capsys) -
     for step in (100, 200, 300):
         save(home, LAYOUTS["directories"], step)
     home.taken()
-    (home.root / "step_100/optimizer.pt").unlink()
+    (home.root / "step_100/opt.pt").unlink()
     write(home.root, {"step_250/model.pt": pt(250), "step_250/sched.pt": pt(251)}, 2_000_000)
     reported = take(home.spool, home.root)
     assert reported.parts == [] and "step_250" in reported.reasons
@@ -112,3 +112,29 @@ def test_save_from_an_earlier_step_on_is_not_taken_in_part(home: Home, capsys) -
     before = files(home.root)
     home.prepare(capsys)
     assert before.items() <= files(home.root).items()
+
+
+@layouts
+@pytest.mark.parametrize("lost", [0, 2], ids=["first file", "last file"])
+def test_prepare_calls_a_part_unknown_from_the_first_call_on(
+    home: Home, names: tuple[str, ...], lost: int, capsys
+) -> None:
+    save(home, names, 100)
+    home.taken()
+    before = files(home.root)
+    save(home, names, 200, 1)
+    (home.root / names[lost].format(100)).unlink()
+    for _ in range(2):
+        units_there = home.prepare(capsys)
+        assert [unit["verdict"] for unit in units_there.values() if unit["step"] == 200] == ["unknown"]
+        assert before.items() <= files(home.root).items()
+
+
+@layouts
+def test_prepare_calls_a_new_whole_checkpoint_sound(home: Home, names: tuple[str, ...], capsys) -> None:
+    save(home, names, 100)
+    home.taken()
+    save(home, names, 200)
+    (home.root / names[2].format(100)).unlink()
+    verdicts = [unit["verdict"] for unit in home.prepare(capsys).values() if unit["step"] == 200]
+    assert verdicts == ["sound"]

@@ -32,6 +32,7 @@ from tierd.daemon.intake.judging import (
     judge_by_digests,
     records,
 )
+from tierd.daemon.intake.judging_series import judge_series
 from tierd.daemon.intake.own import check_rules
 from tierd.daemon.intake.pointing import is_named, point_to, write_lost
 from tierd.daemon.intake.replacing import entries_of, replace
@@ -177,6 +178,8 @@ async def _judged(
                 await to_the_end(judge, tree, one, listing)
             await judge_decay(tree, one, known, listing, stores)
             one.entries = one.entries or entries_of(one, listing)
+        if own is None:
+            await judge_series(judged, known, spool, stores)
     if busy := [one.unit.path for one in judged if one.why == CHANGING]:
         raise ConfigError(f"{directory / busy[0]}: {CHANGING}; stop the program first. Nothing was moved")
     if unread := [one for one in judged if one.unreadable]:
