@@ -15,6 +15,7 @@ import torch
 
 from tierd.check.objects import find_live
 from tierd.check.owned import owned_leaves
+from tierd.check.places import users_modules
 from tierd.check.usage import only_logged
 from tierd.check.variables import variable_leaves
 
@@ -64,6 +65,14 @@ warm.calls = 7
 
 critic, loop, harder = Critic(), Loop(), curriculum()
 """
+
+
+@pytest.fixture(autouse=True)
+def no_modules_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count as the user's, and there may be many."""
+    for module in list(users_modules()):
+        if module.__name__ != __name__:
+            monkeypatch.delitem(sys.modules, module.__name__)
 
 
 @pytest.fixture

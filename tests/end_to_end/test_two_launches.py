@@ -189,7 +189,7 @@ def test_launch_has_ended_when_its_process_begins_the_next_though_that_cannot_be
     tmp_path, caplog, monkeypatch
 ) -> None:
     spool = Spool(tmp_path / "spool")
-    beside, former, later = Beside(spool, asks=False), part(1, 1), part(2, 2)
+    beside, former, later = Beside(spool, asks=False, ask_s=0.0), part(1, 1), part(2, 2)
     beside.saving(former)
     with monkeypatch.context() as context:
         context.setattr("tierd.spool.leases.check_room", lambda room: os.open(tmp_path / "gone", os.O_RDONLY))
