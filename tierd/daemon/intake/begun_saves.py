@@ -18,7 +18,7 @@ from tierd.watching.settle import Due
 from tierd.watching.unit import WITHOUT_STEP, Unit
 
 
-def lacks(due: Due, units: Iterable[Unit], taken: TakenUnits) -> str | None:
+def lacks(due: Due, units: Sequence[Unit], taken: TakenUnits) -> str | None:
     """Return why a unit may be a save, or a deletion, that was only begun; None if it lacks nothing.
 
     A second save in a row with the same names is whole: its program writes fewer files now.
@@ -32,31 +32,35 @@ def lacks(due: Due, units: Iterable[Unit], taken: TakenUnits) -> str | None:
     is_joint = unit.path.rpartition("/")[2] == WITHOUT_STEP  # its files are not of one save
     if is_joint or unit.layout not in UNCERTAIN:
         return None
-    beside = [other for other in units if _shows(other, unit)]
-    if beside and (reason := _lost(unit, beside)) is not None:
+    if (reason := _lost(unit, units)) is not None:
         return reason
     # Of those that were there from the start, an older one may lack files that its program has removed.
-    if beside and (taken.after(unit.path) is None or taken.amended(unit.path, due.shape) is not None):
+    is_old = taken.after(unit.path) is None or taken.amended(unit.path, due.shape) is not None
+    if is_old and any(_shows(other, unit) for other in units):
         return None
     absent = lacking(own, taken.before(own), unit.layout)
     if absent is None:
         return None
     saves: list[Iterable[str]] = [sizes for sizes in taken.begun.values() if _is_other(sizes, own)]
-    saves += [other.files for other in beside if not taken.knows(other.path)]
+    saves += [other.files for other in units if _shows(other, unit) and not taken.knows(other.path)]
     if any(lacking(own, files, unit.layout) is None for files in saves):
         return None
     taken.refuse_begun(unit.path, own)
     return f"the checkpoint that was taken before it has {absent}, and nothing like that is there; it may be begun"
 
 
-def _lost(unit: Unit, beside: Sequence[Unit]) -> str | None:
+def _lost(unit: Unit, units: Sequence[Unit]) -> str | None:
     """Return why the oldest unit of a series may be in its deletion; None if it is not the oldest, or lacks nothing."""
-    if any(other.step is None or unit.step is None or other.step <= unit.step for other in beside):
+    if any(_shows(other, unit) and not _is_older(unit, other) for other in units):  # ends at the first for most units
         return None
-    absent = [lacking(unit.files, other.files, unit.layout) for other in beside]
-    if None in absent:
+    absent = [lacking(unit.files, other.files, unit.layout) for other in units if _shows(other, unit)]
+    if not absent or None in absent:
         return None
     return f"all newer checkpoints of its series have a file like {absent[0]}; its deletion may be begun"
+
+
+def _is_older(unit: Unit, other: Unit) -> bool:
+    return unit.step is not None and other.step is not None and unit.step < other.step
 
 
 def _shows(other: Unit, unit: Unit) -> bool:
