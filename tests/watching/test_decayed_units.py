@@ -82,3 +82,18 @@ def test_file_that_its_program_wrote_again_is_taken(home: Home) -> None:
     for second in (10, 20):
         write(home.root, {names[0]: tensors(second), names[1]: tensors(second)}, 1_000_000 + second)
         assert len(take(home.spool, home.root).parts) == 1
+
+
+def test_checkpoint_written_again_is_taken_if_its_program_wrote_over_the_first_copys_blocks(home: Home) -> None:
+    names = LAYOUTS["directory of a step"][:2]
+    save(home, LAYOUTS["directory of a step"])
+    [first] = take(home.spool, home.root).parts
+    for name in names:  # in place: if the spool's files are hard links, they have these bytes, too
+        (home.root / name).write_bytes(content(name, 2))
+    is_linked = not home.spool.is_whole(first)
+    for name in names:
+        (home.root / name).unlink()
+    write(home.root, {name: content(name, 1) for name in names}, 1_000_020)
+    parts = take(home.spool, home.root).parts
+    assert len(parts) == is_linked
+    assert home.spool.is_whole([first, *parts][-1])

@@ -30,7 +30,15 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tierd.core.errors import ConfigError, CorruptChunk, ManifestError, SpoolHeld, SpoolUnusable, StepRefused
+from tierd.core.errors import (
+    ConfigError,
+    CorruptChunk,
+    ManifestError,
+    SpoolHeld,
+    SpoolUnusable,
+    StepRefused,
+    TierdError,
+)
 from tierd.core.ids import PartId
 from tierd.spool.conditions import translated
 from tierd.spool.direct_io import LARGE
@@ -189,6 +197,17 @@ class Spool(Leftovers):
                 behind = f"a symbolic link to {path.readlink()}" if path.is_symlink() else "no directory"
                 log.warning("%s: %s; it is removed, because a tier's whole copy takes its place", path, behind)
                 path.unlink(missing_ok=True)
+
+    def is_whole(self, part: PartId) -> bool:
+        """Whether a part is there, not quarantined, and each of its bytes can be read and is right.
+
+        A part of which files are hard links decays when its program writes to them.
+        """
+        try:
+            files = self.manifest(part).files
+        except (TierdError, OSError):
+            return False
+        return not any(bad_chunks(self.path(part) / file.path, file) for file in files)
 
     def unquarantine(self, part: PartId) -> bool:
         """Verify a quarantined part once more, and move it back among the parts if every byte is right.

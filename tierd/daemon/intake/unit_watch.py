@@ -380,6 +380,12 @@ class UnitWatch:
             self._doubted = True
             self._reports.in_doubt(path, checkpoint)
 
+    def _has_decayed(self, checkpoint: CheckpointId) -> bool:
+        """Whether the spool's copy of a checkpoint lost its bytes, as when a program writes to files that it links."""
+        part = PartId(checkpoint, 0, 1)
+        there = self._spool.holds(part) or part in self._spool.quarantined()
+        return there and not self._spool.is_whole(part)
+
     def _has_several_series(self) -> bool:
         """Whether the complete units of the last listing are of several series. Others may lack a file that tells."""
         whole = (unit for unit in self._settling.units.values() if unit.files and not unit.missing)
@@ -396,7 +402,7 @@ class UnitWatch:
             if not is_unchanged(due, after):
                 raise Changed("it was written to, renamed or deleted")
             same = self._taken.same(due.unit.path, staged.files)
-            if same is not None and same != (named.checkpoint, made):
+            if same is not None and same != (named.checkpoint, made) and not self._has_decayed(same[0]):
                 raise _Unchanged(*same, staged.files)
             if decayed := self._taken.decayed(due.shape, staged.files):
                 raise _Decayed(
