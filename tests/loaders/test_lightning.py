@@ -81,3 +81,29 @@ def test_lightning_warns_of_stochastic_weight_averaging(
     assert sum("StochasticWeightAveraging is not exact" in text for text in caplog.messages) == (
         averaging == "stochastic"
     )
+
+
+@pytest.mark.parametrize("length", [{"max_epochs": 5}, {"max_epochs": -1, "max_steps": 20}], ids=["epochs", "steps"])
+@pytest.mark.parametrize("saves", ["at its last batch", "at its end"])
+def test_resumes_from_an_epochs_end_repeat_uninterrupted_training(
+    saves: str, length: dict[str, int], tmp_path: Path
+) -> None:
+    pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from loaders.launch_lightning import Module, launch
+
+    often: dict[str, Any] = {"every_n_train_steps": 2}
+    if saves == "at its end":
+        often = {"every_n_epochs": 1, "save_on_train_epoch_end": True}
+
+    def rates(home: str, *steps: int | None) -> dict[int, float]:
+        for step in steps:
+            module = Module(frequency=1)
+            saving = ModelCheckpoint(tmp_path / home / "saved", save_top_k=-1, **often)
+            launch(tmp_path / home, module, step, saving, stateful=True, **length)
+        return dict(module.rates)
+
+    whole = rates("whole", None)
+    for last in (8, 12):  # each resumes from what the launch before saved
+        first: list[int | None] = [None, 4] if last == 8 else []
+        assert rates("killed", *first, last) == {step: rate for step, rate in whole.items() if step >= last}

@@ -98,7 +98,8 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
 
         A second save of the same step (at a batch's end and at its epoch's) is left out unless the first was skipped or
         has failed. So is a save of the step from which the fit resumed, because nothing was trained since then. A save
-        waits for its step's validation and epoch if a `ModelCheckpoint` monitors what they measure.
+        waits for its step's validation and epoch if a `ModelCheckpoint` monitors what they measure, and at an epoch's
+        last batch.
 
         Raises:
             StateRefused: a value in the dictionary cannot be stored; the message names its path.
@@ -115,7 +116,7 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
             log.info("nothing was trained since step %d was restored: %s is the same", step, path)
         elif self._last.holds(step):
             log.info("step %d is saved already: %s is the same", step, path)
-        elif waits := self._step.lacks_metrics():
+        elif waits := self._step.is_incomplete():
             self._waiting = step, str(path)
         else:
             self._waiting = None
@@ -204,6 +205,7 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
                 "on purpose make another Checkpointer and do not call latest"
             )
             self.callback.waiting = True
+        _set_before_epochs_end(state["lightning"])
         self._last = LastSave(-1)  # because the attempt that begins has saved none
         self._restored = path, state["lightning"]
         self.callback.generators, self.callback.loaders = state["rng"], _loaders(state["lightning"])
@@ -235,6 +237,17 @@ def _is_last(checkpoint: dict[str, Any]) -> bool:
     """Return whether a checkpoint was saved at an epoch's last batch."""
     fit = checkpoint.get("loops", {}).get("fit_loop", {})
     return bool(fit.get("epoch_loop.batch_progress", {}).get("is_last_batch"))
+
+
+def _set_before_epochs_end(checkpoint: dict[str, Any]) -> None:
+    """Let a checkpoint of an epoch's end resume as one of the epoch's last batch.
+
+    In a training by `max_steps` Lightning 2.6 counts such an epoch as two, and a second resume trains an empty epoch.
+    """
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {})
+    for counts in progress.values():
+        if counts["ready"] == counts["started"] == counts["processed"] == counts["completed"] + 1:
+            counts["processed"] -= 1
 
 
 def _forget_what_is_read(checkpoint: dict[str, Any]) -> None:

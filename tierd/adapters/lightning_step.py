@@ -52,11 +52,20 @@ class StepOfTraining:
         callbacks = [] if self._trainer is None else self._trainer.checkpoint_callbacks
         return [callback.monitor for callback in callbacks if getattr(callback, "monitor", None)]
 
-    def lacks_metrics(self) -> bool:
-        """Return whether a monitored metric is missing that a later part of this step may measure."""
-        if self._trainer is None or not self._at or set(self.monitored()) <= self.measured().keys():
+    def is_incomplete(self) -> bool:
+        """Return whether a save waits: for a monitored metric that a later part of this step may measure, and at an
+        epoch's last batch for its validation or its end.
+
+        Lightning cannot resume from a checkpoint of that batch's end: it leaves out the validation and the steps of
+        schedulers, and a second resume counts the epochs wrongly.
+        """
+        if self._trainer is None or not self._at:
             return False
         fit = self._trainer.fit_loop
+        if self._at == BATCH and fit.epoch_loop._num_ready_batches_reached():
+            return True
+        if set(self.monitored()) <= self.measured().keys():
+            return False
         epoch_ends = bool(fit.epoch_loop._is_training_done)
         if self._at == BATCH:
             return epoch_ends or (self._validates() and fit.epoch_loop._should_check_val_fx(fit._data_fetcher))
@@ -85,7 +94,7 @@ class WaitingSave(_callbacks.Checkpoint):  # type: ignore[misc,name-defined]
         self._save(trainer)
 
     def _save(self, trainer: Any) -> None:
-        if self._step.lacks_metrics():  # the same on every rank
+        if self._step.is_incomplete():  # the same on every rank
             return
         path = self._waiting(trainer.global_step)  # known to rank 0 alone
         if trainer.strategy.reduce_boolean_decision(path is not None, all=False):
