@@ -15,6 +15,7 @@ from support.whole_layouts import Files, pt, write
 
 from tierd.cli import run
 from tierd.watching.naming import stepless_run
+from tierd.watching.pointers import Pointer, moved_on
 
 
 def entries(root: Path) -> dict[str, bytes | str]:
@@ -276,7 +277,8 @@ def test_pointer_is_restored_if_its_program_was_killed_before_it_wrote_it_anew(h
     take(home.spool, home.root)
     flush(home.spool, home.tier)
     home.prepare(capsys)
-    assert entries(home.root) == before | {"epoch_30.pt": pt(30)}
+    named = {"last_checkpoint": b"out/epoch_30.pt\n", "newest": "epoch_30.pt"}
+    assert entries(home.root) == before | named | {"epoch_30.pt": pt(30)}
 
 
 def test_directory_without_a_step_is_restored_beside_the_files_that_lie_in_it_now(home: Home, capsys) -> None:
@@ -424,3 +426,37 @@ def test_file_with_a_time_of_its_own_is_left_in_a_directory_that_has_grown(home:
     before = files(home.root)
     home.prepare(capsys)
     assert files(home.root) == before and not (home.root / ".tierd-quarantine").exists()
+
+
+@pytest.mark.parametrize("cut", ["", "out/epoch_20.pt\n"])
+def test_pointer_that_a_killed_program_had_yet_to_write_is_restored(home: Home, capsys, cut: str) -> None:
+    saves(home, 10, 20)
+    write(home.root, {"epoch_30.pt": pt(30)}, 1_000_030)
+    (home.root / "last_checkpoint").write_text(cut)
+    (home.root / "newest").unlink()
+    take(home.spool, home.root)
+    flush(home.spool, home.tier)
+    shutil.rmtree(home.root)
+    home.prepare(capsys)
+    assert "epoch_30.pt" in files(home.root)
+    assert (home.root / "last_checkpoint").read_text() == "out/epoch_30.pt\n"
+    assert str((home.root / "newest").readlink()) == "epoch_30.pt"
+
+
+@pytest.mark.parametrize(
+    ("text", "former", "newest", "moved"),
+    [
+        ("/work/x/epoch_4.pth", "epoch_4.pth", "epoch_5.pth", "/work/x/epoch_5.pth"),
+        ("model_0000999", "out/model_0000999.pth", "out/model_0001999.pth", "model_0001999"),
+        ("9", "checkpoint-9", "checkpoint-10", "10"),
+        ("000900", "900", "1000", "001000"),
+        ("epoch_4.pth", "epoch_4.pth", "best_epoch_5.pth", None),
+        ("epoch_4.pth", "a/epoch_4.pth", "b/epoch_5.pth", None),
+        ("epoch_40.pth", "epoch_4.pth", "epoch_5.pth", None),
+    ],
+)
+def test_pointer_names_a_later_checkpoint_as_it_named_the_former(
+    text: str, former: str, newest: str, moved: str | None
+) -> None:
+    result = moved_on(Pointer("last", text), former, newest)
+    assert (result.text if result else None) == moved

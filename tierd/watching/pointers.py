@@ -9,7 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierd.watching.completeness import is_temporary
 from tierd.watching.listing import Listing, joined
@@ -87,6 +87,26 @@ def points_to(pointer: Pointer, unit: Unit) -> bool:
     return any(_names(pointer.text, name) for name in names | set(map(without_ending, names)))
 
 
+def moved_on(pointer: Pointer, former: str, newest: str) -> Pointer | None:
+    """Return a pointer to the unit at `former` as the program writes it for the one at `newest`; None if only the
+    program knows.
+
+    It is killed between a checkpoint and its pointer as well. The names have to be of one form, as `epoch_4.pth` and
+    `epoch_5.pth`; the pointer may have the number alone, and with other zeros.
+    """
+    was, own = (path.rpartition("/")[2] for path in (former, newest))
+    numbers, own_numbers = re.findall(r"\d+", was), re.findall(r"\d+", own)
+    if posixpath.dirname(former) != posixpath.dirname(newest) or re.sub(r"\d+", "#", was) != re.sub(r"\d+", "#", own):
+        return None
+    for name, own_name in ((was, own), (without_ending(was), without_ending(own))):
+        if _names(pointer.text, name):
+            return replace(pointer, text=own_name.join(_word(name).split(pointer.text)))
+    if pointer.link or len(numbers) != 1 or [int(one) for one in re.findall(r"\d+", pointer.text)] != [int(numbers[0])]:
+        return None
+    number = int(own_numbers[0])
+    return replace(pointer, text=re.sub(r"\d+", lambda match: f"{number:0{len(match[0])}}", pointer.text))
+
+
 def target_of(pointer: Pointer) -> str | None:
     """Return the path to which a link leads, from the directory; None if that lies elsewhere."""
     target = posixpath.normpath(posixpath.join(posixpath.dirname(pointer.path), pointer.text))
@@ -94,4 +114,8 @@ def target_of(pointer: Pointer) -> str | None:
 
 
 def _names(text: str, name: str) -> bool:
-    return re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", text) is not None
+    return _word(name).search(text) is not None
+
+
+def _word(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])")

@@ -22,7 +22,6 @@ from tierd.daemon.transfer.download import Progress
 from tierd.daemon.transfer.replicas import Replicas
 from tierd.stores.base import Store
 from tierd.watching.naming import NEVER, history, series_of
-from tierd.watching.pointers import Pointer
 from tierd.watching.unit_file import MAX_SIZE, UNIT_NAME, UnitFile, decode_unit
 
 Wanted: TypeAlias = Callable[[CheckpointId, str, Set[str]], bool]
@@ -89,12 +88,6 @@ def _files(manifest: Manifest) -> set[str]:
     """Return the paths of a unit's files; none if no watch took the checkpoint."""
     paths = {file.path for file in manifest.files}
     return paths - {UNIT_NAME} if UNIT_NAME in paths else set()
-
-
-async def recorded_pointers(stores: Mapping[str, Store], checkpoint: CheckpointId) -> tuple[Pointer, ...]:
-    """Return the pointers that named a watched checkpoint when it was taken; none if no tier has its `unit.json`."""
-    about = await recorded_unit(stores, checkpoint)
-    return (about.pointers or ()) if about else ()
 
 
 async def recorded_unit(stores: Mapping[str, Store], checkpoint: CheckpointId) -> UnitFile | None:

@@ -9,8 +9,9 @@ and ends the work before anything is moved.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from tierd.core.errors import CheckpointNotFound, ConfigError, StoreRefused, StoreUnavailable
@@ -20,7 +21,7 @@ from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.intake.chosen import read_chosen
 from tierd.daemon.intake.decay import judge_decay
 from tierd.daemon.intake.directory_lock import alone_in
-from tierd.daemon.intake.each_series import put_back_each, recorded_pointers
+from tierd.daemon.intake.each_series import put_back_each, recorded_unit
 from tierd.daemon.intake.in_place import Pointing, PutBack, Spared, put_back
 from tierd.daemon.intake.judging import (
     CHANGING,
@@ -45,6 +46,7 @@ from tierd.watching.files import Tree
 from tierd.watching.layouts import units
 from tierd.watching.naming import NEVER, History, history, series_of, stepless_run
 from tierd.watching.own_layout import OwnLayout
+from tierd.watching.pointers import moved_on
 
 _POINTED = 8  # of so many newest units, one had pointers; each is a read of a tier
 _LISTINGS = 3  # because a checkpoint may be pruned between a listing and the reading
@@ -153,7 +155,7 @@ async def _prepare(
             known = history(inventory, run).merged(beside)
     fetched += await _others(judged, directory, run, known, stores, progress, fetched)
     pointers += [path for put in fetched for path in put.pointers]
-    pointers += await _lost_pointers(directory, judged, stores)
+    pointers += await _lost_pointers(directory, judged, fetched, known, stores)
     return Prepared((*map(_shown, judged), *map(_fetched, fetched)), tuple(dict.fromkeys(pointers)))
 
 
@@ -308,19 +310,34 @@ def _point(directory: Path, judged: list[Judged]) -> list[str]:
     return [path for paths in found for path in paths]
 
 
-async def _lost_pointers(directory: Path, judged: list[Judged], stores: Mapping[str, Store]) -> list[str]:
-    """Put back the pointers that are gone, as they were when the newest whole units of each directory were taken.
+async def _lost_pointers(
+    directory: Path,
+    judged: list[Judged],
+    fetched: Sequence[PutBack],
+    known: History,
+    stores: Mapping[str, Store],
+) -> list[str]:
+    """Put back the pointers that are gone: in each directory as the program wrote them for its newest whole unit.
 
-    A program that was killed between the deletion of a pointer and its next writing left its newest unit without one.
+    A program that was killed before it wrote a pointer anew left its newest unit without one. Then they are those of
+    the newest before it that had some, and name the newest.
     """
-    whole: dict[tuple[str, str], list[CheckpointId]] = {}
-    for one in sorted(judged, key=lambda one: one.made, reverse=True):
-        if one.is_good and one.checkpoint is not None:
-            whole.setdefault((one.run, one.unit.path.rpartition("/")[0]), []).append(one.checkpoint)
+    there = [(one.made, one.checkpoint, one.unit.path) for one in judged if one.is_good and one.checkpoint is not None]
+    put = [(CheckpointId(one.run, one.attempt, one.step), one.path) for one in fetched]
+    there += [(known.made.get(checkpoint, NEVER), checkpoint, path) for checkpoint, path in put]
+    newest: dict[tuple[str, str], tuple[datetime, CheckpointId, str]] = {}
+    for unit in sorted(there, key=lambda unit: unit[0]):
+        newest[unit[1].run, unit[2].rpartition("/")[0]] = unit
     written = []
-    for checkpoints in whole.values():
-        for checkpoint in checkpoints[:_POINTED]:
-            if recorded := await recorded_pointers(stores, checkpoint):
+    for made, checkpoint, path in newest.values():
+        before = [one for one, at in known.made.items() if one.run == checkpoint.run and at < made]
+        before.sort(key=lambda one: known.made[one], reverse=True)
+        for former in (checkpoint, *before[: _POINTED - 1]):
+            about = await recorded_unit(stores, former)
+            recorded = about.pointers if about and about.pointers else ()
+            if about and former != checkpoint:
+                recorded = tuple(filter(None, (moved_on(pointer, about.path, path) for pointer in recorded)))
+            if recorded:
                 written += await to_the_end(write_lost, directory, recorded)
                 break
     return written
