@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from check.test_evidence import at, found, seen
@@ -78,6 +79,15 @@ def test_position_of_a_loader_is_named_before_generators_that_follow_from_it():
 def test_a_loader_made_anew_for_a_sampler_that_knows_its_position_is_no_cause():
     killed, whole = loading(4, "forward", 1, "x", position=20), loading(4, "forward", 5, "b", position=20)
     assert of_loaders(killed, whole) == ["generator"]
+
+
+def test_loader_made_anew_beside_one_that_goes_on_is_the_cause():
+    def both(batches: int, generator: str) -> Taken:
+        one, other = loading(4, "forward", 5, generator, position=20), loading(4, "forward", batches, generator)
+        renamed = {path.replace("DataLoader of ", "DataLoader of other "): leaf for path, leaf in other.loaders.items()}
+        return msgspec.structs.replace(one, loaders=one.loaders | renamed)
+
+    assert of_loaders(both(1, "x"), both(5, "b")) == ["position"]
 
 
 class Rows(torch.utils.data.Dataset):

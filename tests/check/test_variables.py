@@ -13,15 +13,26 @@ from types import ModuleType
 import pytest
 import torch
 
-from tierd.check.objects import find_live
+from tierd.check.objects import LiveObjects, details, find_live, live
 from tierd.check.owned import owned_leaves
-from tierd.check.places import users_modules
+from tierd.check.places import ObjectPlaces, users_modules
 from tierd.check.usage import only_logged
 from tierd.check.variables import variable_leaves
 
 LOOP = """
+import argparse
 import itertools
 import numpy
+import torch
+
+class Recurrent(torch.nn.Module):
+    carried = None
+    def __init__(self):
+        super().__init__()
+        self.carried = None
+
+recurrent, options = Recurrent(), argparse.Namespace(unset=1.0)
+options.limit = 1.0
 
 BETA, WINDOW, WEIGHTS, numbers = 0.5, {"size": 8}, numpy.ones(3), itertools.count(4)
 
@@ -104,6 +115,39 @@ def test_values_of_modules_classes_closures_and_defaults_are_read(users):
 
 def test_slots_of_the_users_own_objects_are_read(users):
     assert owned_leaves([users.critic], known=True)["Critic.baseline"].text == "1.5"
+
+
+def test_attributes_that_users_code_sets_of_a_librarys_object_are_read(users):
+    vars(users.options).update(limit=2.0, unset=3.0)
+    owned = find_live().owned
+    assert users.options in owned
+    found = owned_leaves([users.options], known=True)
+    assert {path: leaf.text for path, leaf in found.items()} == {"Namespace.limit": "2.0"}
+
+
+def test_tensor_that_a_users_module_has_yet_to_set_is_read_as_none(users):
+    places = ObjectPlaces()
+
+    def carried() -> str:
+        found, _ = live(places, LiveObjects([users.recurrent], []), {})
+        return next(leaf.text for path, leaf in found.items() if path.endswith(".carried"))
+
+    assert carried() == "None"
+    users.recurrent.carried = torch.ones(2)
+    assert carried() == "float32 (2,)"
+
+
+def test_parameters_of_an_optimizer_that_no_module_has_are_counted():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def count() -> str:
+        found = details(ObjectPlaces(), LiveObjects([model, optimizer], []), True)
+        return next(leaf.text for path, leaf in found.items() if path.endswith("its parameters that no module has"))
+
+    assert count() == "0"
+    model.load_state_dict({name: torch.zeros_like(one) for name, one in model.state_dict().items()}, assign=True)
+    assert count() == "2"
 
 
 def test_local_variables_of_a_running_function_are_read():

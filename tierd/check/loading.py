@@ -54,6 +54,6 @@ def _knows_its_position(then: Taken, before: Taken) -> bool:
     whole = {path: leaf for path, leaf in values(then).items() if kind_of_path(path, then.kinds) == "position"}
     whole |= {path: leaf for path, leaf in then.loaders.items() if data_kind(path, leaf, leaf) == "position"}
     killed = values(before) | before.loaders
-    return any(
-        same(leaf, killed.get(path)) and any(leaf.sample) and position_of(path) is None for path, leaf in whole.items()
-    )
+    equal = {path for path, leaf in whole.items() if any(leaf.sample) and same(leaf, killed.get(path))}
+    # If another loader is as far as uninterrupted, then that position is of its data.
+    return not any(map(position_of, equal)) and bool(equal)

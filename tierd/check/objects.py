@@ -11,11 +11,11 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import FunctionType, GeneratorType
+from types import FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 from tierd.check.leaves import ValueLeaf, is_generator, leaf_of, leaves
-from tierd.check.owned import is_kerass_callback, is_kerass_optimizer, is_own_class
+from tierd.check.owned import is_kerass_callback, is_kerass_optimizer, is_own_class, set_by_user
 from tierd.check.places import ObjectPlaces, is_users, users_frames
 
 _DEEPEST = 30  # frames and containers
@@ -75,12 +75,13 @@ def live(
 def details(places: ObjectPlaces, objects: LiveObjects, known: bool) -> dict[str, ValueLeaf]:
     """Return the attributes of modules outside of parameters and buffers.
 
-    These are gradients, numbers, the training mode, and which parameters are trained and which are frozen.
+    These are gradients, numbers, the training mode, and which parameters are trained and which are frozen; and of an
+    optimizer, how many of its parameters no module has.
 
     Args:
         known: whether the saved state was captured; it does not contain the numbers.
     """
-    found = gradients(places, objects)
+    found = gradients(places, objects) | _apart(places, objects)
     for name, one in _modules(places, objects):
         for path, weight in one.named_parameters():
             trained = str(weight.requires_grad)
@@ -91,6 +92,17 @@ def details(places: ObjectPlaces, objects: LiveObjects, known: bool) -> dict[str
             for key, value in vars(inner).items():
                 if type(value) in (int, float) and (leaf := leaf_of(value)) is not None:
                     found[f"{where}.{key}"] = ValueLeaf(leaf.digest, leaf.text, saved=False if known else None)
+    return found
+
+
+def _apart(places: ObjectPlaces, objects: LiveObjects) -> dict[str, ValueLeaf]:
+    """Return how many parameters of each optimizer are of no module, as after a load that replaced the module's."""
+    optimizer: Any = sys.modules["torch"].optim.Optimizer
+    trained = {id(weight) for _, one in _modules(places, objects) for weight in one.parameters()}
+    found: dict[str, ValueLeaf] = {}
+    for name, one in _named(places, (one for one in objects.stateful if isinstance(one, optimizer)), _Saved(None)):
+        count = sum(id(weight) not in trained for group in one.param_groups for weight in group["params"])
+        found[f"{name}: its parameters that no module has"] = ValueLeaf(str(count), str(count))
     return found
 
 
@@ -152,7 +164,8 @@ class LiveObjects:
         generators: the running generator functions of the user's own code, because often only a `for` loop refers to
             them.
         iterators: those of torch's data loaders, for the same reason.
-        owned: objects of the user's own classes, but no loaders, samplers and datasets.
+        owned: objects of the user's own classes, but no loaders, samplers and datasets; and objects of others' classes
+            of which the user's code sets an attribute.
         orders: torch's loaders and samplers.
         functions: the user's functions that hold values: in a closure, as attributes, or as defaults.
         data: loaders, samplers, datasets and the like of the user's own classes.
@@ -174,7 +187,14 @@ def find_live() -> LiveObjects:
     running: list[GeneratorType[Any, Any, Any]] = []
     functions: list[FunctionType] = []
     groups: dict[type, str] = {}
-    by_group: dict[str, list[Any]] = {"module": [], "stateful": [], "iterator": [], "order": [], "owned": []}
+    by_group: dict[str, list[Any]] = {
+        "module": [],
+        "stateful": [],
+        "iterator": [],
+        "order": [],
+        "owned": [],
+        "other": [],
+    }
     for one in gc.get_objects():
         kind = type(one)
         if kind is GeneratorType and one.gi_frame is not None and is_users(one.gi_code.co_filename):
@@ -192,6 +212,7 @@ def find_live() -> LiveObjects:
     inner = {id(child) for one in modules for child in one.children()}
     top = [one for one in modules if id(one) not in inner]
     own = [one for one in modules + stateful if is_own_class(type(one))] + by_group["owned"]
+    own += set_by_user(by_group["other"])
     return LiveObjects(
         top + [one for one in stateful if not is_data(one)],
         running,
@@ -207,7 +228,7 @@ def _group(torch: Any, kind: type) -> str:
     """Return the group of the objects of a class in a capture; empty if they are in none."""
     from tierd.state.kinds.rng import RngState
 
-    if issubclass(kind, type | RngState):
+    if issubclass(kind, type | ModuleType | RngState):
         return ""
     if issubclass(kind, sys.modules["torch.utils.data.dataloader"]._BaseDataLoaderIter):
         return "iterator"
@@ -217,7 +238,9 @@ def _group(torch: Any, kind: type) -> str:
         return "module"
     if callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None)):
         return "stateful"
-    return "owned" if is_own_class(kind) or is_kerass_callback(kind) or is_kerass_optimizer(kind) else ""
+    if is_own_class(kind) or is_kerass_callback(kind) or is_kerass_optimizer(kind):
+        return "owned"
+    return "other" if kind.__dictoffset__ else ""
 
 
 def _named(places: ObjectPlaces, objects: Iterable[Any], saved: _Saved) -> Iterator[tuple[str, Any]]:
@@ -245,8 +268,9 @@ def _of_module(torch: Any, module: Any, name: str, saved: _Saved) -> dict[str, V
     for path, one in module.named_modules():
         for key, value in vars(one).items():
             where = f"{name}{f'.{path}' if path else ''}.{key}"
-            if isinstance(value, torch.Tensor):
-                add(where, value, saved.has(value))
+            is_unset = value is None and key[0] != "_" and is_own_class(type(one))  # a tensor, perhaps, later
+            if is_unset or isinstance(value, torch.Tensor):
+                add(where, value, False if is_unset else saved.has(value))
     return found
 
 

@@ -21,7 +21,7 @@ import msgspec
 
 from tierd.check.leaves import ValueLeaf, leaves
 from tierd.check.places import is_users
-from tierd.check.usage import only_logged
+from tierd.check.usage import only_logged, set_elsewhere
 
 _SAME = 16  # objects of one class; of more, none is read, because they are records or samples
 _MOST = 2000  # leaves in one capture, at most
@@ -32,6 +32,13 @@ def is_own_class(kind: type) -> bool:
     """Return whether a class is defined in the user's own code."""
     module = sys.modules.get(kind.__module__)
     return is_users(getattr(module, "__file__", None) or "<builtin>")
+
+
+def set_by_user(objects: Iterable[Any]) -> list[Any]:
+    """Return the objects of libraries' classes of which the user's code sets an attribute."""
+    names = set_elsewhere()
+    # Past methods of the object's class, one of which may warn or import.
+    return [one for one in objects if not names.isdisjoint(object.__getattribute__(one, "__dict__"))]
 
 
 def is_kerass_callback(kind: type) -> bool:
@@ -68,6 +75,8 @@ def _is_own_attribute(kind: type, name: str) -> bool:
     """Return whether the user's own code sets an attribute, where a class has a library's class as its base."""
     if is_kerass_callback(kind):
         return not name.startswith("_")
+    if not is_own_class(kind):
+        return name in set_elsewhere()
     libraries = [base for base in kind.__mro__[:-1] if not is_own_class(base)]
     return not libraries or not any(name in _set_by(base) for base in libraries)
 
@@ -114,7 +123,8 @@ def _of_class(name: str, objects: list[Any]) -> Iterator[tuple[str, ValueLeaf]]:
         kind: Any = type(one)
         if is_kerass_optimizer(kind):
             yield from leaves(_variables(one), where).items()
-            continue
+            if not is_own_class(kind):
+                continue
         is_module = isinstance(one, torch.nn.Module)
         for key, value in (_class_values(kind) | _in_slots(one) | dict(getattr(one, "__dict__", {}))).items():
             # Other functions read the numbers and tensors of modules, their mode, and their inner modules.

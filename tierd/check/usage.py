@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 
 from tierd.check.places import users_modules
 
@@ -32,6 +33,7 @@ class _Reads(ast.NodeVisitor):
         self.used: set[str] = set()
         self.into: defaultdict[str, set[str]] = defaultdict(set)
         self.assigned: set[str] = set()
+        self.set_elsewhere: set[str] = set()
         self._targets: set[str] | None = None  # of the values that are visited; None: they are used
 
     def _name(self, name: str) -> None:
@@ -87,6 +89,7 @@ class _Reads(ast.NodeVisitor):
         flat = [part for target in targets for part in _parts(target)]
         names = {_last(target) for target in flat if _is_own(target)}
         self.assigned |= names
+        self.set_elsewhere |= {part.attr for part in flat if isinstance(part, ast.Attribute) and not _is_own(part)}
         if value is not None:  # another object's attribute may be read by a library
             self._values([value], names if all(map(_is_own, flat)) else None)
         for target in flat:
@@ -125,9 +128,19 @@ def _reads(file: str) -> _Reads:
     return reads
 
 
+def set_elsewhere() -> frozenset[str]:
+    """Return the attributes that the user's modules set of objects other than `self`."""
+    return _set_elsewhere(users_modules())
+
+
 def only_logged() -> frozenset[str]:
     """Return the names of variables and attributes that the user's modules set, and of which nothing but a log has."""
     return _only_logged(frozenset(str(module.__file__) for module in users_modules()))
+
+
+@lru_cache(maxsize=1)  # because a capture asks for each object
+def _set_elsewhere(modules: tuple[ModuleType, ...]) -> frozenset[str]:
+    return frozenset(name for module in modules for name in _reads(str(module.__file__)).set_elsewhere)
 
 
 @lru_cache(maxsize=16)
