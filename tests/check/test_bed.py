@@ -27,7 +27,7 @@ COLLECTED_SAMPLE = ("torch_curriculum_global", "torch_replay_buffer", "torch_ste
 UNSEEN = (
     "| **unseen third drawing**, played once; none of its 10 correct loops was accused | 30 | 30 | 24 (80%) | 5 | 1 |",
     "| first half of the fourth drawing, when it was unseen; none of 8 correct loops | 20 | 20 | 13 (65%) | 6 | 1 |",
-    "| **unseen half of the fourth drawing**, played after that; none of 8 correct loops | 20 | 20 | 16 (80%) | 3 | 1 |",
+    "| **unseen half of the fourth drawing**, played after; none of 8 correct loops | 20 | 20 | 16 (80%) | 3 | 1 |",
 )
 _WORDS = ("not in the checkpoint", "not deterministic", "save before the step", "never restored")
 
