@@ -81,7 +81,7 @@ def test_a_loader_made_anew_for_a_sampler_that_knows_its_position_is_no_cause():
     assert of_loaders(killed, whole) == ["generator"]
 
 
-def test_loader_made_anew_beside_one_that_goes_on_is_the_cause():
+def test_loader_made_anew_beside_a_loader_that_continues_is_the_cause():
     def both(batches: int, generator: str) -> Taken:
         one, other = loading(4, "forward", 5, generator, position=20), loading(4, "forward", batches, generator)
         renamed = {path.replace("DataLoader of ", "DataLoader of other "): leaf for path, leaf in other.loaders.items()}
