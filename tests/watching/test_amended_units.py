@@ -235,3 +235,87 @@ def test_number_that_is_no_step_distinguishes_files_of_a_checkpoint(root: Path) 
     (root / "epoch_20/states_1.pth").unlink()
     with Tree(root) as tree:
         assert [unit.step for unit in units(tree.listing()) if unit.missing] == [20]
+
+
+STATES = ("states_0.pt", "states_1.pt", "states_2.pt")
+
+
+def save(home: Home, step: int, second: int, number: int) -> None:
+    """Save a checkpoint whose args.json lies there from the first save of its path on, and keeps that one's time."""
+    if not (home.root / f"step_{step}/args.json").exists():
+        write(home.root, {f"step_{step}/args.json": text({"step": step})}, second - 5)
+    for at, name in enumerate(STATES):
+        save_anew(home, f"step_{step}/{name}", second, 1000 * number + at)
+
+
+def save_anew(home: Home, name: str, second: int, number: int) -> None:
+    (home.root / name).unlink(missing_ok=True)
+    write(home.root, {name: pt(number)}, second)
+
+
+def saved(root: Path, step: int) -> dict[str, bytes]:
+    return {name: content for name, content in files(root).items() if name.startswith(f"step_{step}/")}
+
+
+@pytest.mark.parametrize("last", [200, 300], ids=["the newest", "newer ones are there"])
+def test_checkpoint_saved_again_in_its_place_is_the_newest(home: Home, capsys, last: int) -> None:
+    for step in range(100, last + 1, 100):
+        save(home, step, 1_000_000 + step, 1)
+        take(home.spool, home.root)
+    save(home, 200, 1_000_500, 2)
+    reported = take(home.spool, home.root)
+    assert [part.checkpoint.step for part in reported.parts] == [200] and reported.doubts == {}
+    assert newest(home, capsys) == saved(home.root, 200)
+    again = files(home.root)
+    assert home.prepare(capsys)["step_200"]["verdict"] == "verified" and files(home.root) == again
+    (home.root / "step_200/states_1.pt").unlink()
+    home.prepare(capsys)
+    assert files(home.root) == again
+
+
+@pytest.mark.parametrize("last", [200, 300], ids=["the newest", "newer ones are there"])
+def test_prepare_leaves_checkpoint_saved_again_in_its_place_before_it_was_taken(home: Home, capsys, last: int) -> None:
+    for step in range(100, last + 1, 100):
+        save(home, step, 1_000_000 + step, 1)
+        home.taken()
+    save(home, 200, 1_000_500, 2)
+    again = files(home.root)
+    assert home.prepare(capsys)["step_200"]["verdict"] == "sound" and files(home.root) == again
+
+
+def test_checkpoint_saved_again_file_by_file_is_the_newest(home: Home, capsys) -> None:
+    """FSDP gathers the optimizer for longer than a file has to rest, after it wrote the model."""
+    for step in (100, 200, 300):
+        save(home, step, 1_000_000 + step, 1)
+        take(home.spool, home.root)
+    for at, name in enumerate(STATES):
+        save_anew(home, f"step_200/{name}", 1_000_500 + at, 7000 + at)
+        take(home.spool, home.root)
+    assert newest(home, capsys) == saved(home.root, 200)
+
+
+def test_checkpoint_saved_again_in_files_of_other_names_is_the_newest(home: Home, capsys) -> None:
+    for step in (100, 200, 300):
+        save(home, step, 1_000_000 + step, 1)
+        take(home.spool, home.root)
+    for at, name in enumerate(STATES):
+        (home.root / "step_200" / name).unlink()
+        save_anew(home, f"step_200/states_{at + 3}.pt", 1_000_500, 7000 + at)
+    take(home.spool, home.root)
+    assert newest(home, capsys) == saved(home.root, 200)
+
+
+def test_last_version_of_an_older_checkpoint_is_put_back(home: Home, capsys) -> None:
+    for step in (100, 200, 300):
+        save(home, step, 1_000_000 + step, 1)
+        write(home.root, {f"step_{step}/eval.json": text({"loss": 0})}, 1_000_050 + step)
+        take(home.spool, home.root)
+    for number in range(1, 7):
+        (home.root / "step_200/eval.json").unlink()
+        write(home.root, {"step_200/eval.json": text({"loss": number})}, 1_000_500 + number)
+        take(home.spool, home.root)
+    assert newest(home, capsys) == saved(home.root, 300)
+    last = files(home.root)
+    write(home.root, {"step_200/states_2.pt": pt(9)}, 1_000_200)
+    assert home.prepare(capsys)["step_200"]["replaced"]
+    assert files(home.root) == last

@@ -13,7 +13,9 @@ from typing import Literal, TypeAlias
 from tierd.core.ids import CheckpointId, PartId
 from tierd.core.manifest import Manifest
 from tierd.daemon.intake.comparing import differences
+from tierd.daemon.intake.each_series import recorded_unit
 from tierd.daemon.intake.manifests import first_manifest
+from tierd.daemon.intake.taken_record import is_saved_again
 from tierd.spool.spool import Spool
 from tierd.stores.base import Store
 from tierd.watching.describe import describe
@@ -119,9 +121,9 @@ async def records(
 ) -> AsyncIterator[Record]:
     """Yield the checkpoints that a unit should be byte for byte, because it was taken as one of these.
 
-    A unit whose files are partly newer than the checkpoint of its step is no later save, because a save writes all
-    files anew. Such a file was changed after the save. A unit that lost its newest file, or all of whose times are of a
-    later copy, has the bytes of the checkpoint. Such ones follow, the newest first.
+    A unit most of which is as old as the checkpoint of its step is no later save. Its other files were changed after
+    the save. A unit that lost its newest file, or whose times are of a later copy, has the bytes of the checkpoint.
+    Such ones follow, the newest first.
     """
     is_order = one.unit.step is None and one.step == order_of(one.made)
     like = {checkpoint: made for checkpoint, made in known.made.items() if _is_like(checkpoint, made, one, is_order)}
@@ -131,12 +133,28 @@ async def records(
     mixed = sorted(((made, checkpoint) for made, checkpoint in same if oldest <= made < one.made), reverse=True)
     for checkpoint in (*exact, *(checkpoint for _, checkpoint in mixed)):
         manifest = await first_manifest(PartId(checkpoint, 0, 1), spool, stores)
-        if manifest is not None and is_of(one.unit, manifest):
+        if manifest is None or not is_of(one.unit, manifest):
+            continue
+        if known.made[checkpoint] == one.made or not await _is_saved_again(
+            one.unit, listing, checkpoint, manifest, stores
+        ):
             yield Record(checkpoint, known.made[checkpoint], manifest, is_certain=True)
     for checkpoint in sorted(like.keys() - {*exact}, reverse=True)[:_MOST_TRIED]:
         manifest = await first_manifest(PartId(checkpoint, 0, 1), spool, stores)
         if manifest is not None and _has_sizes_of(one.unit, listing, manifest):
             yield Record(checkpoint, known.made[checkpoint], manifest, is_certain=False)
+
+
+async def _is_saved_again(
+    unit: Unit, listing: Listing, checkpoint: CheckpointId, manifest: Manifest, stores: Mapping[str, Store]
+) -> bool:
+    """Whether a unit is a new save in the place of a checkpoint."""
+    about = await recorded_unit(stores, checkpoint)
+    modified_ns = about.modified_ns if about else {}
+    was = {file.path: (file.size, modified_ns.get(file.path, 0)) for file in manifest.files if file.path != UNIT_NAME}
+    return is_saved_again(
+        was, {path: (listing.entries[path].size, listing.entries[path].mtime_ns) for path in unit.files}
+    )
 
 
 def _is_like(checkpoint: CheckpointId, made: datetime, one: Judged, is_order: bool) -> bool:

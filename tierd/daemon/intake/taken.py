@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TypeVar
 
 import msgspec
@@ -25,7 +25,18 @@ import xxhash
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
 from tierd.core.manifest import File
-from tierd.daemon.intake.taken_record import Doubt, Record, Sizes, Waiting, add_digests, add_to_series, decayed, settle
+from tierd.daemon.intake.taken_record import (
+    Doubt,
+    Record,
+    Sizes,
+    Waiting,
+    add_digests,
+    add_to_series,
+    decayed,
+    is_saved_again,
+    settle,
+    written_again,
+)
 from tierd.spool.file_io import open_own, private
 from tierd.spool.spool import Spool
 from tierd.watching.naming import made_at, series_of
@@ -84,17 +95,19 @@ class TakenUnits:
         same = _time(was) == _time(sizes)
         return record.earlier.get(path, 0) + (was != sizes) if was and same else 0
 
-    def amended(self, path: str, shape: Shape) -> int | None:
-        """Return when a unit was saved, in ns, if it was taken, and only some of its files changed or were added since.
+    def amended(self, path: str, shape: Shape) -> datetime | None:
+        """Return when a unit was saved, if it was taken, and less than half of it changed, or files were added, since.
 
-        Nearly the time of its other files, so that versions have times of their own on every node. None: all of it was
-        written since, or it was not taken.
+        Shortly after the time of what was taken from its place last, so that a later version is the newer one. None: it
+        is a new save, or it was not taken.
         """
-        was, sizes = self._record.taken.get(path, {}) if self._record else {}, sizes_of(shape)
-        unchanged = {name: size for name, size in sizes.items() if was.get(name) == size}
-        if not unchanged or was == sizes:
+        record = self._record or Record({}, {})
+        was, sizes = record.taken.get(path), sizes_of(shape)
+        if was is None or was == sizes or is_saved_again(_masked(was, record.amended.get(path, ())), sizes):
             return None
-        return _time(unchanged) + 1000 * (1 + xxhash.xxh3_64_intdigest(repr(sorted(sizes.items())).encode()) % 999)
+        saved = record.saved.get(path) or made_at(_time(was))
+        version = xxhash.xxh3_64_intdigest(repr(sorted(sizes.items())).encode())  # nodes with one record agree on it
+        return saved + timedelta(microseconds=1 + version % 999)
 
     def is_rest(self, shape: Shape) -> bool:
         """Whether all files were taken with others that are gone: their program deletes the checkpoint."""
@@ -164,6 +177,11 @@ class TakenUnits:
         add_digests(record, sizes_of(shape), files)
         if checkpoint is not None:
             record.contents[path] = (_content(files), *_pair(checkpoint))
+            again = written_again(record.taken.get(path, {}), sizes_of(shape)) | {*record.amended.get(path, [])}
+            if self.amended(path, shape) is None:
+                record.amended.pop(path, None)
+            elif again:
+                record.amended[path] = sorted(again)
             record.newest = max(_pair(checkpoint), record.newest or ("", 0))
             series = series_of(name for name, _ in shape)
             add_to_series(record, series, _pair(checkpoint))
@@ -263,6 +281,7 @@ class TakenUnits:
             *(record.has_several, record.series, record.released, record.held, record.begun),
             *(record.doubts, record.doubted),
             {name: digest for name, digest in record.digests.items() if name in files},
+            {path: again for path, again in record.amended.items() if path in taken},
         )
         if fresh != self._record:
             self._write(fresh)
@@ -298,6 +317,11 @@ def _gone(units: Mapping[str, _T], shapes: Mapping[str, Shape]) -> dict[str, _T]
                 break
             found[path] = one
     return dict(reversed(found.items()))
+
+
+def _masked(sizes: Sizes, names: Iterable[str]) -> Sizes:
+    """Return sizes and times of which those of some files are no file's."""
+    return sizes | {name: (sizes[name][0], -1) for name in names if name in sizes}
 
 
 def _content(files: Iterable[File]) -> str:

@@ -59,6 +59,24 @@ class Record(msgspec.Struct):
     doubts: int = 0  # how many checkpoints were ever in doubt
     doubted: list[Doubt] = []  # those that are pinned because of that
     digests: dict[str, tuple[int, int, str]] = {}  # by file: its size, its time in ns, the digest of what was taken
+    amended: dict[str, list[str]] = {}  # by unit: its files that were written again since it was saved
+
+
+def written_again(was: Sizes, now: Sizes) -> set[str]:
+    """Return the files of a unit that have other sizes or times than before."""
+    return {name for name, size in now.items() if name in was and was[name] != size}
+
+
+def is_saved_again(was: Sizes, now: Sizes) -> bool:
+    """Whether a unit is a new save in the place of an earlier one, and not that one with some files changed or added.
+
+    A save writes at least as many bytes again as it leaves. A file that is gone counts as written again if files were
+    added, because a save may give its files other names, as `model-00001-of-00003` for `model-00001-of-00002`.
+    """
+    again = written_again(was, now)
+    gone = was.keys() - now.keys() if now.keys() - was.keys() else set[str]()
+    left_bytes = sum(size for name, (size, _) in now.items() if name in was and name not in again)
+    return sum(now[name][0] for name in again) + sum(was[name][0] for name in gone) >= left_bytes
 
 
 def add_digests(record: Record, sizes: Sizes, files: Iterable[File]) -> None:

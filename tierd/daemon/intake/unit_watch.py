@@ -39,7 +39,7 @@ from tierd.watching.describe import Described, describe
 from tierd.watching.files import Tree
 from tierd.watching.inspect import Changed, Inspected, Opener, inspect_unit
 from tierd.watching.listing import Listing
-from tierd.watching.naming import History, Named, is_in_range, made_at, name_unit, order_of, series_of, step_of
+from tierd.watching.naming import History, Named, is_in_range, name_unit, order_of, series_of, step_of
 from tierd.watching.own_layout import OwnLayout
 from tierd.watching.passed_over import PassedOver, passed_over
 from tierd.watching.pointers import may_point, points_to
@@ -252,9 +252,9 @@ class UnitWatch:
 
         made, after = made_of(due.shape), self._taken.after(path)
         # What has no step is rewritten file by file, and the newest of it is the newest.
-        saved_ns = self._taken.amended(path, due.shape) if due.unit.step is not None else None
-        if saved_ns is not None and self._has_newer(made_at(saved_ns)):
-            made, after = made_at(saved_ns), None  # the other files say when it was saved, before newer checkpoints
+        saved = self._taken.amended(path, due.shape) if due.unit.step is not None else None
+        if saved is not None and self._has_newer(saved):
+            made, after = saved, None  # most of it was saved then, before newer checkpoints
         described = describe(due.unit, opener)
         step = order_of(made) if self._stepless else step_of(described, made)
         if self._ordering.has(path, step, made, self._known):
