@@ -53,8 +53,10 @@ from tierd.watching.programs import (
 )
 from tierd.watching.series import compare_nested, compare_series
 from tierd.watching.step_in_name import (
+    are_saves,
     directory_step,
     is_log,
+    is_place_of_saves,
     is_weights,
     names_beside,
     step_in,
@@ -122,10 +124,25 @@ def _step_beside(units: Sequence[Unit], name: str) -> int | None:
 def _is_whole(here: Directory) -> bool:
     """Whether a directory whose name has a step is a checkpoint, and not a place of checkpoints of other steps."""
     step = directory_step(here.name)
-    if step is None:
+    if step is None or _is_of_run(here):
         return False
     inside, outside = _steps_below(here, step)
     return bool(outside) or (not inside and _has_weights(here))
+
+
+def _is_of_run(here: Directory) -> bool:
+    """Whether a directory whose name is nothing but a number is of a run, as its seed or job, and holds its saves."""
+    return here.name.isdecimal() and _holds_saves(here)
+
+
+def _holds_saves(here: Directory) -> bool:
+    inner = [child for name in here.directories if (child := here.child(name)) and _has_weights(child)]
+    stepped = {child.name: step for child in inner if (step := directory_step(child.name)) is not None}
+    if len({step for name, step in stepped.items() if not name.isdecimal()}) > 1:
+        return True
+    if are_saves(filter(is_weights, here.candidates)) or are_saves(child.name for child in inner):
+        return True
+    return any(is_place_of_saves(child.name) or (claim(child) is None and _holds_saves(child)) for child in inner)
 
 
 def _steps_below(here: Directory, step: int) -> tuple[bool, bool]:
@@ -199,6 +216,8 @@ def _unit_in(here: Directory, claimed: Claim) -> Unit:
     )
     marked = None if begun else temporary_name(here.name)
     step = directory_step(here.name) if layout is DIRECTORY else step_in(here.name)
+    if layout is DIRECTORY and _is_of_run(here):
+        step = None
     if marked:
         # Else it may be a person's own directory, or of a program that calls its final ones so.
         missing, begun = marked, step is not None and bool(here.candidates)

@@ -6,7 +6,7 @@ Invariant: a rank, a number of shards, a date, a fraction and a digest are no st
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 # The endings of files that hold weights or states; also those whose format is not known to `formats`.
@@ -107,6 +107,38 @@ def directory_step(name: str) -> int | None:
     Another number may be that of a run, a version or a fold, whose directory holds many checkpoints.
     """
     return _number(_after_word(name) or re.fullmatch(r"(\d+)|.+[-_](\d+)[-_]states?", _bare(name)))
+
+
+_TOGETHER = re.compile(r"saves|checkpoints|ckpts|chkpts|snapshots", re.IGNORECASE)
+
+
+def is_place_of_saves(name: str) -> bool:
+    """Return whether a directory's name is a date, or a word for several saves."""
+    return _DATE.search(name) is not None or _TOGETHER.fullmatch(name) is not None
+
+
+def are_saves(names: Iterable[str]) -> bool:
+    """Return whether names beside each other are of several saves: alike but for a date or a step.
+
+    Of plain numbers only large ones are certain, or three and more at equal distances: members of an ensemble, layers
+    and resolutions have small ones.
+    """
+    dated, worded, plain = dict[str, set[str]](), dict[str, set[str]](), dict[str, set[str]]()
+    for name in names:
+        match = _after_word(name)
+        kind = dated if _DATE.search(name) else plain if match is None or match.re is _WORD[2] else worded
+        match = match or _LAST.search(_bare(name))
+        value = name if kind is dated else match[match.lastindex or 0] if match else None
+        if value is not None:
+            kind.setdefault(without_numbers(name), set()).add(value)
+    if any(len(values) > 1 for values in (*dated.values(), *worded.values())):
+        return True
+    return any(_are_steps(sorted(map(int, values))) for values in plain.values())
+
+
+def _are_steps(numbers: Sequence[int]) -> bool:
+    distances = {after - before for before, after in pairwise(numbers)}
+    return bool(distances) and (numbers[0] >= 1000 or (numbers[0] >= 100 and len(numbers) > 2 and len(distances) == 1))
 
 
 def steps_beside(names: Iterable[str]) -> dict[str, int]:
