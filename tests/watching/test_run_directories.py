@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from support.watched_run import Home, files
+from support.watched_run import Home, files, take
 from support.whole_layouts import pt, text, write
 
 from tierd.watching.files import Tree
 from tierd.watching.layouts import units
+from tierd.watching.naming import series_of
 
 
 def steps(root: Path, names: Iterable[str]) -> dict[str, int | None]:
@@ -87,3 +88,44 @@ def test_number_of_a_directory_with_several_saves_is_no_step(root: Path, names: 
 def test_number_of_a_directory_with_one_save_is_its_step(root: Path, names: list[str]) -> None:
     found = steps(root, [f"{step}/{name}" for step in (5000, 6000) for name in names])
     assert found == {"5000": 5000, "6000": 6000}
+
+
+@pytest.mark.parametrize(
+    "directory",
+    ["runs/CartPole-v1__ppo__{}__170000000{}", "{}/checkpoints", "{}", "lr_0.{}", "runs/seed{}"],
+    ids=["cleanrl", "hydra", "number", "sweep", "seed"],
+)
+def test_newest_of_each_run_in_one_directory_is_restored(home: Home, capsys, directory: str) -> None:
+    for step in (1000, 2000, 3000):
+        for number in (1, 2):
+            write(
+                home.root, {f"{directory.format(number, number)}/net_{step}.pth": pt(step + number)}, 1_000_000 + step
+            )
+        home.taken()
+    last = {name: content for name, content in files(home.root).items() if "3000" in name}
+    shutil.rmtree(home.root)
+    home.root.mkdir()
+    home.prepare(capsys)
+    assert files(home.root) == last and len(last) == 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("version_0/epoch=1.ckpt", "version_1/epoch=2.ckpt"),
+        ("run-20240101_120000/step_10/m.pt", "run-20240203_130000/step_20/m.pt"),
+        ("2024-01-01/12-00-00/0/epoch_1.pt", "2024-01-02/13-10-00/0/epoch_3.pt"),
+        ("agent_100.pth", "agent_2300.pth"),
+        ("5000/net_1.pt", "6000/net_1.pt"),
+        ("CartPole-v1__ppo__1__1700000001/net_1.pth", "CartPole-v1__ppo__1__1700000777/net_2.pth"),
+    ],
+)
+def test_launches_and_steps_are_of_one_series(one: str, other: str) -> None:
+    assert series_of([one]) == series_of([other])
+
+
+def test_checkpoints_named_agent_and_step_are_not_pinned_as_series_of_their_own(home: Home) -> None:
+    for step in range(100, 1000, 100):
+        write(home.root, {f"agent_{step}.pth": pt(step), f"opt_{step}.pth": pt(step)}, 1_000_000 + step)
+        take(home.spool, home.root)
+    assert home.spool.pins() == set()

@@ -16,7 +16,7 @@ watch one directory, and a watcher that starts again, give a unit the same name,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -28,7 +28,7 @@ import xxhash
 from tierd.core.ids import MAX_RUN, CheckpointId, is_attempt, next_attempt
 from tierd.core.planning.inventory import Inventory
 from tierd.watching.describe import Described
-from tierd.watching.step_in_name import directory_step, without_numbers
+from tierd.watching.step_in_name import directory_step, says_of_run, without_launch, without_numbers
 
 NEVER = datetime(1, 1, 1, tzinfo=UTC)  # before any checkpoint was made
 _STEPLESS = ".stepless"
@@ -131,7 +131,7 @@ def series_of(paths: Iterable[str]) -> str:
     """Return the series of a checkpoint with these files: its path without numbers, but with those of ranks.
 
     The path is that of the directory with a step. Files beside each other have no directory of their own, so the first
-    of them names the series.
+    of them names the series. The directories above keep the numbers of seeds and jobs, but not those of launches.
     """
     return _series_of(tuple(paths))
 
@@ -141,8 +141,15 @@ def _series_of(paths: tuple[str, ...]) -> str:
     first = min(paths)
     home = commonpath([dirname(path) for path in paths])
     above = home.split("/") if home else []
-    length = next((at for at, name in enumerate(above) if directory_step(name) is not None), len(above))
-    return "/".join(map(without_numbers, first.split("/")[: length + 1]))
+    names = first.split("/")
+    steps = (at for at, name in enumerate(above) if directory_step(name) is not None and not _is_of_run(names[at:]))
+    length = next(steps, len(above))
+    return "/".join([*map(without_launch, names[:length]), without_numbers(names[length])])
+
+
+def _is_of_run(names: Sequence[str]) -> bool:
+    """Whether a directory of the path is one of a run, as its seed or job, by the names below it."""
+    return names[0].isdecimal() and any(says_of_run(name, names[0]) for name in names[1:])
 
 
 def name_unit(

@@ -213,11 +213,37 @@ _KEPT = re.compile(
     re.IGNORECASE,
 )
 _ANY_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_STEP_OF_AGENT = re.compile(r"(?:agent|member|expert|stage|node)[-_.=]?(\d{3,})", re.IGNORECASE)
+_LAUNCH = re.compile(
+    r"(?:19|20)\d\d[-_.]?\d\d[-_.]?\d\d(?:[-_T]\d{4,6})?(?!\d)|(?<!\d)\d\d[-_:]\d\d(?:[-_:]\d\d)?(?!\d)|\d{9,}"
+    r"|(?<![A-Za-z])(?:version|run|launch|attempt|try|job|exp|experiment|train)[-_.=]?\d+(?:[-_T]\d{4,6}(?!\d))?",
+    re.IGNORECASE,
+)
+
+
+def without_launch(name: str) -> str:
+    """Return a directory's name with a mark in the place of each number that a program counts its launches by, or of a
+    time. Other numbers may tell runs apart that train beside each other, as seeds do.
+    """
+    return _LAUNCH.sub(lambda match: _ANY_NUMBER.sub("#", match[0]), name)
+
+
+def says_of_run(name: str, number: str) -> bool:
+    """Return whether a name says that a directory of this number above it is no step, but of a run with saves."""
+    if is_place_of_saves(name) or _after_word(name) is not None:
+        return True
+    step = step_in(name) if is_weights(name) else None
+    return step is not None and step >= 1000 and step != int(number)
 
 
 def without_numbers(name: str) -> str:
-    """Return a name with a mark in the place of each number, but of those that tell ranks, folds or models apart."""
+    """Return a name with a mark in the place of each number, but of those that tell ranks, folds or models apart.
+
+    `agent_400.pth` is no 400th agent, but one that was saved at step 400.
+    """
     kept = [match.span() for match in _KEPT.finditer(name)]
+    if (match := _STEP_OF_AGENT.fullmatch(without_ending(name))) and is_weights(name):
+        kept = [span for span in kept if span[1] <= match.start(1)]
 
     def marked(match: re.Match[str]) -> str:
         return match[0] if any(first <= match.start() < end for first, end in kept) else "#"
