@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from tierd.watching.completeness import WEIGHTS
 from tierd.watching.programs import COMPOSER, DIRECTORY, FILE, UnitLayout
@@ -116,18 +116,33 @@ def _compared(
     others = [other for other in units if other is not unit and own & names[other.path]]
     whole = [names[other.path] for other in others if other.path not in parts]
     if unit.layout not in UNCERTAIN:  # its program says what its directory has, and nothing of what lies beside it
-        return _judged(_lacking(unit, _beside(own), [_beside(other) for other in whole]), parts)
+        return _judged(_lacking(unit, own, [frozenset(filter(_is_flat, other)) for other in whole]), parts)
     if not others:
         return replace(unit, missing=_ALONE) if unit.layout is DIRECTORY and _looks_begun(unit) else unit
-    for other in others:
+    # Only the newest may have been begun. A program also removes files, as the states beside older weights.
+    is_newest = unit.layout is DIRECTORY and all((other.step or 0) < (unit.step or 0) for other in others)
+    for other in others if is_newest else ():
         if other.layout in last_written and own < names[other.path]:
             why = f"it lacks the file that {other.layout.program} writes last, and {other.path} has it"
             return replace(unit, layout=other.layout, missing=why, begun=True)
+    counted = frozenset(filter(partial(_is_beside, own), frozenset.union(*names.values())))
     # Of files beside each other, a program may remove some, as older optimizer states: those of a rank it does not.
-    counted = frozenset.union(*names.values())
     if unit.layout is not DIRECTORY:
         counted = frozenset(name for name in counted if RANK.search(name))
     return _judged(_lacking(unit, own, [other & counted for other in whole]), parts)
+
+
+def _is_flat(name: str) -> bool:
+    return "/" not in name
+
+
+def _is_beside(own: frozenset[str], name: str) -> bool:
+    """Whether a name is not in a directory of which a checkpoint has nothing.
+
+    A program may remove such a directory as a whole, as `lora-000004-state/` beside `lora-000004.safetensors`, or write
+    it seldom, as `step2000-unsharded/` beside `step2000/`.
+    """
+    return _is_flat(name) or name.partition("/")[0] in _beside(own)
 
 
 def _lacking(unit: Unit, own: frozenset[str], others: Sequence[frozenset[str]]) -> Unit:
@@ -176,6 +191,17 @@ def lacking(paths: Iterable[str], earlier: Iterable[str], layout: UnitLayout) ->
     wanted = {_form(path): path for path in earlier}
     absent = wanted.keys() - own - _renamed(own, frozenset(wanted))
     return min((wanted[form] for form in absent if layout is DIRECTORY or _is_each_time(wanted[form])), default=None)
+
+
+def beside(unit: Unit, paths: Iterable[str]) -> list[str]:
+    """Return those of another checkpoint's files that do not lie in a directory of which a unit has nothing."""
+    depth = unit.path.count("/") + 1
+
+    def top(path: str) -> str:
+        return _form("/".join(path.split("/")[:depth]))
+
+    own = {top(path) for path in unit.files}
+    return [path for path in paths if path.count("/") < depth or top(path) in own]
 
 
 def is_of_series(paths: Iterable[str], others: Iterable[str]) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from tierd.daemon.intake.taken import TakenUnits, sizes_of
 from tierd.daemon.intake.taken_record import Sizes
-from tierd.watching.series import UNCERTAIN, is_of_series, lacking
+from tierd.watching.series import UNCERTAIN, beside, is_of_series, lacking
 from tierd.watching.settle import Due
 from tierd.watching.unit import WITHOUT_STEP, Unit
 
@@ -38,12 +38,12 @@ def lacks(due: Due, units: Sequence[Unit], taken: TakenUnits) -> str | None:
     is_old = taken.after(unit.path) is None or taken.amended(unit.path, due.shape) is not None
     if is_old and any(_shows(other, unit) for other in units):
         return None
-    absent = lacking(own, taken.before(own), unit.layout)
+    absent = _lacking(unit, taken.before(own), units)
     if absent is None:
         return None
     saves: list[Iterable[str]] = [sizes for sizes in taken.begun.values() if _is_other(sizes, own)]
     saves += [other.files for other in units if _shows(other, unit) and not taken.knows(other.path)]
-    if any(lacking(own, files, unit.layout) is None for files in saves):
+    if any(_lacking(unit, files, units) is None for files in saves):
         return None
     taken.refuse_begun(unit.path, own)
     return f"the checkpoint that was taken before it has {absent}, and nothing like that is there; it may be begun"
@@ -53,10 +53,16 @@ def _lost(unit: Unit, units: Sequence[Unit]) -> str | None:
     """Return why the oldest unit of a series may be in its deletion; None if it is not the oldest, or lacks nothing."""
     if any(_shows(other, unit) and not _is_older(unit, other) for other in units):  # ends at the first for most units
         return None
-    absent = [lacking(unit.files, other.files, unit.layout) for other in units if _shows(other, unit)]
+    absent = [_lacking(unit, other.files, units) for other in units if _shows(other, unit)]
     if not absent or None in absent:
         return None
     return f"all newer checkpoints of its series have a file like {absent[0]}; its deletion may be begun"
+
+
+def _lacking(unit: Unit, earlier: Iterable[str], units: Sequence[Unit]) -> str | None:
+    """Return a file that a unit lacks. Of an older one its program may have removed a whole directory."""
+    has_newer = any(_shows(other, unit) and _is_older(unit, other) for other in units)
+    return lacking(unit.files, beside(unit, earlier) if has_newer else earlier, unit.layout)
 
 
 def _is_older(unit: Unit, other: Unit) -> bool:
