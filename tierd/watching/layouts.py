@@ -65,6 +65,7 @@ from tierd.watching.step_in_name import (
     without_ending,
 )
 from tierd.watching.unit import WITHOUT_STEP, Unit
+from tierd.watching.unknown_names import may_hold_state
 
 
 def units(listing: Listing) -> list[Unit]:
@@ -108,7 +109,24 @@ def _units_in(here: Directory) -> list[Unit]:
             own += found
         else:
             inner += found
-    return [*compare_series(_joined(here.path, own), last_written=_MARKERS), *inner]
+    return [*compare_series(_joined(here.path, own + _unknown(here, own)), last_written=_MARKERS), *inner]
+
+
+def _unknown(here: Directory, units: Sequence[Unit]) -> list[Unit]:
+    """Return the files that may hold state although nothing knows their names, if no name says which save is theirs.
+
+    EasyLM writes `streaming_train_state` beside `metadata.pkl`, which alone is known.
+    """
+    own = [unit for unit in units if unit.path.rpartition("/")[0] == here.path]
+    if any(unit.step is not None for unit in own) or not any(unit.layout is FILE for unit in own):
+        return []
+    taken = {path for unit in own for path in unit.files}
+    names = (name for name, entry in sorted(here.names.items()) if entry.kind == "file" and may_hold_state(name))
+    unknown = [lone_file(path) for name in names if (path := joined(here.path, name)) not in taken]
+    if len(unknown) > _MOST_UNKNOWN:
+        why = f"{len(unknown)} files whose format is not known lie beside {own[0].path}; name its files by --unit"
+        return [replace(unknown[0], missing=why)]
+    return unknown
 
 
 def _is_named_by_step(here: Directory) -> bool:
@@ -169,6 +187,7 @@ def _has_weights(here: Directory) -> bool:
     return any(map(is_weights, names)) or not (here.name.isdecimal() or all(_OTHER.fullmatch(name) for name in names))
 
 
+_MOST_UNKNOWN = 1000  # files; more are rather a data set
 _OF_MODEL = re.compile(
     r"((adapter_|generation_|tokenizer_|preprocessor_|processor_|quantize_)?config|tokenizer|vocab|added_tokens"
     r"|special_tokens_map|chat_template)\.(json|txt|jinja)|merges\.txt|spiece\.model"

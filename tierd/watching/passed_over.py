@@ -11,16 +11,10 @@ from dataclasses import dataclass
 
 from tierd.watching.listing import Kind, Listing
 from tierd.watching.unit import Unit
+from tierd.watching.unknown_names import POINTERS, USUAL
 
 _GROUPS = 20
 _NAMES = 3
-# The endings of what programs write beside checkpoints. Such names are grouped last, because they are seldom missed.
-_BESIDE = frozenset(
-    (
-        *(".log", ".out", ".err", ".csv", ".tsv", ".json", ".jsonl", ".yaml", ".yml", ".txt", ".md", ".html", ".py"),
-        *(".png", ".jpg", ".jpeg", ".gif", ".svg", ".mp4", ".wav", ".flac", ".pdf", ".tfevents"),
-    )
-)
 _EVENTS = "events.out.tfevents."  # of TensorBoard; a host's name follows
 _ENDING = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,15}")
 _WHY: dict[Kind, str] = {
@@ -28,9 +22,6 @@ _WHY: dict[Kind, str] = {
     "other": "it is neither a file nor a directory that can be read",
 }
 _HIDDEN = "a name that begins with a dot is not a checkpoint's"
-_POINTERS = frozenset(
-    ("latest", "last", "checkpoint", "last_checkpoint", "latest_checkpoint", "latest_checkpointed_iteration.txt")
-)
 _POINTS = "it is recorded with the checkpoint that it names"
 _USUAL = "such names are of logs, settings, texts and pictures"
 _UNMATCHED = "no glob of --unit, or of `unit` in a [[watch]], matches it"
@@ -94,6 +85,6 @@ def _why(name: str, ending: str, kind: Kind) -> str:
         return _WHY[kind]
     if name.startswith("."):
         return _HIDDEN
-    if name in _POINTERS:
+    if name in POINTERS:
         return _POINTS
-    return _USUAL if ending.lower() in _BESIDE else _UNKNOWN
+    return _USUAL if ending.lower() in USUAL else _UNKNOWN
