@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from posixpath import dirname
 
 from tierd.watching.completeness import WEIGHTS
 from tierd.watching.programs import COMPOSER, DIRECTORY, FILE, UnitLayout
@@ -38,7 +39,8 @@ def compare_nested(units: Sequence[Unit]) -> list[Unit]:
     those in the other directories of its series."""
     nested: dict[str, list[Unit]] = {}
     for unit in units:
-        if unit.layout is DIRECTORY and unit.missing in (None, _ALONE) and (home := _home(unit)) is not None:
+        home = home_of(unit)
+        if unit.layout is DIRECTORY and unit.missing in (None, _ALONE) and home != dirname(unit.path):
             nested.setdefault(home, []).append(unit)
     compared = {unit.path: unit for group in nested.values() for unit in _compare_group(group)}
     return [compared.get(unit.path, unit) for unit in units]
@@ -98,11 +100,10 @@ def _is_each_time(name: str) -> bool:
     return _EACH_TIME.search(name.partition("/")[2] or name) is not None  # a directory says it of all that it has
 
 
-def _home(unit: Unit) -> str | None:
-    """Return the path of a unit's directory, with a mark in the place of each step; None if it has no step."""
+def home_of(unit: Unit) -> str:
+    """Return the path of the directory in which a unit lies, with a mark in the place of each step."""
     parents = unit.path.split("/")[:-1]
-    home = "/".join(name if directory_step(name) is None else without_step(name) for name in parents)
-    return None if home == "/".join(parents) else home
+    return "/".join(name if directory_step(name) is None else without_step(name) for name in parents)
 
 
 def _compared(
@@ -207,6 +208,11 @@ def beside(unit: Unit, paths: Iterable[str]) -> list[str]:
 def is_of_series(paths: Iterable[str], others: Iterable[str]) -> bool:
     """Whether a file of one checkpoint differs from one of the other in nothing but numbers."""
     return not {*map(_form, paths)}.isdisjoint(map(_form, others))
+
+
+def has_each(paths: Iterable[str], others: Iterable[str]) -> bool:
+    """Whether each of these files differs from some file of others in nothing but numbers."""
+    return {*map(_form, paths)} <= {*map(_form, others)}
 
 
 class LoneSaves:

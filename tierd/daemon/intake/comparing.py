@@ -16,10 +16,10 @@ from tierd.watching.unit_file import UNIT_NAME
 
 
 class Difference(NamedTuple):
-    """Where a unit differs from its manifest, for people, and whether the file is not there."""
+    """Where a unit differs from its manifest, for people, and the path of the file, if it is not there."""
 
     why: str
-    is_absent: bool = False
+    absent: str | None = None
 
 
 def differences(tree: Tree, listing: Listing, manifest: Manifest) -> Iterator[Difference]:
@@ -33,7 +33,7 @@ def differences(tree: Tree, listing: Listing, manifest: Manifest) -> Iterator[Di
         if file.path == UNIT_NAME:
             continue
         if entry is None or entry.kind != "file":
-            yield Difference(f"{file.path} is not there", is_absent=True)
+            yield Difference(f"{file.path} is not there", absent=file.path)
             continue
         since = _written_since(entry, manifest)
         if entry.size != file.size:

@@ -51,6 +51,9 @@ class Judged:
             not written since differ from it.
         decayed: these files.
         is_left: whether it stays, as unknown, if it is not replaced.
+        absent: the files that are gone since it was taken, if that is all that is wrong.
+        is_named: whether a pointer names what it lacks.
+        is_shortened: whether its program deleted files of it on purpose, so that it stays, as unknown.
     """
 
     unit: Unit
@@ -70,6 +73,9 @@ class Judged:
     outgrown: CheckpointId | None = None
     decayed: tuple[str, ...] = ()
     is_left: bool = False
+    absent: tuple[str, ...] = ()
+    is_named: bool = False
+    is_shortened: bool = False
 
     @property
     def is_good(self) -> bool:
@@ -82,7 +88,7 @@ class Judged:
         That is a whole one, and one without a step of which right files are left: its next save has the same names.
         """
         if self.is_good or self.unit.step is not None:
-            return self.is_good
+            return self.is_good or self.is_shortened
         in_part = bool(self.damaged) and not {*self.unit.files} <= {*self.damaged}
         return self.verdict == "unknown" or (self.verdict == "damaged" and in_part)
 
@@ -182,18 +188,20 @@ def judge_by_digests(tree: Tree, one: Judged, listing: Listing, record: Record) 
     manifest = record.manifest
     if all(file.path != UNIT_NAME for file in manifest.files):
         return False
-    absent = ""
+    absent = dict[str, str]()
     try:
         for difference in differences(tree, listing, manifest):
-            if record.is_certain:
+            if difference.absent is not None:
+                absent[difference.absent] = difference.why
+            elif record.is_certain:
                 one.verdict, one.why = "damaged", difference.why
                 break
-            if not difference.is_absent:
+            else:
                 return False
-            absent = absent or difference.why
         else:
-            one.verdict, one.why = ("damaged", absent) if absent else ("verified", "")
-            one.is_left = bool(absent) and not one.unit.begun
+            one.verdict, one.why, one.absent = "verified", "", (*absent,)
+            if absent:
+                one.verdict, one.why, one.is_left = "damaged", next(iter(absent.values())), not one.unit.begun
     except (Changed, OSError) as error:
         one.unreadable = not isinstance(error, Changed)
         one.why = f"it cannot be read: {error}" if one.unreadable else CHANGING

@@ -20,6 +20,7 @@ from tierd.core.planning.inventory import Inventory
 from tierd.core.timeline.candidates import restore_candidates
 from tierd.daemon.intake.chosen import read_chosen
 from tierd.daemon.intake.decay import judge_decay
+from tierd.daemon.intake.deleted_files import names_absent, to_replace
 from tierd.daemon.intake.directory_lock import alone_in
 from tierd.daemon.intake.each_series import put_back_each, recorded_unit
 from tierd.daemon.intake.in_place import Pointing, PutBack, Spared, put_back
@@ -139,10 +140,9 @@ async def _prepare(
     if own is None:
         await check_rules(run, known, spool, stores)
     judged = await _judged(directory, own, run, stepless if beside.made else run, known, spool, stores)
-    for one in judged:
-        if one.verdict in ("damaged", "unfinished"):
-            good = {path for other in judged if other is not one and other.is_good for path in other.unit.files}
-            await replace(one, directory, stores, progress, good)
+    for one in to_replace(judged):
+        good = {path for other in judged if other is not one and other.is_good for path in other.unit.files}
+        await replace(one, directory, stores, progress, good)
     pointers = await to_the_end(_point, directory, judged)  # before, because what is fetched has pointers of its own
     fetched = list[PutBack]()
     tried = set[CheckpointId]()
@@ -180,6 +180,7 @@ async def _judged(
                 await to_the_end(judge, tree, one, listing)
             await judge_decay(tree, one, known, listing, stores)
             one.entries = one.entries or entries_of(one, listing)
+            one.is_named = bool(one.absent) and await to_the_end(names_absent, tree, one, listing)
         if own is None:
             await judge_series(judged, known, spool, stores)
     if busy := [one.unit.path for one in judged if one.why == CHANGING]:
