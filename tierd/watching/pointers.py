@@ -75,12 +75,16 @@ def _may_point(name: str, kind: str) -> bool:
 
 
 def points_to(pointer: Pointer, unit: Unit) -> bool:
-    """Whether a link leads to a unit or a file of it, or a text names it, or has its step as the only number."""
+    """Whether a link leads to a unit, or to a file or directory of it, or a text names it, or has its step as the only
+    number.
+    """
     home, _, own = unit.path.rpartition("/")
     names = {own, *(path[len(home) + 1 if home else 0 :].partition("/")[0] for path in unit.files)}
     if pointer.link:
         target = target_of(pointer)
-        return target is not None and (target == unit.path or target in unit.files)
+        if target is None or not target.startswith(joined(home, "")):  # to the directory in which the unit lies
+            return False
+        return any(f"{path}/".startswith(f"{target}/") for path in (unit.path, *unit.files))
     numbers = re.findall(r"\d+", pointer.text)
     if len(numbers) == 1 and unit.step is not None and int(numbers[0]) == unit.step:
         return True
