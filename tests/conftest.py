@@ -1,15 +1,20 @@
 """Which tests are slow or long; that no example of Hypothesis fails for taking long, since machines are shared; what
-the processes that tests start load (`lean/`); and that threads of OpenMP sleep while they wait.
+the processes that tests start load (`lean/`); that no test waits for the disk, because none loses power; that garbage
+is looked for only in what tests make, because torch and 10,000 tests are a million objects; and that threads of OpenMP
+sleep while they wait.
 
 Between two operations of torch its threads spin for work, on the cores that other tests and processes need. Tests of
 tensors took three times the CPU of their work by that.
 """
 
+import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from lean import unsynced
 from support.unskipped import pytest_make_collect_report, pytest_runtest_makereport
 
 from tools import slow
@@ -24,6 +29,23 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded, h
 
 settings.register_profile("tierd", deadline=None)
 settings.load_profile("tierd")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage while modules are imported and tests collected, nor later in what that made."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Wait for the disk only in tests that play a loss of power, or need root for another reason."""
+    unsynced.leave_out(item.get_closest_marker("system") is None)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -263,11 +263,11 @@ def test_a_chunk_that_was_just_written_is_read_from_the_page_cache_and_verified(
     if flipped:
         overwrite(disk, MIB, bytes([data[MIB] ^ 1]))
         with open(disk, "rb") as on_disk:
-            os.fsync(on_disk.fileno())
+            os.fdatasync(on_disk.fileno())
     if not cached:
         with open(disk, "rb") as on_disk:
             for _ in range(100):  # a page that is being written back stays
-                os.fsync(on_disk.fileno())
+                os.fdatasync(on_disk.fileno())
                 os.posix_fadvise(on_disk.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 if not direct_io.read_cached(on_disk.fileno(), memoryview(bytearray(4096)), 4096, 2 * MIB):
                     break
