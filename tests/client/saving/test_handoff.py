@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.forked import run_script
 from support.timed import timed_client
 from support.training import restored, same, tensors
 from support.waiting import wait_until
@@ -74,12 +75,7 @@ def trainer(spool, script: str) -> int:
         ckpt = tierd.Checkpointer({str(spool.root)!r}, "run")
         def die(): os.kill(os.getpid(), signal.SIGKILL)
     """
-    code = textwrap.dedent(head) + textwrap.dedent(script)
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parents[2])])
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, timeout=150, check=False
-    )
-    return done.returncode
+    return run_script(textwrap.dedent(head) + textwrap.dedent(script))
 
 
 def steps(spool) -> list[int]:
