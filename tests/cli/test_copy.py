@@ -27,8 +27,8 @@ KILLS = int(os.environ.get("TIERD_COPY_PROCESS_KILLS", "2"))
 
 
 @pytest.fixture
-def tiers(tmp_path: Path) -> tuple[str, str]:
-    """A tier with five checkpoints of 100 chunks, and an empty one."""
+def tiers(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A tier with five checkpoints of six chunks, or as many as the test says, and an empty one."""
     spool = Spool(tmp_path / "spool")
     for name in ("from", "to"):
         (tmp_path / name).mkdir()
@@ -36,7 +36,7 @@ def tiers(tmp_path: Path) -> tuple[str, str]:
     async def work() -> None:
         store = FileStore(tmp_path / "from")
         for step in range(1, 6):
-            commit(spool, part(step), content(step, chunks=100))
+            commit(spool, part(step), content(step, chunks=getattr(request, "param", 6)))
             await flush(spool, part(step), Route(store))
         await store.aclose()
 
@@ -110,6 +110,7 @@ def test_copy_refusal_names_a_remedy(more, code, says, tiers, capsys) -> None:  
     assert list(Path(target).iterdir()) == []
 
 
+@pytest.mark.parametrize("tiers", [100], indirect=True)
 def test_a_process_that_is_killed_costs_nothing(tiers, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     """SIGKILL as soon as some chunks are there; then the same command again."""
     source, target = tiers
