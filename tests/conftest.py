@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from lean import unsynced
+from support.seeds import examples
 from support.unskipped import pytest_make_collect_report, pytest_runtest_makereport
 
 from tools import slow
@@ -27,7 +28,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded, here and in processes of tests
 
-settings.register_profile("tierd", deadline=None)
+settings.register_profile("tierd", deadline=None, max_examples=examples())
 settings.load_profile("tierd")
 
 

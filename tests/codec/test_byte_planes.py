@@ -18,6 +18,7 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import by_hand
+from support.seeds import examples
 
 from tierd.codec import byte_planes, codec, detect
 from tierd.core.errors import CorruptChunk
@@ -119,7 +120,7 @@ def test_large_chunks_have_several_blocks_and_an_odd_end():
     assert codec.decode(found.chunk, found.data, "t") == raw
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.one_of(
         st.binary(max_size=300),
@@ -142,7 +143,7 @@ def test_any_bytes_decode_to_themselves_and_nothing_grows(raw):
     assert data is None or byte_planes.unpack(data, len(raw)) == raw
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples())
 @given(st.lists(st.tuples(st.sampled_from([*KINDS, "noise", "text"]), st.integers(1, 3000)), min_size=1, max_size=8))
 def test_any_mixture_in_small_blocks_unpacks_to_itself(parts):
     made = {"noise": noise, "text": lambda size: (b"some text, " * size)[:size]}
@@ -211,7 +212,7 @@ def test_every_flip_and_truncation_is_corruption_or_the_wrong_bytes(kind, small_
                 codec.decode(crafted(len(raw), other), other, "t")
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.binary(max_size=200), st.integers(1, 5000), st.integers(12, 20))
 def test_random_blocks_are_refused(body, size, log):
     data = struct.pack("<4sIB3s", b"TPL1", size, log, bytes(3)) + body

@@ -13,6 +13,7 @@ import zipfile
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.seeds import examples
 
 from tierd.core import chunking
 from tierd.core.chunking import (
@@ -50,7 +51,7 @@ SIZES = st.integers(0, 40) | st.integers(0, 1000)
 RECORDS = st.lists(st.builds(FileRecord, SIZES, st.binary(max_size=3), st.sampled_from([0, 1, 2, 4]), st.booleans()))
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(RECORDS, st.integers(1, 64), st.integers(1, 16))
 def test_the_cuts_add_up_and_none_is_empty_or_too_large(records, grain, times):
     limit = grain * times
@@ -64,7 +65,7 @@ def test_the_cuts_add_up_and_none_is_empty_or_too_large(records, grain, times):
     assert sizes == cut_records(iter(records), limit, grain)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(RECORDS, st.integers(1, 64), st.integers(1, 16))
 def test_a_large_record_has_chunks_of_its_own_cut_from_its_beginning(records, grain, times):
     limit = grain * times
@@ -125,7 +126,7 @@ def test_after_an_insertion_packs_fall_into_step_again(largest):
     assert sum(worst) / len(worst) < 4 and max(worst) < 10  # of 64 grains
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples())
 @given(RECORDS, st.data())
 def test_an_insertion_among_large_records_changes_none_of_them(records, data):
     records = [FileRecord(64 + record.size, bytes([i % 256, i // 256])) for i, record in enumerate(records)]
@@ -226,7 +227,7 @@ def check_damaged(good, at, patch, more, limit):
         assert sum(sizes) == size and all(0 < length <= limit for length in sizes)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.integers(0, len(GOOD)), st.binary(max_size=12), st.integers(0, 4096), st.integers(1, 64))
 def test_damage_cuts_otherwise_and_nothing_more(at, patch, more, limit):
     check_damaged(GOOD, at, patch, more, limit)
@@ -303,7 +304,7 @@ def test_zip_entry_beyond_four_gigabytes_is_located():
 SMALL = archive([b"a" * 300, b"b" * 200], compression=zipfile.ZIP_DEFLATED) + archive([b"c" * 64])
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.integers(0, len(SMALL)), st.binary(max_size=12), st.integers(0, 4096), st.integers(1, 64))
 def test_a_damaged_archive_is_cut_otherwise_and_nothing_more(at, patch, more, limit):
     check_damaged(SMALL, at, patch, more, limit)

@@ -12,6 +12,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.seeds import examples
 
 from tierd.core.errors import FormatTooNew, ManifestError
 from tierd.core.ids import CheckpointId, PartId, chunk_key
@@ -186,7 +187,7 @@ def test_every_truncation_and_anything_appended_is_refused():
             decode(data + extra, PART)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.one_of(st.binary(max_size=200), st.binary(max_size=100).map(lambda body: seal(body + b"}"))))
 def test_garbage_is_refused_and_never_anything_else(data):
     with pytest.raises(ManifestError):

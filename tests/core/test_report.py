@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from support.inventories import cases, checkpoint, config, facts, part, solo
+from support.seeds import examples
 
 from tierd.core.errors import ManifestError
 from tierd.core.planning.actions import Prune
@@ -102,7 +103,7 @@ def test_verdicts_are_given_where_there_is_a_policy_to_give_them(with_config):
     assert all(bool(copy.reasons) == with_config for copy in older.copies)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_report_announces_deletions_and_is_json(case):
     world, asked = case

@@ -18,6 +18,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.seeds import examples
 
 from tierd.core.chunking import cut
 from tierd.core.errors import CorruptChunk
@@ -56,7 +57,7 @@ def overwrite(path, offset, data):
 # -- there and back ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.binary(max_size=400), st.integers(1, 100))
 def test_written_file_is_described_and_read_back(tmp_path_factory, data, chunk_size):
     path = tmp_path_factory.mktemp("t") / "file"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.seeds import examples
 from torch import nn
 
 from tierd.client.saving.slots import Slot
@@ -183,7 +184,7 @@ sizes = st.sampled_from([1, 16, 64, 1000])
 steps = st.lists(st.tuples(st.sampled_from([*PLACES]), st.text(max_size=3), sizes, st.booleans()), max_size=4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(), deadline=None)
 @given(st.lists(steps, min_size=1, max_size=6), st.booleans())
 def test_any_series_of_additions_is_captured_as_by_a_fresh_walk(saves, tied):
     here = state(tied)

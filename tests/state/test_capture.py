@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.seeds import examples
 from torch import nn
 
 from tierd.core.errors import StateRefused
@@ -552,7 +553,7 @@ trees = st.recursive(
 states = st.dictionaries(st.sampled_from("abc"), trees, min_size=1, max_size=3)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples())
 @given(st.data(), states)
 def test_any_state_and_any_change(data, state):
     capturer = Capturer()

@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
+from support.seeds import examples
 from support.training import stored, through
 from torch import nn
 
@@ -419,7 +420,7 @@ def opened(value):
     return type(value)(map(opened, value)) if isinstance(value, (list, tuple, deque)) else value
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.dictionaries(st.text(st.characters(exclude_categories=())), trees, max_size=4))
 def test_any_nested_state_survives(state):
     assert exactly(through(state), opened(state))
@@ -928,7 +929,7 @@ hostile = st.recursive(
 )
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(st.dictionaries(st.text(max_size=2), hostile, max_size=3))
 def test_any_tree_is_refused_or_read(value):
     try:
@@ -938,7 +939,7 @@ def test_any_tree_is_refused_or_read(value):
     assert isinstance(back, dict)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused_or_read(tree):
     try:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from support.seeds import examples
 from torch import nn
 
 from tierd.core.errors import StateMismatch, StateRefused, TierdError
@@ -166,7 +167,7 @@ sizes = st.lists(st.integers(0, 9), max_size=3) | st.lists(st.sampled_from([16, 
 described = st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), sizes, st.sampled_from(["", "t", "step"])), max_size=12)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples())
 @given(described, st.integers(1, 6))
 def test_the_pieces_are_the_image(described, pages):
     tensors = {}
@@ -283,7 +284,7 @@ def test_misaligned_tensor_is_refused():
 GOOD = bytes(written({"a": torch.arange(6.0), "b/c": torch.ones(2, 2, dtype=torch.int8), "e": torch.empty(0, 3)}))
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.integers(0, 400), st.binary(min_size=1, max_size=12), st.integers(0, len(GOOD)))
 def test_damage_is_refused_or_harmless(at, patch, end):
     file = bytearray(GOOD)
@@ -297,7 +298,7 @@ def test_damage_is_refused_or_harmless(at, patch, end):
             assert view(damaged, entry).numel() * entry.dtype.itemsize == entry.nbytes
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

@@ -1,4 +1,4 @@
-"""Seeds of the histories that tests draw and play: four in `make test`, a hundred in `make gate`."""
+"""How many histories tests draw and play, and examples: four and four tenths in `make test`, all in `make gate`."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def seeds(first: int = 0, weight: int = 1) -> range:
         weight: how many times as many seeds as usual, for histories that take a few milliseconds each.
     """
     return range(first, first + weight * _COUNT)
+
+
+def examples(most: int = 100) -> int:
+    """Return how many of at most `most` examples Hypothesis draws for a test. Each run draws others."""
+    return min(most, most * _COUNT // 10)

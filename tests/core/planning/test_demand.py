@@ -25,6 +25,7 @@ from support.inventories import (
     solo,
     whole,
 )
+from support.seeds import examples
 
 from tierd.core.planning.actions import Flush, Prune
 from tierd.core.planning.demand import Demand
@@ -93,7 +94,7 @@ def clusters(draw):
     return Cluster([spool], {tier.name: draw(places(history, flawed=False)) for tier in made.tier}, made)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(clusters(), st.data())
 def test_plan_ends_with_every_wanted_checkpoint_on_its_tier_and_none_of_them_deleted(cluster, data):
     policies_of = {tier.name: tier.retention for tier in cluster.settings.tier}

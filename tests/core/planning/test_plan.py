@@ -25,6 +25,7 @@ from support.inventories import (
     solo,
     whole,
 )
+from support.seeds import examples
 
 from tierd.core.errors import FormatTooNew, ManifestError
 from tierd.core.planning.actions import Discard, Flush, Prune, RepairCopy
@@ -185,7 +186,7 @@ LAWS = (
 )
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_every_law_holds_in_every_world(case):
     for law in LAWS:
@@ -195,7 +196,7 @@ def test_every_law_holds_in_every_world(case):
 # -- doing what it says ends ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(cases(), st.data())
 def test_plan_in_any_order_ends_and_sends_nothing_twice(case, data):
     """Spool and tiers keep different amounts, in either direction: no flush undoes a prune or the reverse. Every state
@@ -227,7 +228,7 @@ def _same_newest(before, after):
                 assert whole(after[name], max(verified))
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(cases(flawed=False, dark=False), st.data())
 def test_plans_of_two_daemons_on_shared_tiers_end_too(case, data):
     """Each node holds its own rank's parts, and knows of the other's only what the tiers show. Ranks that never come

@@ -7,6 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.inventories import EPOCH, checkpoint, facts, held, part, remade, solo
+from support.seeds import examples
 
 from tierd.core.planning.inventory import Inventory
 from tierd.core.planning.place import SPOOL, Place
@@ -118,7 +119,7 @@ def test_another_runs_ranks_are_not_this_spools():
     assert not agenda(Inventory(spool(1), {"a": other}), {}, PERIOD, NOW, "a")
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 12), st.integers(0, 10**6), st.sampled_from([0.25, 1.0, 5.0]))
 def test_shared_chunk_that_outlives_its_copies_is_read_within_the_period_and_not_all_the_time(keep, first, interval):
     """Frozen weights: put once, named by each checkpoint from then on, of which only the newest few are kept."""

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 from support.inventories import EPOCH, attempt, histories, policies
+from support.seeds import examples
 
 from tierd.core.errors import ConfigError
 from tierd.core.ids import CheckpointId
@@ -22,7 +23,7 @@ from tierd.core.retention.policy import Best, RetentionPolicy, checked, merged, 
 from tierd.core.retention.ranking import CheckpointInfo, Ranking, decide
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "retention.json").read_text())["cases"]
-SUITE = settings(max_examples=150)
+SUITE = settings(max_examples=examples(150))
 
 # Each rule, with a policy that has it, and whether what it keeps is kept however many newer ones follow.
 RULES: dict[str, tuple[RetentionPolicy, bool]] = {

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.inventories import cases, checkpoint, facts, held, histories, part, places, remade, solo
+from support.seeds import examples
 
 from tierd.core.errors import (
     CheckpointNotFound,
@@ -176,7 +177,7 @@ def test_tiers_that_did_not_answer_are_named():
     assert restore_candidates(Inventory(Place(), {"a": None, "b": Place()}), "r").unreached == ("a",)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_a_candidate_is_complete_and_each_complete_checkpoint_is_tried_or_named(case):
     world, _ = case
@@ -356,7 +357,7 @@ def _sees_whole(seen, checkpoint) -> bool:
     )
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(120), suppress_health_check=[HealthCheck.too_slow])
 @given(clusters())
 def test_every_rank_can_have_the_agreed_checkpoint_and_passed_over_newer_checkpoints_are_named(case):
     history, nodes = case
@@ -483,7 +484,7 @@ def test_a_corrupt_manifest_says_nothing_where_another_copy_does():
 
 
 @given(histories(max_world=2), st.sampled_from(["min", "max"]))
-@settings(max_examples=100)
+@settings(max_examples=examples())
 def test_the_best_are_those_of_the_newest_first_in_another_order(history, mode):
     world = Inventory(Place.of(history), {})
     newest, best = (tried(restore_candidates(world, "r", best=goal)) for goal in (None, Goal("loss", mode)))

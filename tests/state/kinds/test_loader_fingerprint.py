@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.seeds import examples
 from support.training import through
 from support.world import attempt
 from torch.utils.data import (
@@ -352,7 +353,7 @@ made = st.fixed_dictionaries(
 
 
 @given(st.sampled_from((sampled, distributed, streamed, counted)), made, made, st.integers(0, 4))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_loader_that_is_not_refused_continues_exactly(make, one, other, count):
     loader = make(**one)
     iterator, _ = taken(loader, count)
