@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import pytest
+from support.seeds import examples
 
 from tierd.client.preemption.agreement import LATE_S, Agreement, Notice
 from tierd.core.advice.notice import KNOWN_S, fit
@@ -148,8 +149,8 @@ def sent(noise: random.Random, step: int, size: float, rate: float, begin_s: flo
     return {one.step: begin_s + (place + 1) * size / rate for place, one in enumerate(order)}
 
 
-@pytest.mark.parametrize("block", range(10))
-def test_of_a_thousand_notices_none_loses_more_than_the_step_in_hand_where_the_state_fits(block: int) -> None:
+@pytest.mark.parametrize("block", range(examples(10)))
+def test_of_a_hundred_notices_none_loses_more_than_the_step_in_hand_where_the_state_fits(block: int) -> None:
     """On 1 to 16 ranks, to one or to all of them. Where the state does not fit, the answer from before says so."""
     fitted = 0
     for number in range(block * 100, block * 100 + 100):

@@ -110,7 +110,9 @@ def test_restore_of_some_entries_names_a_mismatch_and_loads_nothing(spool):
 @pytest.fixture
 def large() -> dict:
     """Entries of several chunks each."""
-    return {name: torch.full((24 << 20,), float(n)).bfloat16() for n, name in enumerate(("a", "b", "c", "d"))}
+    return {
+        name: torch.full((24 << 20,), float(n), dtype=torch.bfloat16) for n, name in enumerate(("a", "b", "c", "d"))
+    }
 
 
 def test_no_more_is_read_than_is_wanted_and_all_of_that_is_verified(spool, quick, tmp_path, large):

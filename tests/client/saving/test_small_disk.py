@@ -49,9 +49,9 @@ def test_a_full_disk_gives_up_verified_copies_and_every_save_succeeds(spool, mon
 
 def test_job_after_job_on_one_node(spool, monkeypatch):
     """Row 5: a new run name per job, `keep_last` of 2: the newest checkpoint of each job before fills the disk."""
-    SmallDisk(monkeypatch, spool.root, 20_000_000)
+    SmallDisk(monkeypatch, spool.root, 10_000_000)
     with Daemon(spool.root, {"tier": Double()}, keep=2, keep_local=2):
-        for job in range(1, 17):  # ten fill the disk
+        for job in range(1, 9):  # five fill the disk
             with tierd.Checkpointer(spool.root, f"job-{job}") as ckpt:
                 for step in (1, 2, 3):
                     ckpt.save(step, state(step, 2_000_000)).wait(timeout=60)
