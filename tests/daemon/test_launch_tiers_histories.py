@@ -13,6 +13,7 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -131,4 +132,4 @@ def test_histories_have_launches_that_name_a_new_tier(tmp_path, monkeypatch):
         home.mkdir()
         return asyncio.run(history(Spool(home / "spool"), home, seed))
 
-    assert sum(map(changes, range(8))) > 1
+    assert any(changed > 1 for changed in accumulate(map(changes, range(8))))
