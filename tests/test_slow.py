@@ -66,7 +66,7 @@ import subprocess, sys
 
 import pytest
 
-COMPUTE = "import sys, time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\nsys.stdin.read()"
+COMPUTE = "import sys, time\nwhile time.process_time() < 0.2: pass\nprint(flush=True)\nsys.stdin.read()"
 STARTED = []
 
 
@@ -87,7 +87,8 @@ def test_alone(case):
 
 @pytest.mark.timeout(600)
 def test_cpu_of_children_counts_and_listed_tests_are_not_selected(tmp_path):
-    for path in ("tools/slow.py", "tests/conftest.py", "tests/support/unskipped.py"):
+    supports = ("tests/lean/unsynced.py", "tests/support/seeds.py", "tests/support/unskipped.py")
+    for path in ("tools/slow.py", "tests/conftest.py", *supports):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     marks = "markers =\n  slow\n  long\n  system\n  loaders\n"
