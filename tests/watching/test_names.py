@@ -26,9 +26,9 @@ def shapes(listing: Listing) -> dict[str, tuple[Unit, Shape]]:
     return {unit.path: (unit, shape_of(unit, listing.entries)) for unit in units(listing)}
 
 
-def write_unrelated(directory: Path) -> None:
+def write_unrelated(directory: Path, count: int = _UNRELATED) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    for number in range(_UNRELATED):
+    for number in range(count):
         (directory / f"sample_{number:06d}.jpg").touch()
 
 
@@ -41,7 +41,7 @@ def test_names_show_each_program_s_units_as_the_full_listing_does(
     home.mkdir(parents=True, exist_ok=True)
     write(home)
     (home / "link").symlink_to("nowhere")
-    write_unrelated(home)
+    write_unrelated(home, 20)
     with Tree(root) as tree:
         whole = shapes(tree.listing())
         assert whole and shapes(tree.names()) == whole
