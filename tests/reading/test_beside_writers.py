@@ -36,8 +36,8 @@ from tierd.stores.memory import MemoryStore
 WORLD = 2
 # launch -> its steps, and what it resumed from
 LAUNCHES = {1: (range(1, 6), None), 2: (range(4, 8), (1, 3)), 3: (range(7, 10), (2, 6))}
-PIECE = 25  # histories of one test
-PIECES = int(os.environ.get("TIERD_HISTORIES", "25")) // PIECE  # `make gate` plays a thousand
+PIECE = 10  # histories of one test
+PIECES = int(os.environ.get("TIERD_HISTORIES", "10")) // PIECE  # `make gate` plays a thousand
 PARTS = [(launch, step) for launch, (steps, _) in LAUNCHES.items() for step in steps]
 
 

@@ -1,10 +1,10 @@
-"""How many histories tests draw and play, and examples: four and four tenths in `make test`, all in `make gate`."""
+"""How many histories and examples tests draw: three of each, and three tenths, in `make test`; all in `make gate`."""
 
 from __future__ import annotations
 
 import os
 
-_COUNT = int(os.environ.get("TIERD_SEEDS", "4"))
+_COUNT = int(os.environ.get("TIERD_SEEDS", "3"))
 
 
 def seeds(first: int = 0, weight: int = 1) -> range:

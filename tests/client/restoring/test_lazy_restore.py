@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.seeds import seeds
 from support.world import RUN, attempt, commit, corrupt, part
 
 from tierd.client.ranks.ranks import Ranks
@@ -112,7 +113,7 @@ def history(spool: Spool, rng: random.Random) -> None:
         (spool.root / RUN / planted.name / "00000-of-00001").mkdir(parents=True, exist_ok=True)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(weight=8))
 def test_lazy_restore_chooses_the_same_checkpoint_as_reading_every_manifest(tmp_path: Path, seed):
     spool = Spool(tmp_path / "spool")
     history(spool, random.Random(seed))

@@ -248,13 +248,13 @@ def _as_it_should(save: tierd.Save) -> bool:
     return save.done() and (save.error() is None or isinstance(save.error(), SaveSkipped))
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", seeds(weight=3))
 def test_a_checkpoint_is_the_state_at_the_call_of_save(spool, seed, pace):
     race(spool, seed, pace)
     assert pace.begun, "nothing was copied late: this has tested nothing"
 
 
-@pytest.mark.parametrize("seed", range(100, 110))
+@pytest.mark.parametrize("seed", seeds(first=500, weight=2))
 def test_so_it_is_at_full_speed(spool, seed):
     race(spool, seed, FullSpeed())
 
