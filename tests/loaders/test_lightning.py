@@ -85,8 +85,9 @@ def test_lightning_warns_of_stochastic_weight_averaging(
 
 @pytest.mark.parametrize("length", [{"max_epochs": 5}, {"max_epochs": -1, "max_steps": 20}], ids=["epochs", "steps"])
 @pytest.mark.parametrize("saves", ["at its last batch", "at its end"])
+@pytest.mark.parametrize("validates", [True, False], ids=["validated", "not validated"])
 def test_resumes_from_an_epochs_end_repeat_uninterrupted_training(
-    saves: str, length: dict[str, int], tmp_path: Path
+    validates: bool, saves: str, length: dict[str, int], tmp_path: Path
 ) -> None:
     pytest.importorskip("lightning")
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -96,14 +97,14 @@ def test_resumes_from_an_epochs_end_repeat_uninterrupted_training(
     if saves == "at its end":
         often = {"every_n_epochs": 1, "save_on_train_epoch_end": True}
 
-    def rates(home: str, *steps: int | None) -> dict[int, float]:
-        for step in steps:
-            module = Module(frequency=1)
+    def steps(home: str, *resumed: int | None) -> dict[int, tuple[float, list[float]]]:
+        for step in resumed:
+            module = Module(frequency=int(validates))
             saving = ModelCheckpoint(tmp_path / home / "saved", save_top_k=-1, **often)
-            launch(tmp_path / home, module, step, saving, stateful=True, **length)
-        return dict(module.rates)
+            launch(tmp_path / home, module, step, saving, stateful=True, validates=validates, **length)
+        return {step: (rate, module.samples[step]) for step, rate in module.rates.items()}
 
-    whole = rates("whole", None)
+    whole = steps("whole", None)
     for last in (8, 12):  # each resumes from what the launch before saved
         first: list[int | None] = [None, 4] if last == 8 else []
-        assert rates("killed", *first, last) == {step: rate for step, rate in whole.items() if step >= last}
+        assert steps("killed", *first, last) == {step: each for step, each in whole.items() if step >= last}

@@ -109,7 +109,9 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
             return
         step = checkpoint["global_step"]
         _forget_what_is_read(checkpoint)
-        if not _is_last(checkpoint):
+        if _is_last(checkpoint):
+            self._step.set_at_last_batch(checkpoint["loops"]["fit_loop"])
+        else:
             self.callback.warn_of_data()
         waits, resumed = False, self._resumed_at(step)
         if resumed is not None:
@@ -205,7 +207,6 @@ class TierdCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-define
                 "on purpose make another Checkpointer and do not call latest"
             )
             self.callback.waiting = True
-        _set_before_epochs_end(state["lightning"])
         self._last = LastSave(-1)  # because the attempt that begins has saved none
         self._restored = path, state["lightning"]
         self.callback.generators, self.callback.loaders = state["rng"], _loaders(state["lightning"])
@@ -237,17 +238,6 @@ def _is_last(checkpoint: dict[str, Any]) -> bool:
     """Return whether a checkpoint was saved at an epoch's last batch."""
     fit = checkpoint.get("loops", {}).get("fit_loop", {})
     return bool(fit.get("epoch_loop.batch_progress", {}).get("is_last_batch"))
-
-
-def _set_before_epochs_end(checkpoint: dict[str, Any]) -> None:
-    """Let a checkpoint of an epoch's end resume as one of the epoch's last batch.
-
-    In a training by `max_steps` Lightning 2.6 counts such an epoch as two, and a second resume trains an empty epoch.
-    """
-    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {})
-    for counts in progress.values():
-        if counts["ready"] == counts["started"] == counts["processed"] == counts["completed"] + 1:
-            counts["processed"] -= 1
 
 
 def _forget_what_is_read(checkpoint: dict[str, Any]) -> None:

@@ -71,6 +71,22 @@ class StepOfTraining:
             return epoch_ends or (self._validates() and fit.epoch_loop._should_check_val_fx(fit._data_fetcher))
         return self._at == VALIDATION and epoch_ends
 
+    def set_at_last_batch(self, loop: dict[str, Any]) -> None:
+        """Let a checkpoint of an epoch's end resume as one of its last batch, in a training by `max_steps`.
+
+        There Lightning 2.6 counts the epoch as two if it resumes at the end, so that samplers are set to another epoch,
+        and its counts differ after each resume.
+        """
+        if self._trainer is None or not self._trainer.fit_loop._iteration_based_training():
+            return
+        for counts in loop["epoch_progress"].values():
+            epoch = counts["processed"] - (self._at == EPOCH)
+            counts.update(ready=epoch + 1, started=epoch + 1, processed=epoch, completed=epoch)
+        if not self._validates():
+            for name in ("total", "current"):
+                counts = loop["epoch_loop.batch_progress"][name]
+                counts["completed"] = counts["processed"] - 1
+
     def _validates(self) -> bool:
         batches = self._trainer.num_val_batches
         return sum(batches if isinstance(batches, list) else [batches]) > 0
