@@ -457,7 +457,7 @@ def test_trainer_does_not_ask_a_silent_daemon_for_room(spool, daemon, monkeypatc
         with pytest.raises(SaveFailed):
             save.wait(timeout=60)
         assert asked == []
-        working.go.set()
+    working.go.set()  # not before the end, because the daemon may persist the save then
 
 
 def test_a_daemon_that_makes_room_for_long_shows_so(spool, daemon, monkeypatch):
