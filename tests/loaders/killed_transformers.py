@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from loaders.loops_transformers import Net, Rows
+from loaders.parts import trainer_arguments
 from support.killed import Moment
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 import tierd
 from tierd.adapters.transformers import TierdCallback
@@ -54,8 +55,8 @@ class Watch(TrainerCallback):
 
 def _train(home: Path, moment: Moment, every: int, left_out: str = "", **options: Any) -> None:
     torch.set_num_threads(1)
-    args = TrainingArguments(
-        output_dir=str(home / "out"),
+    args = trainer_arguments(
+        home,
         per_device_train_batch_size=4,
         num_train_epochs=3,
         learning_rate=0.05,
@@ -66,11 +67,6 @@ def _train(home: Path, moment: Moment, every: int, left_out: str = "", **options
         prediction_loss_only=True,
         label_names=["ids"],
         restore_callback_states_from_checkpoint=True,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        remove_unused_columns=False,
         seed=3,
         **options,
     )

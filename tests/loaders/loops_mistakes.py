@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loaders.parts import EVERY, begin
+from loaders.parts import EVERY, begin, trainer_arguments
 from torch.utils.data import DataLoader, Sampler
 
 import tierd
@@ -59,20 +59,15 @@ def lightning_loop(spool: Path) -> None:
 
 def _trainer(spool: Path, net: Any, *callbacks: Any, **options: Any) -> None:
     from loaders.loops_transformers import BATCH, Observe, Rows
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
     from tierd.adapters.transformers import TierdCallback
 
-    args = TrainingArguments(
-        output_dir=str(spool.parent / "trainer"),
+    args = trainer_arguments(
+        spool.parent,
         per_device_train_batch_size=BATCH,
         num_train_epochs=100,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
         logging_strategy="no",
-        remove_unused_columns=False,
         **options,
     )
     with tierd.Checkpointer(spool, "run", to=[]) as ckpt:

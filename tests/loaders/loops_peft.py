@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loaders.parts import trainer_arguments
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import tierd
 from tierd.adapters.transformers import TierdCallback
@@ -45,16 +46,13 @@ class Observe(TrainerCallback):
 
 
 def trainer_of(model: Any, home: Path, saving: TierdCallback, **options: Any) -> Trainer:
-    args = TrainingArguments(
-        output_dir=str(home / "trainer"),
+    args = trainer_arguments(
+        home,
         per_device_train_batch_size=BATCH,
         learning_rate=0.01,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
         logging_strategy="no",
         seed=3,
+        remove_unused_columns=True,
         **options,
     )
     return Trainer(model=model, args=args, train_dataset=Texts(), callbacks=[Observe(), saving])

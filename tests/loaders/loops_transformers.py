@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loaders.parts import EVERY, begin, loss_of
+from loaders.parts import EVERY, begin, loss_of, trainer_arguments
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 import tierd
 from tierd.adapters.transformers import TierdCallback
@@ -42,17 +42,12 @@ class Observe(TrainerCallback):
 
 
 def train(spool: Path) -> None:
-    args = TrainingArguments(
-        output_dir=str(spool.parent / "trainer"),
+    args = trainer_arguments(
+        spool.parent,
         per_device_train_batch_size=BATCH,
         num_train_epochs=100,
         learning_rate=0.01,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
         logging_strategy="no",
-        remove_unused_columns=False,
         seed=3,
     )
     with tierd.Checkpointer(spool, "run", to=[]) as ckpt:

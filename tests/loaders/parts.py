@@ -34,6 +34,14 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(model(features(ids))[:, 0], torch.cos(ids.float()))
 
 
+def trainer_arguments(home: Path, **options: Any) -> Any:
+    """Arguments of a `Trainer` on the CPU that prints nothing and saves nothing by itself; `options` add to them."""
+    from transformers import TrainingArguments
+
+    quiet = {"save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    return TrainingArguments(str(home / "trainer"), **{**quiet, "remove_unused_columns": False, **options})
+
+
 def loop(
     spool: Path,
     data: Any,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loaders.parts import trainer_arguments
 from support.preemption_fixtures import usual  # noqa: F401
 
 import tierd
@@ -24,7 +25,7 @@ def notify() -> None:
 def test_hugging_faces_trainer_saves_and_stops(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from loaders.loops_transformers import BATCH, Net, Rows
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainerCallback
 
     from tierd.adapters.transformers import TierdCallback
 
@@ -33,15 +34,10 @@ def test_hugging_faces_trainer_saves_and_stops(tmp_path: Path) -> None:
             if state.global_step == STEP:
                 notify()
 
-    args = TrainingArguments(
-        output_dir=str(tmp_path / "out"),
+    args = trainer_arguments(
+        tmp_path,
         per_device_train_batch_size=BATCH,
         num_train_epochs=3,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        remove_unused_columns=False,
     )
 
     def launch(*more: Any) -> tuple[int, str | None]:

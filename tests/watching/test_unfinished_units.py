@@ -258,3 +258,21 @@ def test_hidden_temporary_directory_makes_no_checkpoint_of_its_parent(root: Path
 def test_temporary_file_is_of_no_checkpoint_beside_it(root: Path) -> None:
     write(root, {"model-epoch001-0.1.pt": pt(1), "optim-epoch001-0.1.pt.incomplete": pt(1)}, 10)
     assert [unit.files for unit in listed(root).values() if not unit.missing] == [("model-epoch001-0.1.pt",)]
+
+
+@pytest.mark.parametrize("name", ["ckpt_20_ema.pth.tar", "ckpt_20_weights.npy", "ckpt_20_state"])
+def test_empty_file_of_weights_is_not_taken(root: Path, spool: Spool, name: str) -> None:
+    for step in (10, 20):
+        content = {f"ckpt_{step}_G.pth": pt(step), name.replace("20", str(step)): pt(step) if step == 10 else b""}
+        write(root, content, 1_000_000 + step)
+    # An ending that is of no weights may be that of a marker, which is empty.
+    assert len(take(spool, root).parts) == (1 if "." in name else 2)
+
+
+def test_directory_below_a_temporary_name_is_of_no_checkpoint_without_a_step(root: Path) -> None:
+    for step in (10, 20):
+        write(root, {f"models/save_{step}/a/b/model.pt": pt(step)}, 1_000_000 + step)
+    write(root, {"models/save_30.partial/a/b/model.pt": pt(30)}, 1_000_030)
+    assert [listed(root)[path].files for path in complete(root)] == [
+        ("models/save_10/a/b/model.pt", "models/save_20/a/b/model.pt")
+    ]

@@ -26,6 +26,7 @@ from tierd.formats.tensorflow import check_shard, read_index
 from tierd.formats.texts import CUT, EMPTY, read_json
 from tierd.watching.listing import joined
 from tierd.watching.programs import DIRECTORY, OWN, SAVED_MODEL, TENSORFLOW
+from tierd.watching.step_in_name import WEIGHT_ENDINGS
 from tierd.watching.unit import Unit
 
 Status: TypeAlias = Literal["sound", "damaged", "incomplete", "changing", "unknown", "unreadable"]
@@ -167,6 +168,13 @@ def _inspected(
     )
 
 
+def _check_alone(name: str, source: ByteSource) -> Sound:
+    """Check a file that no other one describes. Of weights nothing is empty, also in a format that is not known."""
+    if not source.size and name.endswith(WEIGHT_ENDINGS):
+        raise Damaged(0, "the file is empty")
+    return check_file(name, source)
+
+
 class _Inspection:
     def __init__(self, unit: Unit, opener: Opener, unfollowed: Mapping[str, tuple[Status, str]]) -> None:
         self._unit, self._open, self._unfollowed = unit, opener, unfollowed
@@ -184,7 +192,7 @@ class _Inspection:
             self._check_index(path)
         for path in self._unit.files:
             if path not in self._done:
-                self._examine(path, partial(check_file, basename(path)))
+                self._examine(path, partial(_check_alone, basename(path)))
 
     def _check_index(self, path: str) -> None:
         """Check a file that names other files, and check those files against it."""

@@ -103,9 +103,11 @@ def _units_in(here: Directory) -> list[Unit]:
             own.append(replace(_unit_in(child, Claim(DIRECTORY, None)), step=step))
             continue
         found = _units_in(child)
-        if _is_one(child, found) or (is_temporary(name) and (child.candidates or _is_named_by_step(child))):
+        is_all = len(found) == 1 and _is_all_below(child, found[0]) and found[0].step is None
+        begun = is_temporary(name) and (child.candidates or _is_named_by_step(child) or is_all)
+        if begun or _is_one(child, found):
             own.append(_unit_in(child, Claim(DIRECTORY, None)))
-        elif len(found) == 1 and _is_all_below(child, found[0]) and found[0].step is None:
+        elif is_all:
             own += found
         else:
             inner += found
