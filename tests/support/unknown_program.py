@@ -97,6 +97,11 @@ class UnknownProgram:
         }
         return any(top in there[pointer].decode() for top in tops)
 
+    def points_rightly(self, pointer: str, there: Files) -> bool:
+        """Whether a pointer has what the program writes to name a save that is there, also if it was killed before."""
+        steps = {step for path, step in self.step_of.items() if path in there}
+        return any(there[pointer] == self._pointing(self.name_of(pointer), step) for step in steps)
+
     # -- the program --------------------------------------------------------------------------------------------------
 
     def _life(self) -> Iterator[float]:
@@ -181,11 +186,15 @@ class UnknownProgram:
         for act in acts:
             yield from act(step)
 
+    def _pointing(self, name: str, step: int) -> bytes:
+        top = self.layout.top(step).removeprefix(self.layout.own)
+        return (f'{{"newest": "{top}"}}' if name.endswith(".json") else f"{top}\n").encode()
+
     def _point(self, step: int) -> Iterator[float]:
         top = self.layout.top(step).removeprefix(self.layout.own)
         for name in self.layout.pointers:
             if not name.startswith("link"):
-                text = (f'{{"newest": "{top}"}}' if name.endswith(".json") else f"{top}\n").encode()
+                text = self._pointing(name, step)
                 path = self.layout.own + name
                 yield from self._put(path, text, self._version(path, text), renamed=True)
                 continue
