@@ -188,6 +188,8 @@ class UnknownProgram:
 
     def _pointing(self, name: str, step: int) -> bytes:
         top = self.layout.top(step).removeprefix(self.layout.own)
+        if name not in self.layout.pointers:
+            return top.encode()  # a link
         return (f'{{"newest": "{top}"}}' if name.endswith(".json") else f"{top}\n").encode()
 
     def _point(self, step: int) -> Iterator[float]:
