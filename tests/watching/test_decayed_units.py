@@ -9,15 +9,15 @@ import os
 from pathlib import Path
 
 import pytest
+from support.doubles import flipped
 from support.watched_run import Home, files, take
 from support.whole_layouts import pt, tensors, text, write
 
 
 def flip(path: Path) -> None:
     """Flip a bit, as a disk does: the file keeps its size and its time."""
-    stat, data = path.stat(), bytearray(path.read_bytes())
-    data[-1] ^= 4
-    path.write_bytes(data)
+    stat = path.stat()
+    path.write_bytes(flipped(path.read_bytes(), -1))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 

@@ -198,12 +198,10 @@ def _is_one_save(unit: Unit, entries: Mapping[str, ListedEntry], former: Mapping
     Args:
         former: the unit's files and markers when it was last due.
     """
-    if unit.path.rpartition("/")[2] == WITHOUT_STEP:  # files that are not of one save: each may be removed alone
+    if unit.path.rpartition("/")[2] == WITHOUT_STEP:  # each file is rewritten, added and deleted by itself
         return True
     if any(_is_older(unit, entries, last, before) for last, before in _FOLLOWS):
         return False
-    if unit.path.rpartition("/")[2] == WITHOUT_STEP:
-        return True  # files that are rewritten, added and deleted each by itself
     if all(entries.get(path) == entry for path, entry in former.items() if path not in unit.markers):
         return all(path in entries for path in former)  # only its markers changed, or files were added
     return all(entries[path] != former.get(path) for path in unit.markers)
