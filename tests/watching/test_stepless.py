@@ -460,3 +460,17 @@ def test_pointer_names_a_later_checkpoint_as_it_named_the_former(
 ) -> None:
     result = moved_on(Pointer("last", text), former, newest)
     assert (result.text if result else None) == moved
+
+
+def test_pointer_of_one_directory_is_restored_beside_newer_checkpoints_of_many_others(home: Home, capsys) -> None:
+    write(home.root, {"a/epoch_10.pt": pt(10), "a/latest": b"epoch_10"}, 1_000_010)
+    take(home.spool, home.root)
+    others: Files = {f"{name}/epoch_15.pt": pt(number) for number, name in enumerate("bcdefghij")}
+    write(home.root, others, 1_000_015)
+    take(home.spool, home.root)
+    (home.root / "a/latest").unlink()
+    write(home.root, {"a/epoch_20.pt": pt(20)}, 1_000_020)
+    take(home.spool, home.root)
+    flush(home.spool, home.tier)
+    home.prepare(capsys)
+    assert (home.root / "a/latest").read_text() == "epoch_20"

@@ -48,6 +48,7 @@ from tierd.watching.layouts import units
 from tierd.watching.naming import NEVER, History, history, series_of, stepless_run
 from tierd.watching.own_layout import OwnLayout
 from tierd.watching.pointers import moved_on
+from tierd.watching.unit_file import UnitFile
 
 _POINTED = 8  # of so many newest units, one had pointers; each is a read of a tier
 _LISTINGS = 3  # because a checkpoint may be pruned between a listing and the reading
@@ -326,19 +327,23 @@ async def _lost_pointers(
     there = [(one.made, one.checkpoint, one.unit.path) for one in judged if one.is_good and one.checkpoint is not None]
     put = [(CheckpointId(one.run, one.attempt, one.step), one.path) for one in fetched]
     there += [(known.made.get(checkpoint, NEVER), checkpoint, path) for checkpoint, path in put]
-    newest: dict[tuple[str, str], tuple[datetime, CheckpointId, str]] = {}
-    for unit in sorted(there, key=lambda unit: unit[0]):
-        newest[unit[1].run, unit[2].rpartition("/")[0]] = unit
+    homes: dict[tuple[str, str], list[tuple[datetime, CheckpointId, str]]] = {}
+    for unit in sorted(there, key=lambda unit: unit[0], reverse=True):
+        homes.setdefault((unit[1].run, unit[2].rpartition("/")[0]), []).append(unit)
+    recorded: dict[CheckpointId, UnitFile | None] = {}  # read once, because directories share former checkpoints
     written = []
-    for made, checkpoint, path in newest.values():
-        before = [one for one, at in known.made.items() if one.run == checkpoint.run and at < made]
+    for (made, newest, path), *older in homes.values():
+        before = [one for one, at in known.made.items() if one.run == newest.run and at < made]
         before.sort(key=lambda one: known.made[one], reverse=True)
-        for former in (checkpoint, *before[: _POINTED - 1]):
-            about = await recorded_unit(stores, former)
-            recorded = about.pointers if about and about.pointers else ()
-            if about and former != checkpoint:
-                recorded = tuple(filter(None, (moved_on(pointer, about.path, path) for pointer in recorded)))
-            if recorded:
-                written += await to_the_end(write_lost, directory, recorded)
+        formers = dict.fromkeys([newest, *(checkpoint for _, checkpoint, _ in older), *before])
+        for former in [*formers][:_POINTED]:
+            if former not in recorded:
+                recorded[former] = await recorded_unit(stores, former)
+            about = recorded[former]
+            named = about.pointers if about and about.pointers else ()
+            if about and former != newest:
+                named = tuple(filter(None, (moved_on(pointer, about.path, path) for pointer in named)))
+            if named:
+                written += await to_the_end(write_lost, directory, named)
                 break
     return written
