@@ -97,3 +97,16 @@ def test_checkpoint_written_again_is_taken_if_its_program_wrote_over_the_first_c
     parts = take(home.spool, home.root).parts
     assert len(parts) == is_linked
     assert home.spool.is_whole([first, *parts][-1])
+
+
+@pytest.mark.parametrize("cut", [0, 40, -40])
+def test_best_file_that_was_cut_in_its_writing_is_put_back_beside_newer_files(home: Home, cut: int, capsys) -> None:
+    """YOLO writes last.pt at each epoch, and best.pt after it if it is better, both in place."""
+    write(home.root, {"weights/last.pt": pt(1), "weights/best.pt": pt(1)}, 1_000_000)
+    write(home.root, {"results.csv": b"1"}, 1_000_000)
+    home.taken()
+    write(home.root, {"weights/last.pt": pt(2), "weights/best.pt": pt(2)[:cut]}, 1_000_010)
+    home.prepare(capsys)
+    assert files(home.root) == {"weights/last.pt": pt(2), "weights/best.pt": pt(1), "results.csv": b"1"}
+    assert [path.name for path in home.root.rglob(".tierd-quarantine/**/*") if path.is_file()] == ["best.pt"]
+    assert len(take(home.spool, home.root).parts) == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.watched_run import RUN, Home, files, flush, take
-from support.whole_layouts import Files, pt, write
+from support.whole_layouts import Files, pt, tensors, write
 
 from tierd.cli import run
 from tierd.watching.naming import stepless_run
@@ -53,6 +53,49 @@ def test_lost_directory_is_restored_with_files_without_a_step_and_pointers(home:
         home.prepare(capsys)
     newest = {"epoch_30.pt", "last.pt", "best.pt", "last_checkpoint", "newest"}
     assert entries(home.root) == {name: before[name] for name in newest}
+
+
+PIPELINE: Files = {
+    "model_index.json": b'{"_class_name": "StableDiffusionPipeline"}',
+    "scheduler/scheduler_config.json": b"{}",
+    "tokenizer/tokenizer_config.json": b"{}",
+    "tokenizer/merges.txt": b"a b",
+    "unet/config.json": b"{}",
+    "unet/diffusion_pytorch_model.safetensors": tensors(1),
+    "vae/config.json": b"{}",
+    "vae/diffusion_pytorch_model.safetensors": tensors(2),
+}
+SENTENCE_TRANSFORMER: Files = {
+    "modules.json": b"[]",
+    "config.json": b"{}",
+    "config_sentence_transformers.json": b"{}",
+    "sentence_bert_config.json": b"{}",
+    "model.safetensors": tensors(3),
+    "1_Pooling/config.json": b"{}",
+}
+
+
+@pytest.mark.parametrize("model", [PIPELINE, SENTENCE_TRANSFORMER], ids=["diffusers", "sentence-transformers"])
+@pytest.mark.parametrize("steps", [(), (10, 20)], ids=["alone", "beside steps"])
+@pytest.mark.parametrize("place", ["", "final/"], ids=["at the top", "in a directory"])
+def test_model_of_parts_is_restored_with_parts_that_have_no_weights(
+    home: Home, model: Files, steps: tuple[int, ...], place: str
+) -> None:
+    """Its program writes it beside its own states, when training ends."""
+    for step in steps:
+        write(home.root, {f"checkpoint-{step}/random_states_0.pkl": pt(step)}, 1_000_000 + step)
+        write(home.root, {f"checkpoint-{step}/model.safetensors": tensors(step)}, 1_000_000 + step)
+    write(home.root, {"logs/run/config.json": b"{}"}, 1_000_100)
+    saved = {f"{place}{name}": data for name, data in model.items()}
+    write(home.root, saved, 1_000_100)
+    home.taken()
+    newest = {
+        name: data
+        for name, data in files(home.root).items()
+        if name.startswith(f"checkpoint-{max(steps, default='')}/")
+    }
+    restore(home)
+    assert files(home.root) == saved | newest
 
 
 def test_damaged_file_that_was_taken_by_another_name_is_put_over_no_sound_file(home: Home, capsys) -> None:

@@ -191,7 +191,7 @@ def test_step_of_a_directory_needs_a_word_or_stands_alone(name: str, step: int |
     assert directory_step(name) == step
 
 
-@pytest.mark.parametrize("name", ["model_epoch_{}_iter_{}.pth", "epoch{}_step{}/model.pt"])
+@pytest.mark.parametrize("name", ["model_epoch_{}_iter_{}.pth", "epoch{}_step{}/model.pt", "recovery-{}-{}.pth.tar"])
 def test_steps_that_begin_anew_in_each_epoch_are_checkpoints_of_their_own(home: Home, name: str, capsys) -> None:
     for number, (epoch, step) in enumerate([(1, 100), (1, 900), (2, 100)]):
         write(home.root, {name.format(epoch, step): pt(number)}, 1_000_000 + number)

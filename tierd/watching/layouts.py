@@ -16,25 +16,21 @@ from dataclasses import replace
 from itertools import chain
 
 from tierd.watching.completeness import (
-    SHARD,
-    WEIGHTS,
     Directory,
     absent_goal,
     absent_in_ranks,
     absent_index,
-    absent_name,
     absent_of_count,
     is_temporary,
-    needs_index,
     temporary_name,
     unfinished,
 )
 from tierd.watching.directory_layouts import Claim, claim
-from tierd.watching.listing import Listing, below, gap, joined
+from tierd.watching.listing import Listing, below, joined
+from tierd.watching.loose_files import LISTS_OF_PARTS, file_units, is_config, lone_file
 from tierd.watching.own_layout import own_units
 from tierd.watching.programs import (
     ACCELERATE,
-    COMPOSER,
     DCP,
     DEEPSPEED,
     DIRECTORY,
@@ -45,7 +41,6 @@ from tierd.watching.programs import (
     NEMO,
     ORBAX,
     SHARDED,
-    TENSORFLOW,
     TORCH_CHECKPOINTING,
     TORCHTITAN,
     TRAINER,
@@ -62,10 +57,9 @@ from tierd.watching.step_in_name import (
     step_in,
     steps_beside,
     updates_beside,
-    without_ending,
 )
 from tierd.watching.unit import WITHOUT_STEP, Unit
-from tierd.watching.unknown_names import may_hold_state
+from tierd.watching.unknown_names import is_usual, may_hold_state
 
 
 def units(listing: Listing) -> list[Unit]:
@@ -89,7 +83,11 @@ def names_of_units(listing: Listing) -> dict[str, set[str]]:
 
 def _units_in(here: Directory) -> list[Unit]:
     """Return the units in a directory that is no unit itself."""
-    own, inner = _groups(here), []
+    own, inner, parts = file_units(here), [], _parts(here)
+    if parts:
+        taken = {path for unit in own for path in unit.files}
+        lists = (joined(here.path, name) for name in LISTS_OF_PARTS if here.has(name))
+        own += [lone_file(path) for path in lists if path not in taken]
     for name in sorted(here.directories):
         child = Directory(joined(here.path, name), here.tree[joined(here.path, name)], here.listing, here.tree)
         claimed = claim(child)
@@ -99,7 +97,7 @@ def _units_in(here: Directory) -> list[Unit]:
             own.append(_unit_in(child, claimed))
             continue
         step = _step_beside(own, name)
-        if step is not None and _has_weights(child):
+        if name in parts or (step is not None and _has_weights(child)):
             own.append(replace(_unit_in(child, Claim(DIRECTORY, None)), step=step))
             continue
         found = _units_in(child)
@@ -129,6 +127,17 @@ def _unknown(here: Directory, units: Sequence[Unit]) -> list[Unit]:
         why = f"{len(unknown)} files whose format is not known lie beside {own[0].path}; name its files by --unit"
         return [replace(unknown[0], missing=why)]
     return unknown
+
+
+def _parts(here: Directory) -> list[str]:
+    """Return the directories of a model's parts, by the file that lists them.
+
+    These are `scheduler/` and `unet/` of diffusers' pipeline, `1_Pooling/` of a sentence-transformer.
+    """
+    if not here.has(*LISTS_OF_PARTS):
+        return []
+    children = ((name, here.child(name)) for name in here.directories if directory_step(name) is None)
+    return [name for name, child in children if child and claim(child) is None and any(map(is_config, child.names))]
 
 
 def _is_named_by_step(here: Directory) -> bool:
@@ -186,16 +195,10 @@ def _has_weights(here: Directory) -> bool:
     inside = (path[len(here.path) + 1 :].split("/") for path, _ in below(here.tree, here.path))
     names = [pieces[-1] for pieces in inside if not any(map(is_temporary, pieces))]
     # A word such as "step" says that it is a checkpoint, whatever its program writes.
-    return any(map(is_weights, names)) or not (here.name.isdecimal() or all(_OTHER.fullmatch(name) for name in names))
+    return any(map(is_weights, names)) or not (here.name.isdecimal() or all(is_usual(name) for name in names))
 
 
 _MOST_UNKNOWN = 1000  # files; more are rather a data set
-_OF_MODEL = re.compile(
-    r"((adapter_|generation_|tokenizer_|preprocessor_|processor_|quantize_)?config|tokenizer|vocab|added_tokens"
-    r"|special_tokens_map|chat_template)\.(json|txt|jinja)|merges\.txt|spiece\.model"
-)
-_NUMBER = re.compile(r"\d{1,18}")
-_OTHER = re.compile(r".*\.(png|jpe?g|gif|svg|mp4|wav|flac|pdf|html|txt|md|csv|tsv|log|jsonl?|ya?ml|py)")
 
 
 def _is_one(here: Directory, found: Sequence[Unit]) -> bool:
@@ -273,11 +276,13 @@ def _joined(directory: str, found: Sequence[Unit]) -> list[Unit]:
     return [replace(unit, missing=unit.missing or _absent_file(unit)) for unit in joint]
 
 
-_APART = re.compile(r"(?<![A-Za-z])(epoch|fold|seed)s?[-_=.]?(\d{1,18})(?!\d)", re.IGNORECASE)
+_APART = re.compile(r"(?<![A-Za-z])(epoch|fold|seed|recovery)s?[-_=.]?(\d{1,18})(?!\d)", re.IGNORECASE)
 
 
 def _apart(group: Sequence[Unit]) -> dict[object, list[Unit]]:
     """Part what has one step by the epochs, folds and seeds in its names, as `epoch_1_iter_100`, `epoch_2_iter_100`.
+
+    timm names its saves `recovery-EPOCH-BATCH`.
 
     What names none is of the last one.
     """
@@ -344,110 +349,6 @@ def _nested(here: Directory) -> str | None:
     return None
 
 
-_BUNDLE = re.compile(r"(.+)\.(?:index|data-\d{5,}-of-\d{5,})")
-_INDEXED = re.compile(r"(.+)\.(safetensors|bin)\.index\.json")
-_RANKED = re.compile(r"(.+)-rank(\d+)(\.pt|\.tar)?")
-_SINGLE = (
-    ((".ckpt",), LIGHTNING),
-    ((".keras", ".h5", ".hdf5"), KERAS),
-)
-
-
-def _groups(here: Directory) -> list[Unit]:
-    """Return the units among the files of a directory that is no unit itself."""
-    if here.path and here.has("config.json", "adapter_config.json") and here.files(WEIGHTS):
-        return [_model(here)]
-    bundles = {match[1] for match in here.files(r"(.+)\.data-\d{5,}-of-\d{5,}")}
-    groups: dict[tuple[UnitLayout, str], list[str]] = {}
-    for name in here.candidates:
-        if name.startswith("."):
-            continue
-        if (match := _BUNDLE.fullmatch(name)) and match[1] in bundles:
-            key = TENSORFLOW, match[1]
-        elif match := _INDEXED.fullmatch(name) or SHARD.fullmatch(name):
-            key = (SHARDED if needs_index(here, match[1], match[2]) else FILE), f"{match[1]}.{match[2]}"
-        elif (match := _RANKED.fullmatch(name)) and match[3]:
-            key = COMPOSER, f"{match[1]}-rank*{match[3]}"
-        elif is_weights(name):
-            key = next((layout for endings, layout in _SINGLE if name.endswith(endings)), FILE), name
-        else:
-            continue
-        groups.setdefault(key, []).append(name)
-    _add_companions(here, groups)
-    return [_group(here, layout, name, sorted(names)) for (layout, name), names in groups.items()]
-
-
-def _add_companions(here: Directory, groups: dict[tuple[UnitLayout, str], list[str]]) -> None:
-    """Add the files that belong to one of weights by their names.
-
-    These are `model.pt.yml` beside `model.pt`, `epoch_3.json` beside `epoch_3.pt`, and of files of no known kind those
-    with the same step, as `DONE_3`, and `meta_001000.json` beside `model_001000.pt`.
-    """
-    owners: dict[str, tuple[UnitLayout, str]] = {}
-    steps: dict[int, tuple[UnitLayout, str]] = {}
-    padded: dict[str, tuple[UnitLayout, str]] = {}  # steps of four digits and more, as they are written
-    for key, names in groups.items():
-        for name in names:
-            owners[name] = key
-            if (step := step_in(name)) is not None:
-                owners.setdefault(without_ending(name), key)
-                steps.setdefault(step, key)
-                padded |= {digits: key for digits in _NUMBER.findall(name) if len(digits) > 3 and int(digits) == step}
-    if model := next((owners[match[0]] for match in here.files(WEIGHTS) if match[0] in owners), None):
-        # `save_pretrained` into the watched directory itself, where other files lie, too.
-        groups[model] += [name for name in here.names if name not in owners and _OF_MODEL.fullmatch(name)]
-        owners |= dict.fromkeys(groups[model], model)
-    heads = {name.partition(".")[0] for name in owners}
-    for name, entry in here.names.items() if owners else ():
-        if entry.kind != "file" or name in owners or name.startswith("."):
-            continue
-        found = None
-        if name.partition(".")[0] in heads:  # most names of very many are told apart by this alone
-            stems = (name[: match.start()] for match in re.finditer(r"\.|$", name))
-            found = next((owners[stem] for stem in stems if stem in owners), None)
-        if (
-            found is None
-            and not steps.keys().isdisjoint(map(int, _NUMBER.findall(name)))
-            and not _OTHER.fullmatch(name)
-        ):
-            found = steps.get(-1 if (step := step_in(name)) is None else step)
-        if found is None and name.endswith(".json"):
-            found = next((padded[digits] for digits in _NUMBER.findall(name) if digits in padded), None)
-        if found is not None and not (is_log(name) or is_temporary(name)):
-            groups[found].append(name)
-
-
-def _model(here: Directory) -> Unit:
-    """Return the unit of a model's directory.
-
-    It has only the directory's own files, because a Trainer saves checkpoints in subdirectories.
-    """
-    files = tuple(joined(here.path, name) for name, entry in sorted(here.names.items()) if entry.kind == "file")
-    strange = tuple(
-        joined(here.path, name) for name, entry in sorted(here.names.items()) if entry.kind in ("link", "other")
-    )
-    missing = absent_of_count(files) or absent_index(here)
-    return Unit(SHARDED, here.path, step_in(here.name), files, strange, missing, files)
-
-
-def _group(here: Directory, layout: UnitLayout, name: str, names: list[str]) -> Unit:
-    counted = None if layout is FILE else absent_of_count(names)  # of these, several names make a unit
-    missing = counted or temporary_name(name) or unfinished(here.names, name)
-    if layout is TENSORFLOW:
-        temporary = here.name.endswith("_temp")
-        missing = "it lies where TensorFlow gathers a save's shards" if temporary else missing
-        missing = missing or absent_name(here, f"{name}.index")
-    elif layout is SHARDED:
-        missing = missing or absent_name(here, f"{name}.index.json")
-    elif layout is COMPOSER:
-        ranks = [match for one in names if (match := _RANKED.fullmatch(one))]
-        absent = gap((int(match[2]) for match in ranks), 0)
-        missing = missing if absent is None else f"the file of rank {absent} is not there, and {ranks[0][0]} is"
-    files = tuple(joined(here.path, one) for one in names)
-    markers = tuple(one for one in files if layout is TENSORFLOW and one.endswith(".index")) or files
-    return Unit(layout, joined(here.path, name), step_in(name), files, (), missing, markers)
-
-
 def units_of(listing: Listing, name: str) -> list[Unit]:
     """Return the units at one entry of the listing: a file has the others of its step with it, if it has a step."""
     found = [unit for unit in units(listing) if unit.path == name or name in unit.files]
@@ -455,8 +356,3 @@ def units_of(listing: Listing, name: str) -> list[Unit]:
     return (
         [lone_file(name)] if is_file and all(unit.path.rpartition("/")[2] == WITHOUT_STEP for unit in found) else found
     )
-
-
-def lone_file(name: str) -> Unit:
-    """Return a unit for a file that no layout matches."""
-    return Unit(FILE, name, None, (name,), (), None, (name,))

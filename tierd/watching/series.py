@@ -15,7 +15,7 @@ from posixpath import dirname
 
 from tierd.watching.completeness import WEIGHTS
 from tierd.watching.programs import COMPOSER, DIRECTORY, FILE, UnitLayout
-from tierd.watching.step_in_name import RANK, directory_step, step_in, without_numbers, without_step
+from tierd.watching.step_in_name import RANK, directory_step, is_best, step_in, without_numbers, without_step
 from tierd.watching.unit import Unit
 
 UNCERTAIN = (DIRECTORY, FILE, COMPOSER)  # no program's own file identifies these
@@ -97,7 +97,7 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _is_each_time(name: str) -> bool:
-    return _EACH_TIME.search(name.partition("/")[2] or name) is not None  # a directory says it of all that it has
+    return not is_best(name.partition("/")[2] or name)  # a directory says it of all that it has
 
 
 def home_of(unit: Unit) -> str:
@@ -237,7 +237,6 @@ class LoneSaves:
 
 
 _DECIMAL = re.compile(r"(?<!\d)\d+\.\d+(?!\d)")
-_EACH_TIME = re.compile(r"^(?!.*best)", re.IGNORECASE)  # the best is not written in each save
 _ALONE = (
     "it may be a save that Trainer or Accelerate began: neither trainer_state.json nor random_states_0.pkl is there, "
     "and no other checkpoint beside it has its files"

@@ -96,6 +96,11 @@ def is_weights(name: str) -> bool:
     return name.endswith(WEIGHT_ENDINGS) or _NUMBERED.fullmatch(name) is not None
 
 
+def is_best(path: str) -> bool:
+    """Return whether a path says that it is of the best checkpoint, which is not written in each save."""
+    return "best" in path.lower()
+
+
 def step_in(name: str) -> int | None:
     """Return the step in a name: the number after a word such as "step" or "epoch", else the last number in it."""
     return _number(_after_word(name) or _LAST.search(_bare(name)))

@@ -33,15 +33,23 @@ _LOG = re.compile(
 )
 
 
+def is_usual(name: str) -> bool:
+    """Return whether a file's ending is one of what programs write beside checkpoints."""
+    return _ending(name) in USUAL
+
+
 def may_hold_state(name: str) -> bool:
     """Return whether a file's name is none of weights, and none of what programs write beside these."""
-    ending = "".join(name.rpartition(".")[1:]).lower()
     return not (
         name.startswith(".")
-        or ending in USUAL | _OTHERS
+        or _ending(name) in USUAL | _OTHERS
         or name in POINTERS
         or is_weights(name)
         or is_log(name)
         or _LOG.fullmatch(name)
         or is_temporary(name)
     )
+
+
+def _ending(name: str) -> str:
+    return "".join(name.rpartition(".")[1:]).lower()

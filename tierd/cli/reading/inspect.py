@@ -21,8 +21,9 @@ from tierd.cli.tables import complain, console, print_json, size, table
 from tierd.core.errors import CheckpointNotFound, ConfigError, TierdError
 from tierd.watching.followed import FollowingTree, NamedPlace, named_place
 from tierd.watching.inspect import Finding, Inspected, Opener, Status, inspect_unit
-from tierd.watching.layouts import lone_file, units, units_of
+from tierd.watching.layouts import units, units_of
 from tierd.watching.listing import ListedEntry, Listing
+from tierd.watching.loose_files import lone_file
 from tierd.watching.twins import without_twins
 from tierd.watching.unit import Unit
 

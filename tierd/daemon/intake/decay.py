@@ -1,7 +1,8 @@
 """Find files that decayed in a unit without a step that its program has written more of since it was taken.
 
 Such a unit is none of the run's checkpoints as it is now. But a file that has the size and the time of a verified copy
-was not written since, so that other bytes are damage.
+was not written since, so that other bytes are damage. The best of a run is not written in each save, so its last
+verified copy goes with newer files beside it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tierd.watching.files import Tree
 from tierd.watching.inspect import Changed
 from tierd.watching.listing import Listing
 from tierd.watching.naming import History
+from tierd.watching.step_in_name import is_best
 
 _LOOKED_AT = 8  # of so many newest checkpoints, one is of the unit; each is a read of a tier
 
@@ -61,7 +63,9 @@ async def _compare(
         one.unreadable, one.verdict = not isinstance(error, Changed), "unknown"
         one.why = f"it cannot be read: {error}" if one.unreadable else CHANGING
         return
+    cut = [file.path for file in manifest.files if file.path in one.damaged and is_best(file.path)]
+    reasons |= dict.fromkeys(cut, one.why)
     if reasons:
-        one.verdict, one.why = "damaged", "; ".join([*reasons.values()][:2])
+        one.verdict, one.why = "damaged", "; ".join([*dict.fromkeys(reasons.values())][:2])
         one.outgrown, one.decayed = checkpoint, tuple(reasons)
         one.damaged = tuple(sorted({*one.damaged, *reasons}))

@@ -1,0 +1,143 @@
+"""Find the units among the files of one directory that is no unit itself. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from tierd.watching.completeness import (
+    SHARD,
+    WEIGHTS,
+    Directory,
+    absent_index,
+    absent_name,
+    absent_of_count,
+    is_temporary,
+    needs_index,
+    temporary_name,
+    unfinished,
+)
+from tierd.watching.listing import gap, joined
+from tierd.watching.programs import COMPOSER, FILE, KERAS, LIGHTNING, SHARDED, TENSORFLOW, UnitLayout
+from tierd.watching.step_in_name import is_log, is_weights, step_in, without_ending
+from tierd.watching.unit import Unit
+from tierd.watching.unknown_names import is_usual
+
+# What diffusers and sentence-transformers write beside the directories of a model's parts, which it lists.
+LISTS_OF_PARTS = ("model_index.json", "modules.json")
+_CONFIG = re.compile(r"(\w+_)?config(_\w+)?\.json")
+_OF_MODEL = re.compile(
+    r"(tokenizer|vocab|added_tokens|special_tokens_map|chat_template)\.(json|txt|jinja)|merges\.txt|spiece\.model"
+)
+_NUMBER = re.compile(r"\d{1,18}")
+_BUNDLE = re.compile(r"(.+)\.(?:index|data-\d{5,}-of-\d{5,})")
+_INDEXED = re.compile(r"(.+)\.(safetensors|bin)\.index\.json")
+_RANKED = re.compile(r"(.+)-rank(\d+)(\.pt|\.tar)?")
+_SINGLE = (
+    ((".ckpt",), LIGHTNING),
+    ((".keras", ".h5", ".hdf5"), KERAS),
+)
+
+
+def is_config(name: str) -> bool:
+    """Return whether a file's name is one of a model's or a part's configuration, as `scheduler_config.json`."""
+    return _CONFIG.fullmatch(name) is not None
+
+
+def _is_of_model(name: str) -> bool:
+    return is_config(name) or _OF_MODEL.fullmatch(name) is not None
+
+
+def file_units(here: Directory) -> list[Unit]:
+    """Return the units among the files of a directory that is no unit itself."""
+    if here.path and here.has("config.json", "adapter_config.json") and here.files(WEIGHTS):
+        return [_model(here)]
+    bundles = {match[1] for match in here.files(r"(.+)\.data-\d{5,}-of-\d{5,}")}
+    groups: dict[tuple[UnitLayout, str], list[str]] = {}
+    for name in here.candidates:
+        if name.startswith("."):
+            continue
+        if (match := _BUNDLE.fullmatch(name)) and match[1] in bundles:
+            key = TENSORFLOW, match[1]
+        elif match := _INDEXED.fullmatch(name) or SHARD.fullmatch(name):
+            key = (SHARDED if needs_index(here, match[1], match[2]) else FILE), f"{match[1]}.{match[2]}"
+        elif (match := _RANKED.fullmatch(name)) and match[3]:
+            key = COMPOSER, f"{match[1]}-rank*{match[3]}"
+        elif is_weights(name):
+            key = next((layout for endings, layout in _SINGLE if name.endswith(endings)), FILE), name
+        else:
+            continue
+        groups.setdefault(key, []).append(name)
+    _add_companions(here, groups)
+    return [_group(here, layout, name, sorted(names)) for (layout, name), names in groups.items()]
+
+
+def _add_companions(here: Directory, groups: dict[tuple[UnitLayout, str], list[str]]) -> None:
+    """Add the files that belong to one of weights by their names.
+
+    These are `model.pt.yml` beside `model.pt`, `epoch_3.json` beside `epoch_3.pt`, and of files of no known kind those
+    with the same step, as `DONE_3`, and `meta_001000.json` beside `model_001000.pt`.
+    """
+    owners: dict[str, tuple[UnitLayout, str]] = {}
+    steps: dict[int, tuple[UnitLayout, str]] = {}
+    padded: dict[str, tuple[UnitLayout, str]] = {}  # steps of four digits and more, as they are written
+    for key, names in groups.items():
+        for name in names:
+            owners[name] = key
+            if (step := step_in(name)) is not None:
+                owners.setdefault(without_ending(name), key)
+                steps.setdefault(step, key)
+                padded |= {digits: key for digits in _NUMBER.findall(name) if len(digits) > 3 and int(digits) == step}
+    if model := next((owners[match[0]] for match in here.files(WEIGHTS) if match[0] in owners), None):
+        # `save_pretrained` into the watched directory itself, where other files lie, too.
+        groups[model] += [name for name in here.names if name not in owners and _is_of_model(name)]
+        owners |= dict.fromkeys(groups[model], model)
+    heads = {name.partition(".")[0] for name in owners}
+    for name, entry in here.names.items() if owners else ():
+        if entry.kind != "file" or name in owners or name.startswith("."):
+            continue
+        found = None
+        if name.partition(".")[0] in heads:  # most names of very many are told apart by this alone
+            stems = (name[: match.start()] for match in re.finditer(r"\.|$", name))
+            found = next((owners[stem] for stem in stems if stem in owners), None)
+        if found is None and not steps.keys().isdisjoint(map(int, _NUMBER.findall(name))) and not is_usual(name):
+            found = steps.get(-1 if (step := step_in(name)) is None else step)
+        if found is None and name.endswith(".json"):
+            found = next((padded[digits] for digits in _NUMBER.findall(name) if digits in padded), None)
+        if found is not None and not (is_log(name) or is_temporary(name)):
+            groups[found].append(name)
+
+
+def _model(here: Directory) -> Unit:
+    """Return the unit of a model's directory.
+
+    It has only the directory's own files, because a Trainer saves checkpoints in subdirectories.
+    """
+    files = tuple(joined(here.path, name) for name, entry in sorted(here.names.items()) if entry.kind == "file")
+    strange = tuple(
+        joined(here.path, name) for name, entry in sorted(here.names.items()) if entry.kind in ("link", "other")
+    )
+    missing = absent_of_count(files) or absent_index(here)
+    return Unit(SHARDED, here.path, step_in(here.name), files, strange, missing, files)
+
+
+def _group(here: Directory, layout: UnitLayout, name: str, names: list[str]) -> Unit:
+    counted = None if layout is FILE else absent_of_count(names)  # of these, several names make a unit
+    missing = counted or temporary_name(name) or unfinished(here.names, name)
+    if layout is TENSORFLOW:
+        temporary = here.name.endswith("_temp")
+        missing = "it lies where TensorFlow gathers a save's shards" if temporary else missing
+        missing = missing or absent_name(here, f"{name}.index")
+    elif layout is SHARDED:
+        missing = missing or absent_name(here, f"{name}.index.json")
+    elif layout is COMPOSER:
+        ranks = [match for one in names if (match := _RANKED.fullmatch(one))]
+        absent = gap((int(match[2]) for match in ranks), 0)
+        missing = missing if absent is None else f"the file of rank {absent} is not there, and {ranks[0][0]} is"
+    files = tuple(joined(here.path, one) for one in names)
+    markers = tuple(one for one in files if layout is TENSORFLOW and one.endswith(".index")) or files
+    return Unit(layout, joined(here.path, name), step_in(name), files, (), missing, markers)
+
+
+def lone_file(name: str) -> Unit:
+    """Return a unit for a file that no layout matches."""
+    return Unit(FILE, name, None, (name,), (), None, (name,))
