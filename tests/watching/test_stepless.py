@@ -442,10 +442,10 @@ def test_newer_files_without_a_step_that_may_be_unfinished_are_not_replaced_by_o
 
 def grown(home: Home, name: str) -> Path:
     """A directory without a step in which a file decayed after it was taken, and another one was added since."""
-    write(home.root, {"run/round-1/model.pt": pt(1), "run/round-1/rng.dat": b"12345678"}, 1_000_000)
+    write(home.root, {"run/part-1/model.pt": pt(1), "run/part-1/rng.dat": b"12345678"}, 1_000_000)
     take(home.spool, home.root)
     flush(home.spool, home.tier)
-    path = home.root / "run/round-1/rng.dat"
+    path = home.root / "run/part-1/rng.dat"
     status = path.stat()
     path.write_bytes(b"12345679")
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -453,18 +453,18 @@ def grown(home: Home, name: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["round-3/model.pt", "round-3/model.pt.partial"])
+@pytest.mark.parametrize("name", ["part-3/model.pt", "part-3/model.pt.partial"])
 def test_decayed_file_is_replaced_in_a_directory_that_has_grown(home: Home, name: str, capsys) -> None:
     path = grown(home, name)
     before = files(home.root)
     home.prepare(capsys)
-    assert files(home.root) == before | {"run/round-1/rng.dat": b"12345678"} and path.is_file()
-    assert (home.root / ".tierd-quarantine/run/round-1/rng.dat").read_bytes() == b"12345679"
+    assert files(home.root) == before | {"run/part-1/rng.dat": b"12345678"} and path.is_file()
+    assert (home.root / ".tierd-quarantine/run/part-1/rng.dat").read_bytes() == b"12345679"
 
 
 def test_file_with_a_time_of_its_own_is_left_in_a_directory_that_has_grown(home: Home, capsys) -> None:
     """An older file that a person copied there is no decay."""
-    path = grown(home, "round-3/model.pt")
+    path = grown(home, "part-3/model.pt")
     os.utime(path, ns=(0, 999_000 * 10**9))
     before = files(home.root)
     home.prepare(capsys)

@@ -210,9 +210,9 @@ def test_temporary_pointer_is_not_restored(home: Home, capsys) -> None:
 
 
 def test_prepare_keeps_a_newer_file_without_a_step_beside_a_damaged_file(home: Home, capsys) -> None:
-    write(home.root, {"last.pt": pt(1), "best.pt": pt(1)}, 1000)
+    write(home.root, {"last.pt": pt(1), "ema.pt": pt(1)}, 1000)
     home.taken()
-    write(home.root, {"last.pt": pt(2), "best.pt": pt(2)[:-40]}, 2000)
+    write(home.root, {"last.pt": pt(2), "ema.pt": pt(2)[:-40]}, 2000)
     home.prepare(capsys)
     assert files(home.root) == {"last.pt": pt(2)}
 
@@ -271,8 +271,8 @@ def test_empty_file_of_weights_is_not_taken(root: Path, spool: Spool, name: str)
 
 def test_directory_below_a_temporary_name_is_of_no_checkpoint_without_a_step(root: Path) -> None:
     for step in (10, 20):
-        write(root, {f"models/save_{step}/a/b/model.pt": pt(step)}, 1_000_000 + step)
-    write(root, {"models/save_30.partial/a/b/model.pt": pt(30)}, 1_000_030)
+        write(root, {f"models/part_{step}/a/b/model.pt": pt(step)}, 1_000_000 + step)
+    write(root, {"models/part_30.partial/a/b/model.pt": pt(30)}, 1_000_030)
     assert [listed(root)[path].files for path in complete(root)] == [
-        ("models/save_10/a/b/model.pt", "models/save_20/a/b/model.pt")
+        ("models/part_10/a/b/model.pt", "models/part_20/a/b/model.pt")
     ]

@@ -161,6 +161,12 @@ def is_temporary(name: str) -> bool:
     return _TEMPORARY.fullmatch(name) is not None
 
 
+def final_name(name: str) -> str:
+    """Return the name that a file or directory with a temporary name would get; another name as it is."""
+    match = _TEMPORARY.fullmatch(name)
+    return match["after"] or match["before"] if match else name
+
+
 def temporary_name(name: str) -> str | None:
     """Return a message about a temporary name; None if the name is none."""
     return "its name is a temporary one, which its program had yet to change" if is_temporary(name) else None
@@ -174,8 +180,7 @@ def absent_goal(files: Sequence[str]) -> str | None:
     there = set(files)
     for path in files:
         directory, _, name = path.rpartition("/")
-        match = _TEMPORARY.fullmatch(name)
-        if match and joined(directory, match["after"] or match["before"]) not in there:
+        if is_temporary(name) and joined(directory, final_name(name)) not in there:
             return f"{name} has a temporary name, which its program had yet to change"
     return None
 

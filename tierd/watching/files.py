@@ -22,6 +22,7 @@ from tierd.watching.listing import MARKERS, MAX_MARKER, ListedEntry, Listing, jo
 from tierd.watching.own_layout import OwnLayout
 from tierd.watching.pointers import Pointer
 from tierd.watching.unit import Unit
+from tierd.watching.unknown_names import POINTERS
 
 MAX_NAMES = 1_000_000  # names below one directory, at most
 OWN = ".tierd-"  # what `restore --into` and `prepare` make begins with this; it is listed only if it is named itself
@@ -103,6 +104,12 @@ class Tree:
         self.unreadable, self.unnamed = [], []
         self._list_below("", entries, kind)
         listing = self._with_texts(entries)
+        pointers: dict[str, set[str]] = {}  # the size tells a text from a file of weights with such a name
+        for directory, _, name in (path.rpartition("/") for path in entries if path.endswith(tuple(POINTERS))):
+            if name in POINTERS:
+                pointers.setdefault(directory, set()).add(name)
+        for directory, names in pointers.items():
+            self._complete(directory, names, entries)
         for directory, names in names_of_units(listing).items():
             self._complete(directory, names, entries)
         return listing

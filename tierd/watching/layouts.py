@@ -11,9 +11,10 @@ lies below it, and entries of one step beside each other are one unit. Two steps
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 
 from tierd.watching.completeness import (
     Directory,
@@ -21,6 +22,7 @@ from tierd.watching.completeness import (
     absent_in_ranks,
     absent_index,
     absent_of_count,
+    final_name,
     is_temporary,
     temporary_name,
     unfinished,
@@ -49,14 +51,17 @@ from tierd.watching.programs import (
 from tierd.watching.series import compare_nested, compare_series
 from tierd.watching.step_in_name import (
     are_saves,
+    counted_step,
     directory_step,
     is_log,
     is_place_of_saves,
     is_weights,
     names_beside,
+    says_of_run,
     step_in,
     steps_beside,
     updates_beside,
+    without_numbers,
 )
 from tierd.watching.unit import WITHOUT_STEP, Unit
 from tierd.watching.unknown_names import is_usual, may_hold_state
@@ -97,13 +102,15 @@ def _units_in(here: Directory) -> list[Unit]:
             own.append(_unit_in(child, claimed))
             continue
         step = _step_beside(own, name)
+        if step is None and (counted := counted_step(name)) is not None and not _holds_saves(child):
+            step = counted
         if name in parts or (step is not None and _has_weights(child)):
             own.append(replace(_unit_in(child, Claim(DIRECTORY, None)), step=step))
             continue
         found = _units_in(child)
         is_all = len(found) == 1 and _is_all_below(child, found[0]) and found[0].step is None
         begun = is_temporary(name) and (child.candidates or _is_named_by_step(child) or is_all)
-        if begun or _is_one(child, found):
+        if begun or _is_one(child, found) or (not found and _is_of_step_beside(child, own)):
             own.append(_unit_in(child, Claim(DIRECTORY, None)))
         elif is_all:
             own += found
@@ -150,6 +157,12 @@ def _step_beside(units: Sequence[Unit], name: str) -> int | None:
     return next((step for step, stem in stems if step is not None and re.match(rf"{re.escape(stem)}[-_.]", name)), None)
 
 
+def _is_of_step_beside(here: Directory, units: Sequence[Unit]) -> bool:
+    """Whether a directory has the step of a file beside it, as HugeCTR's `wdl0_sparse_5000.model/key`."""
+    files = (path.rpartition("/")[2] for path, _ in below(here.tree, here.path))
+    return step_in(here.name) in {unit.step for unit in units} - {None} and any(map(may_hold_state, files))
+
+
 def _is_whole(here: Directory) -> bool:
     """Whether a directory whose name has a step is a checkpoint, and not a place of checkpoints of other steps."""
     step = directory_step(here.name)
@@ -161,7 +174,36 @@ def _is_whole(here: Directory) -> bool:
 
 def _is_of_run(here: Directory) -> bool:
     """Whether a directory whose name is nothing but a number is of a run, as its seed or job, and holds its saves."""
-    return here.name.isdecimal() and _holds_saves(here)
+    if not here.name.isdecimal():
+        return False
+    names = (path.rpartition("/")[2] for path, _ in below(here.tree, here.path))
+    is_place = any(step_in(name) is None and says_of_run(name, here.name) for name in names)
+    return is_place or _holds_saves(here) or _is_of_seed(here)
+
+
+def _is_of_seed(here: Directory) -> bool:
+    """Whether a directory and those with a number beside it have one save each, whose steps do not grow with it.
+
+    GraphGym's are `0/ckpt/399.ckpt` and `1/ckpt/399.ckpt`.
+    """
+    if _step_inside(here) is None:
+        return False
+    names = here.tree[here.parent]
+    numbers = sorted((name for name in names if name.isdecimal() and names[name].kind == "directory"), key=int)
+    at = numbers.index(here.name)
+    near = (joined(here.parent, name) for name in numbers[max(at - _NEAR, 0) : at + _NEAR])
+    steps = [_step_inside(Directory(path, here.tree[path], here.listing, here.tree)) for path in near]
+    return len(steps) > 1 and not all(first and second and first < second for first, second in pairwise(steps))
+
+
+def _step_inside(here: Directory) -> int | None:
+    """Return the only step of the files of weights below a directory, if it is larger than the directory's number."""
+    names = (path.rpartition("/")[2] for path, _ in below(here.tree, here.path))
+    steps = {step for name in names if is_weights(name) and (step := step_in(name)) is not None}
+    return next((step for step in steps if step > int(here.name)), None) if len(steps) == 1 else None
+
+
+_NEAR = 4  # directories beside one that are compared with it
 
 
 def _holds_saves(here: Directory) -> bool:
@@ -239,7 +281,7 @@ def _unit_in(here: Directory, claimed: Claim) -> Unit:
         or ((absent_index(here) or absent_goal(files)) if layout is DIRECTORY else None)
     )
     marked = None if begun else temporary_name(here.name)
-    step = directory_step(here.name) if layout is DIRECTORY else step_in(here.name)
+    step = directory_step(final_name(here.name)) if layout is DIRECTORY else step_in(here.name)
     if layout is DIRECTORY and _is_of_run(here):
         step = None
     if marked:
@@ -264,11 +306,13 @@ def _joined(directory: str, found: Sequence[Unit]) -> list[Unit]:
         for unit in found
     ]
     steps = {unit.step for unit in found} - {None}
+    forms = Counter(without_numbers(unit.path) for unit in found if unit.step is None)
     groups: dict[object, list[Unit]] = {}
     for unit in found:
         if unit.step is None and unit.layout is DIRECTORY and (step := step_in(unit.path.rpartition("/")[2])) in steps:
             unit = replace(unit, step=step)  # `optim_10/` beside `model_10.pt`
-        alone = unit.step is None and (unit.missing or not (steps or unit.layout in (FILE, DIRECTORY)))
+        is_part = unit.layout in (FILE, DIRECTORY) or (not unit.is_directory and forms[without_numbers(unit.path)] > 1)
+        alone = unit.step is None and (unit.missing or not (steps or is_part))
         alone = alone or is_temporary(unit.path.rpartition("/")[2])
         groups.setdefault(unit.path if alone else unit.step, []).append(unit)
     groups = {(key, numbers): some for key, group in groups.items() for numbers, some in _apart(group).items()}
@@ -276,7 +320,7 @@ def _joined(directory: str, found: Sequence[Unit]) -> list[Unit]:
     return [replace(unit, missing=unit.missing or _absent_file(unit)) for unit in joint]
 
 
-_APART = re.compile(r"(?<![A-Za-z])(epoch|fold|seed|recovery)s?[-_=.]?(\d{1,18})(?!\d)", re.IGNORECASE)
+_APART = re.compile(r"(?<![A-Za-z])(epoch|fold|seed|recovery|e(?=\d+_b\d))s?[-_=.]?(\d{1,18})(?!\d)", re.IGNORECASE)
 
 
 def _apart(group: Sequence[Unit]) -> dict[object, list[Unit]]:

@@ -16,11 +16,11 @@ from tierd.watching.completeness import (
     temporary_name,
     unfinished,
 )
-from tierd.watching.listing import gap, joined
+from tierd.watching.listing import MAX_MARKER, gap, joined
 from tierd.watching.programs import COMPOSER, FILE, KERAS, LIGHTNING, SHARDED, TENSORFLOW, UnitLayout
 from tierd.watching.step_in_name import is_log, is_weights, step_in, without_ending
 from tierd.watching.unit import Unit
-from tierd.watching.unknown_names import is_usual
+from tierd.watching.unknown_names import POINTERS, is_usual, may_hold_state
 
 # What diffusers and sentence-transformers write beside the directories of a model's parts, which it lists.
 LISTS_OF_PARTS = ("model_index.json", "modules.json")
@@ -53,7 +53,10 @@ def file_units(here: Directory) -> list[Unit]:
         return [_model(here)]
     bundles = {match[1] for match in here.files(r"(.+)\.data-\d{5,}-of-\d{5,}")}
     groups: dict[tuple[UnitLayout, str], list[str]] = {}
-    for name in here.candidates:
+    large = (
+        name for name in POINTERS if here.has(name) and here.names[name].size > MAX_MARKER
+    )  # RotatE's `checkpoint`
+    for name in (*here.candidates, *large):
         if name.startswith("."):
             continue
         if (match := _BUNDLE.fullmatch(name)) and match[1] in bundles:
@@ -62,7 +65,7 @@ def file_units(here: Directory) -> list[Unit]:
             key = (SHARDED if needs_index(here, match[1], match[2]) else FILE), f"{match[1]}.{match[2]}"
         elif (match := _RANKED.fullmatch(name)) and match[3]:
             key = COMPOSER, f"{match[1]}-rank*{match[3]}"
-        elif is_weights(name):
+        elif is_weights(name) or name in POINTERS:
             key = next((layout for endings, layout in _SINGLE if name.endswith(endings)), FILE), name
         else:
             continue
@@ -78,6 +81,7 @@ def _add_companions(here: Directory, groups: dict[tuple[UnitLayout, str], list[s
     with the same step, as `DONE_3`, and `meta_001000.json` beside `model_001000.pt`.
     """
     owners: dict[str, tuple[UnitLayout, str]] = {}
+    stepless: dict[str, tuple[UnitLayout, str]] = {}
     steps: dict[int, tuple[UnitLayout, str]] = {}
     padded: dict[str, tuple[UnitLayout, str]] = {}  # steps of four digits and more, as they are written
     for key, names in groups.items():
@@ -87,6 +91,8 @@ def _add_companions(here: Directory, groups: dict[tuple[UnitLayout, str], list[s
                 owners.setdefault(without_ending(name), key)
                 steps.setdefault(step, key)
                 padded |= {digits: key for digits in _NUMBER.findall(name) if len(digits) > 3 and int(digits) == step}
+            else:
+                stepless.setdefault(name.rpartition(".")[0], key)
     if model := next((owners[match[0]] for match in here.files(WEIGHTS) if match[0] in owners), None):
         # `save_pretrained` into the watched directory itself, where other files lie, too.
         groups[model] += [name for name in here.names if name not in owners and _is_of_model(name)]
@@ -103,6 +109,8 @@ def _add_companions(here: Directory, groups: dict[tuple[UnitLayout, str], list[s
             found = steps.get(-1 if (step := step_in(name)) is None else step)
         if found is None and name.endswith(".json"):
             found = next((padded[digits] for digits in _NUMBER.findall(name) if digits in padded), None)
+        if found is None and may_hold_state(name):
+            found = stepless.get(name.rpartition(".")[0])
         if found is not None and not (is_log(name) or is_temporary(name)):
             groups[found].append(name)
 

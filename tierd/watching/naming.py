@@ -28,7 +28,7 @@ import xxhash
 from tierd.core.ids import MAX_RUN, CheckpointId, is_attempt, next_attempt
 from tierd.core.planning.inventory import Inventory
 from tierd.watching.describe import Described
-from tierd.watching.step_in_name import directory_step, says_of_run, without_launch, without_numbers
+from tierd.watching.step_in_name import counted_step, directory_step, says_of_run, without_launch, without_numbers
 
 NEVER = datetime(1, 1, 1, tzinfo=UTC)  # before any checkpoint was made
 _STEPLESS = ".stepless"
@@ -142,9 +142,13 @@ def _series_of(paths: tuple[str, ...]) -> str:
     home = commonpath([dirname(path) for path in paths])
     above = home.split("/") if home else []
     names = first.split("/")
-    steps = (at for at, name in enumerate(above) if directory_step(name) is not None and not _is_of_run(names[at:]))
+    steps = (at for at, name in enumerate(above) if _is_step(name) and not _is_of_run(names[at:]))
     length = next(steps, len(above))
     return "/".join([*map(without_launch, names[:length]), without_numbers(names[length])])
+
+
+def _is_step(name: str) -> bool:
+    return directory_step(name) is not None or counted_step(name) is not None
 
 
 def _is_of_run(names: Sequence[str]) -> bool:

@@ -6,6 +6,7 @@ unit and names it is recorded when the unit is taken.
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from collections.abc import Iterator, Sequence
@@ -75,8 +76,9 @@ def _may_point(name: str, kind: str) -> bool:
 
 
 def points_to(pointer: Pointer, unit: Unit) -> bool:
-    """Whether a link leads to a unit, or to a file or directory of it, or a text names it, or has its step as the only
-    number.
+    """Whether a link leads to a unit, or to a file or directory of it, or a text names it or its step.
+
+    The step is the only number, or a JSON object's member "step" or the like.
     """
     home, _, own = unit.path.rpartition("/")
     names = {own, *(path[len(home) + 1 if home else 0 :].partition("/")[0] for path in unit.files)}
@@ -86,9 +88,24 @@ def points_to(pointer: Pointer, unit: Unit) -> bool:
             return False
         return any(f"{path}/".startswith(f"{target}/") for path in (unit.path, *unit.files))
     numbers = re.findall(r"\d+", pointer.text)
-    if len(numbers) == 1 and unit.step is not None and int(numbers[0]) == unit.step:
+    if unit.step is not None and (
+        [int(number) for number in numbers] == [unit.step] or _has_step(pointer.text, unit.step)
+    ):
         return True
     return any(_names(pointer.text, name) for name in names | set(map(without_ending, names)))
+
+
+_STEP_MEMBER = re.compile(r"(\w+_)?(step|iter|iteration|epoch|checkpoint|ckpt)s?", re.IGNORECASE)
+
+
+def _has_step(text: str, step: int) -> bool:
+    if not text.lstrip().startswith("{"):
+        return False
+    try:
+        members = json.loads(text).items()
+    except (ValueError, RecursionError):
+        return False
+    return any(_STEP_MEMBER.fullmatch(name) and type(value) is int and value == step for name, value in members)
 
 
 def moved_on(pointer: Pointer, former: str, newest: str) -> Pointer | None:

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from posixpath import dirname
 
 from tierd.watching.completeness import WEIGHTS
-from tierd.watching.programs import COMPOSER, DIRECTORY, FILE, UnitLayout
+from tierd.watching.programs import COMPOSER, DCP, DIRECTORY, FILE, UnitLayout
 from tierd.watching.step_in_name import RANK, directory_step, is_best, step_in, without_numbers, without_step
 from tierd.watching.unit import Unit
 
@@ -73,7 +73,9 @@ def _newest_parts(units: Sequence[Unit], names: Mapping[str, frozenset[str]]) ->
         if before is None or (before.step or 0) >= (unit.step or 0):
             continue
         needed = names[before.path]
-        if unit.layout not in UNCERTAIN:
+        if unit.layout is DCP:
+            own, needed = _beside_shards(own), _beside_shards(needed)
+        elif unit.layout not in UNCERTAIN:
             own, needed = _beside(own), _beside(needed)
         if lacking := _absent(own, [frozenset(filter(_is_each_time, needed))]):
             parts[unit.path] = f"{min(lacking)} is not there, which {before.path} has, the checkpoint before it"
@@ -119,7 +121,9 @@ def _compared(
     if unit.layout not in UNCERTAIN:  # its program says what its directory has, and nothing of what lies beside it
         return _judged(_lacking(unit, own, [frozenset(filter(_is_flat, other)) for other in whole]), parts)
     if not others:
-        return replace(unit, missing=_ALONE) if unit.layout is DIRECTORY and _looks_begun(unit) else unit
+        has_names = any(_inside(other) <= _inside(own) for path, other in names.items() if path != unit.path)
+        begun = unit.layout is DIRECTORY and _looks_begun(unit) and not has_names
+        return replace(unit, missing=_ALONE) if begun else unit
     # Only the newest may have been begun. A program also removes files, as the states beside older weights.
     is_newest = unit.layout is DIRECTORY and all((other.step or 0) < (unit.step or 0) for other in others)
     for other in others if is_newest else ():
@@ -131,6 +135,16 @@ def _compared(
     if unit.layout is not DIRECTORY:
         counted = frozenset(name for name in counted if RANK.search(name))
     return _judged(_lacking(unit, own, [other & counted for other in whole]), parts)
+
+
+def _beside_shards(names: frozenset[str]) -> frozenset[str]:
+    """Return the files that are none of DCP's, whose number follows the ranks: what the loop writes after them."""
+    return frozenset(name for name in names if not name.endswith((".distcp", ".metadata")))
+
+
+def _inside(names: frozenset[str]) -> frozenset[str]:
+    """Return the paths within a directory, whose name may have another form: `epoch-1`, `epoch-1-iter-500`."""
+    return frozenset(name.partition("/")[2] for name in names)
 
 
 def _is_flat(name: str) -> bool:

@@ -53,6 +53,8 @@ WEIGHT_ENDINGS = (
         ".meta",
         ".state",
         ".torch",
+        ".t7",
+        ".pyt",
     ),
     *(".caffemodel", ".solverstate"),
 )
@@ -67,20 +69,22 @@ RANK = re.compile(
 _DATE = re.compile(r"(?<!\d)(?:19|20)\d\d(?:-\d\d-\d\d|_\d\d_\d\d|(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01]))(?!\d)")
 _FRACTION = re.compile(r"[-_=]?(?:[A-Za-z][\w/]*=)?-?\d+\.\d+(?:e[+-]?\d+)?(?![\d])")
 # The first two also stand before a date.
-_WORDS = ("step", "ba|iter(?:ation)?", "checkpoint|ckpt|chkpnt|chkpt|snapshot", "epoch|ep")
+_WORDS = ("step", r"ba|iter(?:ation)?|e\d+_b", "checkpoint|ckpt|chkpnt|chkpt|snapshot", "epoch|ep")
 _WORD = tuple(
     re.compile(rf"(?<![A-Za-z])(?:[A-Za-z]+[-_])*?(?:{word})s?[-_=.]?(\d+)(?![A-Za-z\d])", re.IGNORECASE)
     for word in _WORDS
 )
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_LAST = re.compile(r"(?:[-_=]|(?<!\d)\.|^|(?<=[A-Za-z])(?=\d{5}))(\d+)(?:[-_][A-Za-z]+)*$")
+_LAST = re.compile(r"(?:[-_=]|(?<!\d)\.|\.v|^|(?<=[A-Za-z])(?=\d{5}))(\d+)(?:[-_][A-Za-z]+)*$")
 _UPDATES = re.compile(
     r"(.*?(?<![A-Za-z])(?:checkpoint|ckpt|chkpnt|chkpt|snapshot|epoch|ep)s?[-_=.]?)(\d{1,8})[-_](\d{1,8})",
     re.IGNORECASE,
 )
 
 # A name without such an ending that has the number of a save, as `g_00005000` or `ckpt.7`.
-_NUMBERED = re.compile(r"(?:^|.*[-_.])(?:ckpt|checkpoint|step|iter|epoch)[-_.=]?\d+(?:\.gz)?|[A-Za-z]+_\d{4,}")
+_NUMBERED = re.compile(
+    r"(?:^|.*[-_.])(?:ckpt|checkpoint|snapshot|step|iter|epoch|ep)[-_.=]?\d+(?:\.gz)?|[A-Za-z]+_\d{4,}"
+)
 
 
 _LOG = re.compile(r"events\.out\.tfevents\..*|.*\.(log|csv|jsonl|out|err)|(.*[-_.])?logs?([-_.].*)?\.txt")
@@ -103,7 +107,8 @@ def is_best(path: str) -> bool:
 
 def step_in(name: str) -> int | None:
     """Return the step in a name: the number after a word such as "step" or "epoch", else the last number in it."""
-    return _number(_after_word(name) or _LAST.search(_bare(name)))
+    counted = _COUNTED.search(bare := _bare(name))
+    return _number(_after_word(name) or (counted if counted and counted[1] != "weight" else _LAST.search(bare)))
 
 
 def directory_step(name: str) -> int | None:
@@ -111,10 +116,23 @@ def directory_step(name: str) -> int | None:
 
     Another number may be that of a run, a version or a fold, whose directory holds many checkpoints.
     """
-    return _number(_after_word(name) or re.fullmatch(r"(\d+)|.+[-_](\d+)[-_]states?", _bare(name)))
+    return _number(
+        _after_word(name) or re.fullmatch(r"(\d+)(?:[-_](?:checkpoint|ckpt))?|.+[-_](\d+)[-_]states?", _bare(name))
+    )
 
 
-_TOGETHER = re.compile(r"saves|checkpoints|ckpts|chkpts|snapshots", re.IGNORECASE)
+_COUNTED = re.compile(r"(?<![A-Za-z])(weight|update|save|backup|round)s?[-_]?(\d+)(?![A-Za-z\d])", re.IGNORECASE)
+
+
+def counted_step(name: str) -> int | None:
+    """Return the number of a directory that is a save where it lies among others, as `weights_3` and `DATE-backup-100`.
+
+    Within a checkpoint such names are of its parts.
+    """
+    return _number(_COUNTED.search(_bare(name)))
+
+
+_TOGETHER = re.compile(r"(\w+[-_])?(saves|checkpoints|ckpts|chkpts|snapshots)", re.IGNORECASE)
 
 
 def is_place_of_saves(name: str) -> bool:
@@ -233,12 +251,17 @@ def without_launch(name: str) -> str:
     return _LAUNCH.sub(lambda match: _ANY_NUMBER.sub("#", match[0]), name)
 
 
+_OF_A_RUN = re.compile(r"(?<![A-Za-z])(final|last|latest|best)(?![A-Za-z])", re.IGNORECASE)
+
+
 def says_of_run(name: str, number: str) -> bool:
     """Return whether a name says that a directory of this number above it is no step, but of a run with saves."""
     if is_place_of_saves(name) or _after_word(name) is not None:
         return True
     step = step_in(name) if is_weights(name) else None
-    return step is not None and step >= 1000 and step != int(number)
+    if step is None:
+        return is_weights(name) and int(number) < 1000 and _OF_A_RUN.search(name) is not None
+    return (step >= 1000 and step != int(number)) or (_bare(name).isdecimal() and step > int(number))
 
 
 def without_numbers(name: str) -> str:

@@ -226,6 +226,8 @@ def judge(tree: Tree, one: Judged, listing: Listing) -> None:
     verdicts: dict[str, Verdict] = {"sound": "sound", "damaged": "damaged", "incomplete": "unfinished"}
     one.verdict = verdicts.get(found.status, "unknown")
     one.why = "; ".join(f"{finding.file}: {finding.reason}" for finding in found.findings[:2])
+    if one.verdict == "unknown" and not one.why:
+        one.why = "its format is not known, and no place has it with this size and time: it may be a save written again"
     one.unreadable = any(finding.status == "unreadable" for finding in found.findings)
     one.damaged = tuple(finding.file for finding in found.findings if finding.status in ("damaged", "incomplete"))
     right = {*one.unit.files} - {*one.damaged}

@@ -9,13 +9,15 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tierd.daemon.intake.swapping import way_to
 from tierd.spool.file_io import open_own, sync_directory
 from tierd.watching.listing import MAX_MARKER
-from tierd.watching.pointers import Pointer, pointers
+from tierd.watching.pointers import Pointer, pointers, points_to
 from tierd.watching.step_in_name import without_ending
+from tierd.watching.unit import Unit
 from tierd.watching.unit_file import UnitFile
 
 
@@ -36,10 +38,21 @@ def point_to(directory: Path, program: str, path: str, files: Sequence[str]) -> 
     return [one.path for one in pointers(program, path, files) if write_pointer(directory, one)]
 
 
-def write_lost(directory: Path, recorded: Iterable[Pointer]) -> list[str]:
-    """Write the recorded pointers where nothing lies, or what names nothing that is there; return their paths."""
-    lost = [pointer for pointer in recorded if _is_lost(directory, pointer)]
+def write_lost(directory: Path, recorded: Sequence[Pointer], torn: Iterable[Unit] = ()) -> list[str]:
+    """Write the recorded pointers where nothing lies, or what names nothing that is there; return their paths.
+
+    Ranks may have a pointer each. So where one still names the recorded unit, those are written, too, that name one of
+    the `torn` units, which lack files: its program was killed between two ranks.
+    """
+    stays = any(_named(directory / pointer.path, pointer) == _first_line(pointer.text) for pointer in recorded)
+    parts = [*torn] if stays else []
+    lost = [pointer for pointer in recorded if _is_lost(directory, pointer) or _names_one(directory, pointer, parts)]
     return [pointer.path for pointer in lost if write_pointer(directory, pointer)]
+
+
+def _names_one(directory: Path, pointer: Pointer, units: Iterable[Unit]) -> bool:
+    text = _named(directory / pointer.path, pointer)
+    return text is not None and any(points_to(replace(pointer, text=text), unit) for unit in units)
 
 
 def _is_lost(directory: Path, pointer: Pointer) -> bool:

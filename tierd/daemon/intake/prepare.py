@@ -331,11 +331,13 @@ async def _lost_pointers(
     for unit in sorted(there, key=lambda unit: unit[0], reverse=True):
         homes.setdefault((unit[1].run, unit[2].rpartition("/")[0]), []).append(unit)
     recorded: dict[CheckpointId, UnitFile | None] = {}  # read once, because directories share former checkpoints
+    torn = [one.unit for one in judged if one.verdict == "unknown" and one.unit.missing]
     written = []
     for (made, newest, path), *older in homes.values():
         before = [one for one, at in known.made.items() if one.run == newest.run and at < made]
         before.sort(key=lambda one: known.made[one], reverse=True)
         formers = dict.fromkeys([newest, *(checkpoint for _, checkpoint, _ in older), *before])
+        covered = set[str]()
         for former in [*formers][:_POINTED]:
             if former not in recorded:
                 recorded[former] = await recorded_unit(stores, former)
@@ -343,7 +345,9 @@ async def _lost_pointers(
             named = about.pointers if about and about.pointers else ()
             if about and former != newest:
                 named = tuple(filter(None, (moved_on(pointer, about.path, path) for pointer in named)))
-            if named:
-                written += await to_the_end(write_lost, directory, named)
+            named = tuple(pointer for pointer in named if pointer.path not in covered)
+            written += await to_the_end(write_lost, directory, named, torn)
+            covered |= {pointer.path for pointer in named}
+            if named and former != newest:
                 break
     return written
