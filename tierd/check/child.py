@@ -25,6 +25,7 @@ from tierd import observing
 from tierd.check.history import KillPoint, Observation, RecordLine, Setting, as_samples
 from tierd.check.imported import once_imported
 from tierd.check.insides import global_generators
+from tierd.check.passes import Passes
 from tierd.check.states import States
 from tierd.client.saving.handoff import HandoffClient, PendingHandoff
 from tierd.client.saving.save import Save
@@ -37,6 +38,7 @@ from tierd.spool.stage import Stage
 
 _PR_SET_PDEATHSIG = 1
 _SAVES = 4  # the newest saves, some of which may not be durable yet, here or on another rank
+_BEGIN = -1  # in place of a step: before the launch's first one
 _SETTLE = 30.0  # seconds that a kill after a step waits for saves that were begun before it
 
 
@@ -48,6 +50,7 @@ class Orders(msgspec.Struct, frozen=True):
         parent: the id of the checking process.
         kill: the kill point of this rank in this launch.
         captured: the steps after which the witness captures the state.
+        is_later: whether this is not the run's first launch.
     """
 
     target: str
@@ -58,6 +61,7 @@ class Orders(msgspec.Struct, frozen=True):
     kill: str | None = None
     captured: tuple[int, ...] = ()
     every_save: bool = False
+    is_later: bool = False
 
 
 class Witness:
@@ -74,9 +78,8 @@ class Witness:
         self._orders = orders
         self._states = States()
         self._ended = self._resumed = False
-        # The step after which the next forward pass, and the next backward pass, is captured.
-        self._forward: int | None = None
-        self._backward: int | None = None
+        self._passes = Passes(self._before_forward, self._before_backward, self._loaded)
+        self._passes.forward = _BEGIN
 
     def observe(
         self,
@@ -90,8 +93,11 @@ class Witness:
         number = int(step)
         if self._last is not None and number <= self._last:
             raise ConfigError(f"tierd.observe: step {number} after step {self._last}: once a step, in rising order")
-        if self._last is None:
+        is_first = self._last is None
+        if is_first:
             self._write(RecordLine(setting=_setting()))
+            if self._passes.forward == _BEGIN:
+                self._passes.forward = None
         self._last = number
         if self._kill is not None and self._kill.in_save and any(one.step >= self._kill.step for one, _ in self._saves):
             self._settle()  # the save in which the process dies is in flight, and a fast loop must not end before
@@ -103,17 +109,28 @@ class Witness:
             self._ended = True
             # The state of a later step is not the state of the last one.
             self._capture(number, "end")
-        elif self._resumed or number in self._orders.captured:
+        elif self._resumed or (is_first and self._orders.is_later) or number in self._orders.captured:
             self._resumed = False  # the first step after a restore: its state is evidence for causes
             self._capture(number, "step")
             if number in self._orders.captured:
-                self._forward = self._backward = number
+                self._passes.forward = self._passes.backward = number
         if self._kill is not None and number >= self._kill.step:
             self._near(self._kill, number)
 
     def _capture(self, step: int, at: str) -> None:
-        taken = self._states.take(step, at)
-        self._write(RecordLine(taken=msgspec.structs.replace(taken, after=self._last)))
+        taken = msgspec.structs.replace(self._states.take(step, at), after=self._last)
+        self._write(RecordLine(begun=taken) if step == _BEGIN else RecordLine(taken=taken))
+
+    def _before_forward(self, after: int) -> None:
+        self._capture(after, "forward")
+
+    def _before_backward(self, after: int) -> None:
+        self._write(RecordLine(taken=self._states.take_gradients(after)))
+
+    def _loaded(self) -> None:
+        """Capture the state before the launch's first step again, because a loop may train something before a load."""
+        if self._last is None and not self._resumed:
+            self._passes.forward = _BEGIN
 
     def _near(self, kill: KillPoint, step: int) -> None:
         """Kill the process, now or soon: `step` is the kill point's or a later one."""
@@ -158,6 +175,7 @@ class Witness:
             made(save, part, spool)
             self._saves = [*self._saves, (save, spool.path(part).parent)][-_SAVES:]
 
+        self._passes.install()
         once_imported({"tierd.client.checkpointer": self._watch})
         Stage.commit, HandoffClient.answer, Save.__init__ = committing, answering, making  # type: ignore[assignment, method-assign]
 
@@ -180,30 +198,10 @@ class Witness:
             if found is not None:
                 self._resumed = True
                 self._capture(found.step, "loaded")
-                self._forward = self._backward = found.step
+                self._passes.forward = self._passes.backward = found.step
             return found
 
         kind.save, kind.restore = beginning, restoring
-
-        def before_forward(*_: Any) -> None:
-            # A forward pass without gradients is an evaluation, which may come before the step's batch is fetched.
-            if self._forward is not None and os.getpid() == self._pid and sys.modules["torch"].is_grad_enabled():
-                after, self._forward = self._forward, None
-                self._capture(after, "forward")
-
-        modules: Any = sys.modules["torch.nn.modules.module"]
-        modules.register_module_forward_pre_hook(before_forward)
-        autograd: Any = sys.modules["torch.autograd"]
-        backward = autograd.backward
-
-        @wraps(backward)
-        def going_back(*args: Any, **kwargs: Any) -> Any:
-            if self._backward is not None and os.getpid() == self._pid:
-                after, self._backward = self._backward, None
-                self._write(RecordLine(taken=self._states.take_gradients(after)))
-            return backward(*args, **kwargs)
-
-        autograd.backward = going_back
 
     def _settle(self, before: float = math.inf) -> None:
         """Wait until the saves of steps below `before` are durable on every rank.

@@ -6,17 +6,22 @@ Invariant: pure.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+import msgspec
+
+from tierd.check.carried import name_of
 from tierd.check.final import of_other_forms
 from tierd.check.finding import StateFinding
 from tierd.check.history import GLOBAL, Taken
-from tierd.check.kinds import DATA, kind_of_path, same, values
+from tierd.check.kinds import DATA, is_count_of_calls, kind_of_path, same, values
 from tierd.check.leaves import ValueLeaf
 from tierd.check.texts import both_texts
 
 _ATTRIBUTE = re.compile(r" of \S+:\d+( \(\d+ of \d+\))?[.\w]*\.\w+$")  # of a module, by its place of creation
 _LOCAL = re.compile(r"\w+\(\) \w")
+# Kinds whose values are the checkpoint's if they were loaded, by whatever code.
+_LOADED = frozenset({"weights", "optimizer", "scheduler", "scaler", "mode", "generator", "gradients"})
 
 
 class Comparison:
@@ -29,6 +34,7 @@ class Comparison:
         earlier: the uninterrupted run's capture before `then`.
         then: the uninterrupted run before step `begun`, or after it.
         before: the killed run at the same moment.
+        first: the uninterrupted run before its very first step.
     """
 
     def __init__(
@@ -40,6 +46,7 @@ class Comparison:
         then: Taken,
         before: Taken,
         begun: int,
+        first: Taken | None,
     ) -> None:
         self._saved, self._loaded, self._is_later, self._then = saved, loaded, is_later, then
         apart = of_other_forms(then, before)
@@ -48,12 +55,19 @@ class Comparison:
             for taken in (then, before)
         )
         paths = self._expected.keys() | self._got.keys()
-        self._differ = {path for path in paths if not same(self._expected.get(path), self._got.get(path))}
         self._kinds = then.kinds | before.kinds
+        self._differ = {
+            path
+            for path in paths
+            if not same(self._expected.get(path), self._got.get(path)) and not is_count_of_calls(path, self._kinds)
+        }
         self._weak = {*then.owned, *before.owned}
         self._own = self._weak | {path for path in then.beside if _LOCAL.match(path)}
         self._at_save, self._at_load = self._around_the_load()
         self._at_first = values(earlier) if earlier else {}
+        self._initial = values(first) if first else {}
+        self._carried = {*then.carried, *before.carried}
+        self._begun = begun
         self._is_late = before.at != "forward"
         self._moment = f"{'after' if self._is_late else 'before'} step {begun}"
 
@@ -91,6 +105,26 @@ class Comparison:
                 says = f"{path}: {self._expected[path].text} uninterrupted {self._moment}, none here"
                 yield StateFinding("gradients", path, says)
 
+    def overwritten(self, batches: Sequence[Taken]) -> Iterator[StateFinding]:
+        """Yield what the load lost, and what the first batch sets rightly again after it has read the wrong value.
+
+        These are tensors that each batch changes, as of a collator that mixes a batch with the one before.
+
+        Args:
+            batches: the uninterrupted run before the forward passes of several steps.
+        """
+        for path, was in self._at_save.items():
+            now = self._at_load.get(path)
+            if now is None or same(was, now) or path not in self._own or name_of(path) not in self._carried:
+                continue
+            tensors = {one for one, leaf in self._at_save.items() if is_within(one, {path}) and _is_tensor(leaf)}
+            digests = [{leaf.digest for at in batches if (leaf := values(at).get(one))} for one in tensors]
+            if not tensors or tensors & self._differ or not all(len(some) == len(batches) > 2 for some in digests):
+                continue
+            if (lost := self._lost(path, was, now)) is not None:
+                says = f"{lost.says}; the batch of step {self._begun} reads it, and then sets it anew"
+                yield msgspec.structs.replace(lost, says=says)
+
     def _lost(self, path: str, was: ValueLeaf, now: ValueLeaf | None) -> StateFinding | None:
         assert self._saved is not None
         is_unsaved = was.saved is False
@@ -111,11 +145,17 @@ class Comparison:
         was, now = self._expected[path], self._got[path]
         kind = kind_of_path(path, self._kinds, was.text, now.text, was, now)
         is_local = _LOCAL.match(path) is not None and path not in self._at_load and kind != "generator"
-        if is_local and (self._is_late or not self._was_there(path)):
+        is_anew = self._begins_anew(path, kind)
+        if is_local and not is_anew and (self._is_late or not self._was_there(path)):
             return None  # a consequence of another value
+        if self._loaded is None and not is_anew and not self._is_loaded(path, kind):
+            return None
         if was.saved is False and kind not in DATA | {"generator"}:
             kind = "not in the checkpoint"
         whole, killed = both_texts(was, now)
+        if is_anew:
+            says = f"{path}: {killed} {self._moment}, as before the very first step, {whole} uninterrupted"
+            return StateFinding(kind, path, f"{says}: no load brought it back", lost=True, weak=self._is_weak(path))
         when = "as at the save right after the load, and " if path in self._at_load else ""
         return StateFinding(
             kind,
@@ -123,14 +163,36 @@ class Comparison:
             f"{path}: {when}{killed} {self._moment}, {whole} uninterrupted",
             moved=not same(self._at_first.get(path), was),
             late=self._is_late,
-            weak=path in self._weak or is_local or _is_outside(path, self._then.evidence),
+            weak=self._is_weak(path) or is_local,
         )
+
+    def _is_weak(self, path: str) -> bool:
+        return path in self._own or _is_outside(path, self._then.evidence)
+
+    def _is_loaded(self, path: str, kind: str) -> bool:
+        """Return whether a value is one that a load sets, where the load was not seen, and no variable of a loop."""
+        is_entry = kind in _LOADED or (kind == "buffers" and path.endswith('"]'))
+        return is_entry and not self._is_weak(path)
+
+    def _begins_anew(self, path: str, kind: str) -> bool:
+        """Return whether a value is again what it was before the very first step, where no save was seen.
+
+        The loop has to carry it from step to step, because what each step sets is right after the first one.
+        """
+        if self._at_save or self._is_late or self._is_loaded(path, kind):
+            return False
+        is_carried = name_of(path) in self._carried or (kind in DATA and not self._is_weak(path))
+        return is_carried and path in self._initial and same(self._initial[path], self._got[path])
 
     def _was_there(self, path: str) -> bool:
         """Return whether a local variable may have been there at the load, as a variable of the step was not."""
         if self._loaded is None:
             return True
         return path in values(self._loaded) and (not self._is_later or path in self._own)
+
+
+def _is_tensor(leaf: ValueLeaf) -> bool:
+    return leaf.count is not None and bool(leaf.sample) and " items" not in leaf.text
 
 
 def is_within(path: str, reported: Collection[str]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tierd.check.beginnings import apart_from_the_start, left_behind, never_restored
@@ -193,7 +194,8 @@ def _killed(loop: CheckedLoop, points: Sequence[KillPoint], margin: int) -> Hist
     spool = _spool(loop.home, "killed")
     launches: list[list[RankHistory]] = []
     for number, point in enumerate([*points, None], start=1):
-        launches.append(loop.launch(f"launch {number}", spool, point, (number - 1) % loop.ranks, margin))
+        next_one = replace(loop, is_later=number > 1)
+        launches.append(next_one.launch(f"launch {number}", spool, point, (number - 1) % loop.ranks, margin))
     stop_daemons(spool.parent)
     return History(launches)
 

@@ -62,7 +62,7 @@ def evidence(again: History, killed: History, rank: int, launch: int, what: str)
         return []
     then, before = both
     shaky = unsteady([again.launches[0][rank], killed.launches[0][rank]])
-    comparison = Comparison(saved, read, is_later, capture_before(whole, then), then, before, begun)
+    comparison = Comparison(saved, read, is_later, capture_before(whole, then), then, before, begun, whole.begun)
     found = [one for one in comparison.findings() if one.path not in shaky]
     found += loader_findings(then, before, begun, what)
     if what == "samples" and saved is not None and loaded is not None:
@@ -79,6 +79,9 @@ def evidence(again: History, killed: History, rank: int, launch: int, what: str)
         known = _without_followers(known)
     if what in ("later loss", "state") and not any(finding.is_sure for finding in known):
         known = [*schedule_findings(whole, here, both, begun), *known]
+    if what == "first loss" and not known:
+        batches = [one for one in (whole.begun, *whole.taken) if one is not None and one.at == "forward"]
+        known = [finding for finding in comparison.overwritten(batches) if finding.path not in shaky]
     # Gradients follow from any stronger cause.
     known = [finding for finding in known if finding.kind != "gradients" or known[0].kind == "gradients"]
     names = before.names | then.names
@@ -181,7 +184,7 @@ def _of_orders(*some: Taken) -> set[str]:
 def _added_to(whole: RankHistory, here: RankHistory, begun: int) -> set[str]:
     """Return the gradients that differ when the first backward pass adds to them; most loops clear them before."""
     then, before = capture_of(whole, "backward", begun - 1), capture_of(here, "backward")
-    if then is None or before is None:
+    if then is None or before is None or capture_of(here, "loaded") is None:
         return set()
     paths = then.evidence.keys() | before.evidence.keys()
     return {path for path in paths if not same(then.evidence.get(path), before.evidence.get(path))}

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from tierd.check.history import History, RankHistory, Taken
-from tierd.check.kinds import kind_of_path
+from tierd.check.kinds import is_count_of_calls
 from tierd.check.leaves import ValueLeaf
 from tierd.check.texts import both_texts
 
@@ -85,8 +85,7 @@ def differences(
     ends = whole[last][1], pieces[last][1]
 
     def counts(path: str) -> bool:
-        # torch's schedulers count their calls for a warning alone; one that is made anew with `last_epoch` is right.
-        if path.endswith('["_step_count"]') and kind_of_path(path, ends[0].kinds) == "scheduler":
+        if is_count_of_calls(path, ends[0].kinds):
             return False
         return path not in shaky and not any(_matches(path, pattern) for pattern in ignore)
 

@@ -101,6 +101,7 @@ class Taken(msgspec.Struct, frozen=True):
         owned: the paths in `evidence` of attributes of objects of the user's own classes.
         after: the last step that was observed before the capture, because a loop may count the steps of its saves from
             another number.
+        carried: the names by which the user's code carries a value from one step to the next.
     """
 
     step: int
@@ -116,6 +117,7 @@ class Taken(msgspec.Struct, frozen=True):
     names: dict[str, str] = {}
     owned: list[str] = []
     after: int | None = None
+    carried: list[str] = []
 
 
 class RecordLine(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -126,17 +128,23 @@ class RecordLine(msgspec.Struct, frozen=True, omit_defaults=True):
     saving: int | None = None
     killing: str | None = None
     taken: Taken | None = None
+    begun: Taken | None = None
 
 
 @dataclass
 class RankHistory:
-    """The record of one rank in one launch."""
+    """The record of one rank in one launch.
+
+    Attributes:
+        begun: its state at the first forward pass that trains, after every load, if tierd restored nothing.
+    """
 
     observed: dict[int, Observation] = field(default_factory=dict)
     setting: Setting | None = None
     saves: list[int] = field(default_factory=list)
     killing: str | None = None
     taken: list[Taken] = field(default_factory=list)
+    begun: Taken | None = None
 
     def add(self, line: RecordLine) -> None:
         """Add one line of the record."""
@@ -144,6 +152,7 @@ class RankHistory:
             self.observed[line.observed.step] = line.observed
         self.setting = line.setting or self.setting
         self.killing = line.killing or self.killing
+        self.begun = line.begun or self.begun
         if line.saving is not None:
             self.saves.append(line.saving)
         if line.taken is not None:

@@ -17,6 +17,7 @@ _EPOCH, _SEED = re.compile(r"epoch"), re.compile(r"seed")
 _POSITION = re.compile(r"position|pos|sample|index|idx|offset|cursor|consumed|yielded|drawn|read|at")
 _AHEAD = re.compile(r"queue|prefetch")
 _LAST = re.compile(r"[A-Za-z_]\w*")
+_CALLS = ('["_step_count"]', '["_is_initial"]', '["_get_lr_called_within_step"]')
 _OF_DATA = re.compile(r"\(\)( \w+)?\.")  # of a running generator function, or of a variable of the loop
 
 
@@ -28,6 +29,14 @@ def values(one: Taken) -> dict[str, ValueLeaf]:
 def same(a: ValueLeaf | None, b: ValueLeaf | None) -> bool:
     """Return whether both are missing, or equal to the last bit."""
     return a is b is None or (a is not None and b is not None and a.digest == b.digest)
+
+
+def is_count_of_calls(path: str, kinds: Mapping[str, str]) -> bool:
+    """Return whether torch's schedulers keep the value for a warning alone.
+
+    A scheduler that is made anew with `last_epoch` is right without it.
+    """
+    return path.endswith(_CALLS) and kind_of_path(path, kinds) == "scheduler"
 
 
 def kind_of_path(

@@ -90,6 +90,7 @@ class CheckedLoop:
         patience: seconds without a new step after which a launch counts as hung.
         captured: the steps after which the state is captured, in addition to the last one.
         every_save: whether to capture it at each save as well.
+        is_later: whether the next launch is not the run's first.
     """
 
     target: str
@@ -100,6 +101,7 @@ class CheckedLoop:
     on_line: Callable[[str], None]
     captured: tuple[int, ...] = ()
     every_save: bool = False
+    is_later: bool = False
 
     def closer(self, captured: Iterable[int]) -> CheckedLoop:
         """Return the same loop with the state captured after these steps and at every save."""
@@ -154,6 +156,7 @@ class CheckedLoop:
             str(kill) if kill else None,
             self.captured,
             self.every_save,
+            self.is_later,
         )
 
     def _scratch(self) -> Path:

@@ -26,9 +26,9 @@ def capture_before(whole: RankHistory, then: Taken) -> Taken | None:
 
 def beginnings(whole: RankHistory, here: RankHistory, begun: int) -> tuple[Taken, Taken] | None:
     """Return both runs' states at the first step: right before its forward pass, or else when it was observed."""
-    for at, step in (("forward", begun - 1), ("step", begun), ("end", begun)):
-        # After a restore the first one is the first step's, whatever the number of the checkpoint.
-        then, before = capture_of(whole, at, step), capture_of(here, at, None if at == "forward" else step)
-        if then is not None and before is not None:
-            return then, before
-    return None
+    # After a restore the first one is the first step's, whatever the number of the checkpoint.
+    restored = here.begun is None or capture_of(here, "loaded") is not None
+    first = capture_of(here, "forward") if restored else here.begun
+    pairs = [(capture_of(whole, "forward", begun - 1), first)]
+    pairs += [(capture_of(whole, at, begun), capture_of(here, at, begun)) for at in ("step", "end")]
+    return next(((then, before) for then, before in pairs if then is not None and before is not None), None)

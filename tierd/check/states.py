@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from typing import Any
 
+from tierd.check.carried import carried
 from tierd.check.history import Taken
 from tierd.check.insides import global_generators, held_generators, insides
 from tierd.check.leaves import ValueLeaf, leaves
@@ -87,6 +88,7 @@ class States:
             order_digests(objects.orders),
             users_names(named(self._places, objects), objects.owned),
             sorted(owned),
+            carried=carried(),
         )
 
     def take_gradients(self, step: int) -> Taken:

@@ -1,0 +1,258 @@
+"""Causes in loops whose load or save tierd does not see, and values that the first batch overwrites."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import torch
+
+from tierd.check import check_resume
+from tierd.check.carried import carried_in, name_of
+from tierd.check.evidence import evidence
+from tierd.check.history import History, Observation, RankHistory, Taken
+from tierd.check.leaves import ValueLeaf
+from tierd.check.passes import Passes
+
+KINDS = {"Net": "weights", 'Net["mean"]': "buffers", "Adam": "optimizer", "StepLR": "scheduler", "_Progress": "state"}
+RATE = 'Adam["param_groups"][0]["lr"]'
+
+
+def leaf(value: object) -> ValueLeaf:
+    if isinstance(value, str):  # stands for a tensor
+        return ValueLeaf(value, "float32 (4, 6)", 24, (float(sum(map(ord, value))),))
+    return ValueLeaf(str(value), str(value), len(value) if isinstance(value, list) else None)
+
+
+def at(step: int, moment: str, saved: bool | None = None, **values: object) -> Taken:
+    """A capture of objects beside the state, and of own values, of which `carried` has the names that go on."""
+    carried = values.pop("carried", [])
+    own = {
+        path: msgspec.structs.replace(leaf(one), saved=saved)
+        for path, one in values.items()
+        if not path.startswith(tuple(KINDS))
+    }
+    beside = {path: leaf(one) for path, one in values.items() if path not in own}
+    return Taken(step, moment, {}, beside, own, KINDS, owned=sorted(own), carried=carried)
+
+
+def found(
+    what: str, begun: Taken, then: list[Taken], before: Taken | None, killed: tuple[Taken, ...] = ()
+) -> list[tuple[str, str]]:
+    """The causes that are named; `before` is the resumed launch before its first forward pass, if nothing was seen."""
+
+    def rank(first: int, taken: list[Taken], begun: Taken | None) -> RankHistory:
+        return RankHistory({step: Observation(step, (step,)) for step in range(first, 9)}, taken=taken, begun=begun)
+
+    histories = History([[rank(1, then, begun)]]), History([[rank(1, [], begun)], [rank(5, [*killed], before)]])
+    return [(one.kind, one.path) for one in evidence(*histories, 0, 2, what)]
+
+
+def unseen(what: str, first: dict[str, object], whole: dict[str, object], killed: dict[str, object], **more: object):
+    """The causes where a launch begins with step 5 and these values, by a load of the loop's own."""
+    both = [at(4, "step", **whole, **more), at(4, "forward", **whole, **more)]
+    return found(what, at(-1, "forward", **first, **more), both, at(-1, "forward", **killed, **more))
+
+
+@pytest.mark.parametrize(
+    ("loop", "kind", "path"),
+    [
+        ("right", "", ""),
+        ("without_weights", "weights", '["0.weight"]'),
+        ("without_moments", "optimizer", '["state"]'),
+        ("without_margin", "state", "right() margin"),
+    ],
+)
+def test_loops_that_load_by_hand_are_judged_before_their_first_forward_pass(loop: str, kind: str, path: str):
+    report = check_resume(f"support.own_loads:{loop}", steps=12, kill_at=(8,))
+    assert report.ok is not bool(kind), str(report)
+    assert {one.kind for one in report.causes} == ({kind} if kind else set())
+    assert path in " ".join(one.says for one in report.causes)
+
+
+# -- objects that a load fills -----------------------------------------------------------------------------------------
+
+
+def test_weights_and_moments_that_no_load_filled_are_named():
+    """Keys with another prefix and `strict=False`; a hook that throws the optimizer's states away."""
+    whole = {'Net["0.weight"]': "trained", 'Adam["state"]': [1, 2]}
+    fresh = {'Net["0.weight"]': "drawn", 'Adam["state"]': []}
+    assert unseen("first loss", fresh, whole, {**whole, 'Net["0.weight"]': "drawn"}) == [("weights", 'Net["0.weight"]')]
+    assert unseen("later loss", fresh, whole, {**whole, 'Adam["state"]': []}) == [("optimizer", 'Adam["state"]')]
+    assert unseen("first loss", {}, {'Net["mean"]': "m"}, {'Net["mean"]': "zero"}) == [("buffers", 'Net["mean"]')]
+
+
+def test_schedule_of_other_arguments_is_named_after_an_unrecorded_load():
+    first, restored = at(-1, "forward", **{RATE: 0.0}), at(-1, "forward", **{RATE: 0.4})
+    whole = [at(4, "step", **{RATE: 0.4}), at(4, "forward", **{RATE: 0.4}), at(5, "step", **{RATE: 0.5})]
+    assert found("later loss", first, whole, restored, (at(5, "step", **{RATE: 0.3}),)) == [("scheduler", RATE)]
+    assert found("later loss", first, whole, restored, (at(5, "step", **{RATE: 0.5}),)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "then", "now"),
+    [
+        ('StepLR["_step_count"]', 5, 1),  # a scheduler that is made anew with last_epoch
+        ('StepLR["_is_initial"]', False, True),
+        ('_Progress["total"]', 4, 2),  # a framework's own counters
+        ("Net.last", "seen", "other"),  # a tensor for a log
+    ],
+)
+def test_values_that_differ_in_correct_resumes_are_no_cause(path: str, then: object, now: object):
+    for what in ("first loss", "later loss", "state"):
+        assert unseen(what, {path: 0}, {path: then}, {path: now}) == []
+
+
+# -- values that begin anew --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "first", "then"),
+    [
+        ("main() margin", 0.2, 0.6),
+        ("main() labelled", [1], [1, 2, 3]),
+        ("Curriculum.level", 1, 4),
+        ("train.BETA", 0.1, 0.9),
+        ('Teacher.weights["0.weight"]', "drawn", "averaged"),
+    ],
+)
+@pytest.mark.parametrize("what", ["samples", "first loss", "later loss"])
+def test_a_value_that_is_carried_from_step_to_step_and_begins_anew_is_named(what, path, first, then):
+    assert unseen(what, {path: first}, {path: then}, {path: first}, carried=[name_of(path)]) == [("state", path)]
+
+
+def test_value_that_begins_anew_is_named_after_an_unrecorded_save():
+    """An adapter restores through tierd, and saves in another way."""
+    first, then = ({"main() pool": one, "carried": ["pool"]} for one in ([1], [1, 2]))
+    whole = [at(4, "step", **then), at(4, "forward", **then)]
+    killed = (at(4, "loaded", **first), at(4, "forward", **first))
+    assert found("samples", at(-1, "forward", **first), whole, None, killed) == [("state", "main() pool")]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "now", "carried"),
+    [
+        (0, 0, 4, ["value"]),  # the step to begin with
+        (0, 4, 3, ["value"]),  # restored otherwise than uninterrupted
+        (0, 4, 0, []),  # set before each read: the ids of a step, which are by chance those of the first
+    ],
+)
+def test_other_variables_that_differ_after_an_unseen_load_are_no_cause(first, then, now, carried):
+    for path in ("main() value", "Callback.value", "train.value"):
+        for what in ("samples", "first loss", "later loss", "state"):
+            assert unseen(what, {path: first}, {path: then}, {path: now}, carried=carried) == []
+
+
+# -- what the first batch overwrites -----------------------------------------------------------------------------------
+
+MIXED, WEIGHT = "MixUp.previous[0]", 'Net["0.weight"]'
+
+
+def overwritten(whole: list[object], carried: str = "previous", weight: str = "w"):
+    """The causes if the value was lost at the load, and is right again before the forward pass of step 5.
+
+    Args:
+        whole: the value before the uninterrupted run's forward passes of steps 1, 5 and 6.
+        weight: the killed run's weight before the forward pass of step 5.
+    """
+
+    def values(value: object) -> dict[str, object]:
+        return {"MixUp.previous": [value], MIXED: value, WEIGHT: "w", "carried": [carried]}
+
+    saved = at(4, "save", False, **values(whole[1]))
+    steps = [at(step, "forward", False, **values(value)) for step, value in zip((4, 5), whole[1:], strict=True)]
+    lost = at(4, "loaded", False, **{"MixUp.previous": None, WEIGHT: "w"}, carried=[carried])
+    killed = (lost, at(4, "forward", False, **{**values(whole[1]), WEIGHT: weight}))
+    return found("first loss", at(-1, "forward", **values(whole[0])), [saved, *steps], None, killed)
+
+
+def test_batch_that_a_later_batch_reads_is_named_though_it_is_right_again():
+    assert overwritten(["a", "b", "c"]) == [("not in the checkpoint", "MixUp.previous")]
+
+
+@pytest.mark.parametrize(
+    ("whole", "carried"),
+    [
+        (["a", "a", "a"], "previous"),  # a table that is worked out at its first use
+        (["a", "b", "b"], "previous"),  # a mask that is made again for batches of another size
+        (["a", "b", "c"], "count"),  # the last batch, which nothing reads before it is set
+        ([1.0, 2.0, 3.0], "previous"),  # a number, as a time or a size
+    ],
+)
+def test_tensor_that_no_later_batch_reads_is_no_cause(whole: list[object], carried: str):
+    assert overwritten(whole, carried=carried) == []
+
+
+def test_batch_that_was_lost_is_no_second_cause():
+    assert overwritten(["a", "b", "c"], weight="v") == [("weights", WEIGHT)]
+
+
+# -- names that carry values -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("for step in x:\n    y = f(margin)\n    margin = margin * 2", {"margin"}),
+        ("while go:\n    pool += more()", {"pool"}),
+        ("for step in x:\n    seen.append(step)\n    f(seen)", {"seen"}),
+        ("for step in x:\n    memory[step] = step\n    f(memory)", {"memory"}),
+        ("for step in x:\n    ema.mul_(0.9)\n    f(ema)", {"ema"}),
+        ("def call(self, x):\n    x = x + self.last\n    self.last = x", {"last"}),
+        ("def step():\n    global level\n    level = level + 1", {"level"}),
+        ("for step in x:\n    loss = f(step)\n    loss.backward()", set()),
+        ("for step in range(start, 9):\n    start = 0", set()),
+        ("for step in x:\n    ids = [i for i in step]\n    f(ids)", set()),
+        ("def call(self, x):\n    self.last = x\n    return self.last", set()),
+        ("def __init__(self, model):\n    self.model = model", set()),
+        ("def call(self, x):\n    loss = x\n    return loss", set()),
+    ],
+)
+def test_names_that_carry_a_value_from_step_to_step(source: str, names: set[str]):
+    assert carried_in(source) == names
+
+
+# -- when a launch begins ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watched() -> Iterator[list[str]]:
+    """What `Passes` calls back in this process: a load arms the next forward pass, as in a launch's first step."""
+    module = torch.nn.modules.module
+    before = torch.nn.Module.load_state_dict, torch.optim.Optimizer.load_state_dict, torch.autograd.backward
+    hooks = dict(module._global_forward_pre_hooks)
+    calls: list[str] = []
+
+    def load() -> None:
+        passes.forward = -1
+
+    passes = Passes(lambda step: calls.append(f"forward {step}"), lambda step: None, load)
+    passes.install()
+    passes.forward = -1
+    yield calls
+    torch.nn.Module.load_state_dict, torch.optim.Optimizer.load_state_dict, torch.autograd.backward = before
+    module._global_forward_pre_hooks.clear()
+    module._global_forward_pre_hooks.update(hooks)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_a_launch_begins_at_the_first_forward_pass_after_the_last_load(watched: list[str]):
+    model, x = torch.nn.Linear(2, 1), torch.ones(1, 2)
+    with torch.no_grad():
+        model(x)
+    assert watched == []
+    torch.jit.trace(model, x)
+    assert watched == []
+    model(x)
+    model.load_state_dict(model.state_dict())
+    loss = model(x).sum()
+    assert watched == ["forward -1", "forward -1"]
+    loss.backward()
+    model.load_state_dict(model.state_dict())  # as of a target network, after the backward pass of a step
+    model(x)
+    assert len(watched) == 2
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.load_state_dict(optimizer.state_dict())  # as after a search of the learning rate
+    model(x)
+    assert len(watched) == 3

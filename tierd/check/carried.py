@@ -1,0 +1,152 @@
+"""Find the names by which a user's code carries a value from one step to the next.
+
+A variable is carried if the body of a loop reads it before it sets it; an attribute, or a variable of another scope, if
+a function does. What is set before each read follows from other values, and so is no state.
+
+Invariant: code is read and never run. Branches count in the order of the text, and equal names of different scopes are
+one.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+from tierd.check.places import users_modules
+
+_CHANGE = frozenset({"append", "appendleft", "extend", "add", "update", "clear", "pop", "popleft", "insert", "remove"})
+
+
+def carried() -> list[str]:
+    """Return the names of variables and attributes in the user's modules that carry values between steps."""
+    return list(_carried(frozenset(str(module.__file__) for module in users_modules())))
+
+
+def name_of(path: str) -> str:
+    """Return the variable or the attribute in which the value at `path` is."""
+    return path.split("[")[0].replace(" ", ".").rsplit(".", 1)[-1]
+
+
+@lru_cache(maxsize=16)
+def _carried(files: frozenset[str]) -> tuple[str, ...]:
+    return tuple(sorted({name for file in files for name in _of_file(file)}))
+
+
+@lru_cache(maxsize=256)
+def _of_file(file: str) -> frozenset[str]:
+    try:
+        return carried_in(Path(file).read_text())
+    except (OSError, SyntaxError, ValueError, RecursionError):  # no source, so that nothing is known to be carried
+        return frozenset()
+
+
+def carried_in(source: str) -> frozenset[str]:
+    """Return the names that carry values between steps in a source text."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.While):
+            found |= _Order(node.test, *node.body).carried
+        elif isinstance(node, ast.For | ast.AsyncFor):
+            found |= _Order(node.target, *node.body).carried
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            scopes = [inner for inner in ast.walk(node) if isinstance(inner, ast.Global | ast.Nonlocal)]
+            outer = {name for scope in scopes for name in scope.names}
+            found |= {name for name in _Order(*node.body).carried if name in outer or name[0] == "."}
+    return frozenset(name.removeprefix(".") for name in found)
+
+
+class _Order(ast.NodeVisitor):
+    """Records whether each name is read or set first, as the code is run; attributes begin with a point."""
+
+    def __init__(self, *nodes: ast.AST) -> None:
+        self._first: dict[str, str] = {}
+        self._set: set[str] = set()
+        self._changed: set[str] = set()  # in part
+        self._read: set[str] = set()
+        self._all(nodes)
+
+    @property
+    def carried(self) -> set[str]:
+        read_first = {name for name, how in self._first.items() if how == "read"}
+        return read_first & (self._set | (self._changed & self._read))
+
+    def _all(self, nodes: Iterable[ast.AST]) -> None:
+        for node in nodes:
+            self.visit(node)
+
+    def _name(self, name: str, context: ast.expr_context) -> None:
+        self._first.setdefault(name, "read" if isinstance(context, ast.Load) else "set")
+        (self._read if isinstance(context, ast.Load) else self._set).add(name)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self._name(node.id, node.ctx)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self.visit(node.value)
+        self._name(f".{node.attr}", node.ctx)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        self.visit(node.slice)
+        if isinstance(node.ctx, ast.Load):
+            self.visit(node.value)
+        else:
+            self._change(node.value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Attribute) and (node.func.attr in _CHANGE or node.func.attr[-1:] == "_"):
+            self._change(node.func.value)
+        else:
+            self.visit(node.func)
+        self._all([*node.args, *node.keywords])
+
+    def _change(self, node: ast.expr, whole: bool = False) -> None:
+        """Visit what is changed in part, so that its rest stays from the step before, or by its own value."""
+        while isinstance(node, ast.Subscript):
+            self.visit(node.slice)
+            node = node.value
+        if isinstance(node, ast.Attribute):
+            self.visit(node.value)
+        elif not isinstance(node, ast.Name):
+            self.visit(node)
+            return
+        name = f".{node.attr}" if isinstance(node, ast.Attribute) else node.id
+        self._first.setdefault(name, "read")
+        self._changed.add(name)
+        if whole:
+            self._set.add(name)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self._all([node.value, *node.targets])
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self._all([one for one in (node.value, node.target) if one is not None])
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self.visit(node.value)
+        self._change(node.target, whole=True)
+
+    def _for(self, node: ast.For | ast.AsyncFor) -> None:
+        self._all([node.iter, node.target, *node.body, *node.orelse])
+
+    def visit_For(self, node: ast.For) -> None:
+        self._for(node)
+
+    def visit_AsyncFor(self, node: ast.AsyncFor) -> None:
+        self._for(node)
+
+    def visit_ListComp(self, node: ast.ListComp) -> None:
+        self._all([*node.generators, node.elt])
+
+    def visit_SetComp(self, node: ast.SetComp) -> None:
+        self._all([*node.generators, node.elt])
+
+    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> None:
+        self._all([*node.generators, node.elt])
+
+    def visit_DictComp(self, node: ast.DictComp) -> None:
+        self._all([*node.generators, node.key, node.value])
+
+    def visit_comprehension(self, node: ast.comprehension) -> None:
+        self._all([node.iter, node.target, *node.ifs])
