@@ -16,6 +16,7 @@ from tierd.check.leaves import ValueLeaf
 from tierd.check.passes import Passes
 
 KINDS = {"Net": "weights", 'Net["mean"]': "buffers", "Adam": "optimizer", "StepLR": "scheduler", "_Progress": "state"}
+LOADER = "DataLoader of Rows (40 items)"
 RATE = 'Adam["param_groups"][0]["lr"]'
 
 
@@ -142,6 +143,29 @@ def test_other_variables_that_differ_after_an_unseen_load_are_no_cause(first, th
     for path in ("main() value", "Callback.value", "train.value"):
         for what in ("samples", "first loss", "later loss", "state"):
             assert unseen(what, {path: first}, {path: then}, {path: now}, carried=carried) == []
+
+
+def test_variable_is_no_second_cause_of_other_samples():
+    """The count of steps was lost as well, but the loader's position explains the samples."""
+    path = f"{LOADER}: batches read"
+    first, whole, killed = (
+        msgspec.structs.replace(
+            at(step, "forward", **{"main() count": count}, carried=["count"]), loaders={path: leaf(read)}
+        )
+        for step, count, read in ((-1, 0, 1), (4, 4, 5), (-1, 0, 1))
+    )
+    assert found("samples", first, [at(4, "step"), whole], killed) == [("position", path)]
+
+
+@pytest.mark.parametrize(
+    ("path", "named"), [(f"Start of the {LOADER}.start", False), (f"Rows of the {LOADER}.scale", True)]
+)
+def test_sampler_that_the_loop_gives_the_position_explains_no_loss(path: str, named: bool):
+    first, whole, killed = (
+        msgspec.structs.replace(at(step, "forward"), loaders={path: leaf(value)})
+        for step, value in ((-1, 0), (4, 0), (-1, 48))
+    )
+    assert found("first loss", first, [at(4, "step"), whole], killed) == ([("data", path)] if named else [])
 
 
 # -- what the first batch overwrites -----------------------------------------------------------------------------------

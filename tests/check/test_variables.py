@@ -48,12 +48,16 @@ class Loop:
     def __init__(self):
         self.logged_total = self.factor = 0.0
         self.logged_losses = []
+        self.logged_calls = 0
     def step(self, loss, logger):
         self.logged_total += loss.item()
         self.logged_losses.append(loss.item())
         logged_mean = self.logged_total / len(self.logged_losses)
         print(f"{logged_mean}")
         logger.add_scalar("loss", logged_mean, len(self.logged_losses))
+        self.logged_calls += 1
+        if self.logged_calls % 5 == 0:
+            print("five more")
         self.factor = 0.9 * self.factor + loss
         return loss * self.factor * BETA * WINDOW["size"] * Config.temperature * WEIGHTS.sum() * next(numbers)
 
@@ -172,7 +176,7 @@ def test_the_saved_state_and_large_tensors_are_left_out():
 def test_sums_that_only_a_log_has_are_left_out_and_those_that_training_uses_are_not(users):
     found = set(owned_leaves([users.loop], known=True))
     assert "Loop.factor" in found and not {"Loop.logged_total", "Loop.logged_losses"} & found
-    assert {"logged_total", "logged_losses", "logged_mean"} <= only_logged() and not {
+    assert {"logged_total", "logged_losses", "logged_mean", "logged_calls"} <= only_logged() and not {
         "factor",
         "BETA",
         "level",

@@ -181,7 +181,7 @@ class Comparison:
         """
         if self._at_save or self._is_late or self._is_loaded(path, kind):
             return False
-        is_carried = name_of(path) in self._carried or (kind in DATA and not self._is_weak(path))
+        is_carried = name_of(path) in self._carried
         return is_carried and path in self._initial and same(self._initial[path], self._got[path])
 
     def _was_there(self, path: str) -> bool:

@@ -67,6 +67,8 @@ def evidence(again: History, killed: History, rank: int, launch: int, what: str)
     found += loader_findings(then, before, begun, what)
     if what == "samples" and saved is not None and loaded is not None:
         found += filled_again(saved, loaded, then, before, begun)
+    if what != "samples" and saved is None:  # right samples, so that the loop gave the position to another object
+        found = [one for one in found if one.kind not in DATA - {"data", "buffer"}]
     if what != "samples" and saved is not None and (early := _saved_early(whole, saved, begun)):
         return [early]
     if what in ("later loss", "state") and saved is not None and loaded is not None:
@@ -82,6 +84,8 @@ def evidence(again: History, killed: History, rank: int, launch: int, what: str)
     if what == "first loss" and not known:
         batches = [one for one in (whole.begun, *whole.taken) if one is not None and one.at == "forward"]
         known = [finding for finding in comparison.overwritten(batches) if finding.path not in shaky]
+    if saved is None and what == "samples" and known and known[0].kind in DATA:
+        known = [finding for finding in known if not finding.weak]
     # Gradients follow from any stronger cause.
     known = [finding for finding in known if finding.kind != "gradients" or known[0].kind == "gradients"]
     names = before.names | then.names

@@ -21,7 +21,9 @@ import xxhash
 from tierd.check.history import CUDA, NUMPY, PYTHON, TORCH
 from tierd.check.leaves import ValueLeaf, is_generator, leaf_of, run_of
 from tierd.check.objects import LiveObjects, is_data
+from tierd.check.owned import is_own_class
 from tierd.check.places import is_users, users_frames
+from tierd.check.usage import only_logged
 
 _MOST = 2000  # leaves in one capture, at most
 _DEEPEST = 12
@@ -189,7 +191,8 @@ def _walk(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[s
         if isinstance(value, GeneratorType):
             inside = dict(value.gi_frame.f_locals) if value.gi_frame is not None else {}
         else:
-            inside = dict(getattr(value, "__dict__", {}))
+            logged = only_logged() if is_own_class(type(value)) else frozenset()
+            inside = {name: one for name, one in getattr(value, "__dict__", {}).copy().items() if name not in logged}
         for name, inner in inside.items():
             yield from _walk(inner, f"{path}.{name}", seen, depth + 1)
 

@@ -42,8 +42,8 @@ def loader_findings(then: Taken, before: Taken, begun: int, what: str) -> Iterat
             continue
         kind = "generator" if was.text.startswith("generator") else data_kind(path, was, now)
         # Right samples were drawn in the right order, so that only a dataset's attributes and generators may explain a
-        # loss.
-        if what == "samples" or kind == "data" or (kind == "generator" and _OF_DATASET.match(path)):
+        # loss. A sampler may begin elsewhere, because the loop gives it the position.
+        if what == "samples" or (kind in ("data", "generator") and _OF_DATASET.match(path)):
             ours, theirs = both_texts(now, was)
             yield StateFinding(
                 kind, path, f"{path}: {ours} {moment}, {theirs} uninterrupted", moved=kind == "generator"

@@ -64,9 +64,16 @@ class _Reads(ast.NodeVisitor):
         else:
             self._values([node.func, *arguments], None)
 
+    def visit_If(self, node: ast.If) -> None:
+        if all(map(_is_log, [*node.body, *node.orelse])):  # what decides when to log is in no more than a log
+            self._values([node.test], set())
+            self._values([*node.body, *node.orelse], self._targets)
+        else:
+            self.generic_visit(node)
+
     def visit_Expr(self, node: ast.Expr) -> None:
         call = node.value
-        if isinstance(call, ast.Call) and _last(call.func) in _LOGS | _LOGS_TOO:
+        if isinstance(call, ast.Call) and _is_log(node):
             self._values([*call.args, *call.keywords], set())
         elif isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _COLLECT:
             name = _last(call.func.value)
@@ -96,6 +103,11 @@ class _Reads(ast.NodeVisitor):
             while isinstance(target, ast.Subscript | ast.Attribute):  # which item, and of which object
                 self._values([target.slice] if isinstance(target, ast.Subscript) else [], None)
                 target = target.value
+
+
+def _is_log(node: ast.stmt) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(call, ast.Call) and _last(call.func) in _LOGS | _LOGS_TOO
 
 
 def _parts(target: ast.expr) -> list[ast.expr]:
