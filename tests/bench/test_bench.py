@@ -161,6 +161,12 @@ def test_advise_reads_the_cost_of_tierds_overlapped_save():
     assert measured_cost(result.sizes) is None
 
 
+def test_advise_reads_the_cost_of_the_largest_state_that_was_measured():
+    sizes = [*made_up(0.25).sizes, *made_up(1.0).sizes]
+    assert {measured_cost(order).state_bytes for order in (sizes, sizes[::-1])} == {sizes[1].state_bytes}
+    assert sizes[0].state_bytes < sizes[1].state_bytes
+
+
 # -- what is written ---------------------------------------------------------------------------------------------------
 
 

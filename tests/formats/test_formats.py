@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,6 +149,18 @@ def test_every_flipped_bit_of_content_is_detected() -> None:
                 error = verdict("model.pt", changed)
                 assert isinstance(error, Damaged), place
                 assert error.offset == begin and one.filename in error.reason
+
+
+@pytest.mark.parametrize(("behind", "is_right"), [(b"", True), (b"left over", False)])
+def test_bytes_behind_the_end_of_a_deflated_record_are_damage(behind: bytes, is_right: bool) -> None:
+    """The record's size and CRC-32 are right, and its writer wrote no more."""
+    packer, content = zlib.compressobj(wbits=-zlib.MAX_WBITS), b"x" * 100
+    packed = packer.compress(content) + packer.flush() + behind
+    about = struct.pack("<HHHHH3I", 20, 0, 8, 0, 33, zlib.crc32(content), len(packed), len(content))
+    record = b"PK\3\4" + about + struct.pack("<HH", 1, 0) + b"a" + packed
+    entry = b"PK\1\2" + struct.pack("<H", 20) + about + struct.pack("<5H2I", 1, 0, 0, 0, 0, 0, 0) + b"a"
+    end = b"PK\5\6" + struct.pack("<4H2IH", 0, 0, 1, 1, len(entry), len(record), 0)
+    assert is_sound("model.pt", record + entry + end) == is_right
 
 
 def test_records_without_a_crc_are_reported_and_not_refused() -> None:

@@ -131,6 +131,26 @@ def test_nothing_begins_before_the_place_wants_to_be_asked_again() -> None:
     asyncio.run(work())
 
 
+def test_later_refusal_without_a_time_ends_no_wait_that_the_place_asked_for() -> None:
+    async def work() -> None:
+        window = Window(clock=lambda: 0.0, rng=lambda: 0.0)
+
+        async def refused(wait_s: float, after: asyncio.Event | None) -> None:
+            with pytest.raises(StoreThrottled):
+                async with window.request():
+                    await (after.wait() if after else asyncio.sleep(0))
+                    raise StoreThrottled("SlowDown", wait_s)
+
+        later = asyncio.Event()
+        waiting = asyncio.ensure_future(refused(0.0, later))
+        await refused(7.0, None)
+        later.set()
+        await waiting
+        assert window.closed_s == 7.0
+
+    asyncio.run(work())
+
+
 async def narrow() -> Window:
     """A window that lets one request in, because the server has refused another."""
     now = 0.0

@@ -52,6 +52,20 @@ def test_a_pin_waits_for_a_prune_that_may_not_see_it(spool, deletes):
     asyncio.run(work())
 
 
+@pytest.mark.parametrize("first_has_it", [True, False])
+def test_pin_is_kept_where_any_tier_has_the_checkpoint(spool, first_has_it):
+    async def work():
+        has, lacks = Double(), Double()
+        commit(spool, part(1))
+        await converge(spool, {"tier": has})
+        spool.remove([part(1)])
+        await pin(spool, [has, lacks] if first_has_it else [lacks, has], part(1).checkpoint, QUICK)
+        assert all(pin_key(part(1).checkpoint) in store.inner.objects for store in (has, lacks))
+        assert part(1).checkpoint in spool.pins()
+
+    asyncio.run(work())
+
+
 def test_a_copy_in_the_spool_is_enough(spool):
     async def work():
         store = Double()

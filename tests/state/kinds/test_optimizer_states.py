@@ -273,6 +273,25 @@ def test_an_optimizer_with_a_hook_of_its_own_adapts_the_state_itself():
     assert alike(list(moments(restored, fresh).values()), list(moments(saved, own).values()))
 
 
+def test_state_is_not_reordered_for_an_optimizer_whose_hook_does_that():
+    """torch passes the state to the hook as it was saved, in the order of that time."""
+    saved, own = named(SHAPES)
+    stepped(saved)
+    restored, fresh = named(OTHER, parameters())
+    given = []
+
+    def reordered(optimizer, state):
+        given.append(list(state["param_groups"][0]["param_names"]))
+        places = [given[0].index(name) for name in OTHER]
+        state["state"] = {at: state["state"][place] for at, place in enumerate(places)}
+        state["param_groups"][0]["param_names"] = list(OTHER)
+
+    restored.register_load_state_dict_pre_hook(reordered)
+    load({"o": restored}, through({"o": saved}))
+    assert given == [list(SHAPES)]
+    assert all(alike(moments(restored, fresh)[name], moments(saved, own)[name]) for name in SHAPES)
+
+
 def test_state_dict_whose_parameters_are_in_another_order_is_refused():
     saved, _ = named(("a.bias", "b.bias"))
     restored, _ = named(("b.bias", "a.bias"))

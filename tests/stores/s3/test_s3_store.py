@@ -88,6 +88,7 @@ def error(code: str, message: str = "as the test wants it") -> str:
         (403, "QuotaExceeded", StoreUnavailable, "full"),
         (507, "InsufficientStorage", StoreUnavailable, "full"),
         (500, "InternalError", StoreUnavailable, "InternalError 500"),
+        (500, "Whatever", StoreUnavailable, "Whatever 500"),
         (503, "SlowDown", StoreUnavailable, "SlowDown"),
         (503, "Whatever", StoreUnavailable, "Whatever 503"),
         (429, "TooManyRequests", StoreUnavailable, "429"),
