@@ -336,17 +336,39 @@ def test_daemon_is_notified_of_samples_that_repeat(spool):
         assert reported.why == "1 samples of step 7 came twice in epoch 0: 4"
 
 
+def corrupt_everywhere(spool, daemon, step: int) -> None:
+    corrupt(spool, step)
+    store = daemon.reconciler.stores["tier"]
+    for key, data in daemon.call(contents(store)).items():
+        if is_chunk(key) and f"{step:012}." in key:
+            daemon.call(store.put(key, flipped(data)))
+
+
+def test_older_quarantined_checkpoint_makes_no_restore_a_fallback(spool):
+    with Daemon(spool.root, {"tier": Double()}) as daemon:
+
+        def steps() -> list[int | None]:
+            return [event.step for event in daemon.reconciler.journal.events if event.what == "fell back"]
+
+        save(spool, 1, 2, 3, to=None)
+        daemon.settle()
+        corrupt_everywhere(spool, daemon, 2)
+        with pytest.raises(CheckpointNotFound):
+            resume(spool, to=None, step=2)
+        assert resume(spool, to=None)[0].step == 3
+        corrupt_everywhere(spool, daemon, 3)
+        assert resume(spool, to=None)[0].step == 1
+        wait_until(lambda: 1 in steps())
+        assert steps() == [1]
+
+
 def test_daemon_is_notified_of_checkpoints_that_a_restore_passed_over_and_of_saves_given_up(spool, monkeypatch):
     with Daemon(spool.root, {"tier": Double()}) as daemon:
         journal = daemon.reconciler.journal
         save(spool, 1, 2, to=None)
         daemon.settle()
         assert resume(spool, to=None)[0].step == 2 and "fell back" not in [event.what for event in journal.events]
-        corrupt(spool, 2)
-        store = daemon.reconciler.stores["tier"]
-        for key, data in daemon.call(contents(store)).items():
-            if is_chunk(key) and "000000000002." in key:
-                daemon.call(store.put(key, flipped(data)))
+        corrupt_everywhere(spool, daemon, 2)
         assert resume(spool, to=None)[0].step == 1
         wait_until(lambda: "fell back" in [event.what for event in journal.events])
         (reported,) = [event for event in journal.events if event.what == "fell back"]
