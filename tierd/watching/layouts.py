@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain
 
 from tierd.watching.completeness import (
     Directory,
@@ -48,23 +48,20 @@ from tierd.watching.programs import (
     TRAINER,
     UnitLayout,
 )
+from tierd.watching.saves_below import has_weights, holds_saves, is_checkpoint, is_of_run
 from tierd.watching.series import compare_nested, compare_series
 from tierd.watching.step_in_name import (
-    are_saves,
     counted_step,
     directory_step,
     is_log,
-    is_place_of_saves,
-    is_weights,
     names_beside,
-    says_of_run,
     step_in,
     steps_beside,
     updates_beside,
     without_numbers,
 )
 from tierd.watching.unit import WITHOUT_STEP, Unit
-from tierd.watching.unknown_names import is_usual, may_hold_state
+from tierd.watching.unknown_names import may_hold_state
 
 
 def units(listing: Listing) -> list[Unit]:
@@ -96,15 +93,15 @@ def _units_in(here: Directory) -> list[Unit]:
     for name in sorted(here.directories):
         child = Directory(joined(here.path, name), here.tree[joined(here.path, name)], here.listing, here.tree)
         claimed = claim(child)
-        if claimed is None and _is_whole(child):
+        if claimed is None and is_checkpoint(child):
             claimed = Claim(DIRECTORY, None)
         if claimed is not None:
             own.append(_unit_in(child, claimed))
             continue
         step = _step_beside(own, name)
-        if step is None and (counted := counted_step(name)) is not None and not _holds_saves(child):
+        if step is None and (counted := counted_step(name)) is not None and not holds_saves(child):
             step = counted
-        if name in parts or (step is not None and _has_weights(child)):
+        if name in parts or (step is not None and has_weights(child)):
             own.append(replace(_unit_in(child, Claim(DIRECTORY, None)), step=step))
             continue
         found = _units_in(child)
@@ -163,83 +160,6 @@ def _is_of_step_beside(here: Directory, units: Sequence[Unit]) -> bool:
     return step_in(here.name) in {unit.step for unit in units} - {None} and any(map(may_hold_state, files))
 
 
-def _is_whole(here: Directory) -> bool:
-    """Whether a directory whose name has a step is a checkpoint, and not a place of checkpoints of other steps."""
-    step = directory_step(here.name)
-    if step is None or _is_of_run(here):
-        return False
-    inside, outside = _steps_below(here, step)
-    return bool(outside) or (not inside and _has_weights(here))
-
-
-def _is_of_run(here: Directory) -> bool:
-    """Whether a directory whose name is nothing but a number is of a run, as its seed or job, and holds its saves."""
-    if not here.name.isdecimal():
-        return False
-    names = (path.rpartition("/")[2] for path, _ in below(here.tree, here.path))
-    is_place = any(step_in(name) is None and says_of_run(name, here.name) for name in names)
-    return is_place or _holds_saves(here) or _is_of_seed(here)
-
-
-def _is_of_seed(here: Directory) -> bool:
-    """Whether a directory and those with a number beside it have one save each, whose steps do not grow with it.
-
-    GraphGym's are `0/ckpt/399.ckpt` and `1/ckpt/399.ckpt`.
-    """
-    if _step_inside(here) is None:
-        return False
-    names = here.tree[here.parent]
-    numbers = sorted((name for name in names if name.isdecimal() and names[name].kind == "directory"), key=int)
-    at = numbers.index(here.name)
-    near = (joined(here.parent, name) for name in numbers[max(at - _NEAR, 0) : at + _NEAR])
-    steps = [_step_inside(Directory(path, here.tree[path], here.listing, here.tree)) for path in near]
-    return len(steps) > 1 and not all(first and second and first < second for first, second in pairwise(steps))
-
-
-def _step_inside(here: Directory) -> int | None:
-    """Return the only step of the files of weights below a directory, if it is larger than the directory's number."""
-    names = (path.rpartition("/")[2] for path, _ in below(here.tree, here.path))
-    steps = {step for name in names if is_weights(name) and (step := step_in(name)) is not None}
-    return next((step for step in steps if step > int(here.name)), None) if len(steps) == 1 else None
-
-
-_NEAR = 4  # directories beside one that are compared with it
-
-
-def _holds_saves(here: Directory) -> bool:
-    inner = [child for name in here.directories if (child := here.child(name)) and _has_weights(child)]
-    stepped = {child.name: step for child in inner if (step := directory_step(child.name)) is not None}
-    if len({step for name, step in stepped.items() if not name.isdecimal()}) > 1:
-        return True
-    if are_saves(filter(is_weights, here.candidates)) or are_saves(child.name for child in inner):
-        return True
-    return any(is_place_of_saves(child.name) or (claim(child) is None and _holds_saves(child)) for child in inner)
-
-
-def _steps_below(here: Directory, step: int) -> tuple[bool, bool]:
-    """Return whether directories of other steps lie below, and whether weights lie below outside of them."""
-    inside = outside = False
-    for name, entry in here.names.items():
-        if is_temporary(name):
-            continue
-        child = here.child(name) if entry.kind == "directory" else None
-        if child is None:
-            outside = outside or (entry.kind == "file" and is_weights(name))
-        elif directory_step(name) not in (None, step) and _has_weights(child):
-            inside = True
-        else:
-            more = _steps_below(child, step)
-            inside, outside = inside or more[0], outside or more[1]
-    return inside, outside
-
-
-def _has_weights(here: Directory) -> bool:
-    inside = (path[len(here.path) + 1 :].split("/") for path, _ in below(here.tree, here.path))
-    names = [pieces[-1] for pieces in inside if not any(map(is_temporary, pieces))]
-    # A word such as "step" says that it is a checkpoint, whatever its program writes.
-    return any(map(is_weights, names)) or not (here.name.isdecimal() or all(is_usual(name) for name in names))
-
-
 _MOST_UNKNOWN = 1000  # files; more are rather a data set
 
 
@@ -282,7 +202,7 @@ def _unit_in(here: Directory, claimed: Claim) -> Unit:
     )
     marked = None if begun else temporary_name(here.name)
     step = directory_step(final_name(here.name)) if layout is DIRECTORY else step_in(here.name)
-    if layout is DIRECTORY and _is_of_run(here):
+    if layout is DIRECTORY and is_of_run(here):
         step = None
     if marked:
         # Else it may be a person's own directory, or of a program that calls its final ones so.
