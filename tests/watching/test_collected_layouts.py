@@ -205,3 +205,12 @@ def test_final_file_of_each_seed_is_restored(home: Home, capsys) -> None:
     shutil.rmtree(home.root)
     home.prepare(capsys)
     assert {name: data for name, data in files(home.root).items() if "final" in name} == saved
+
+
+def test_numbers_of_shards_make_no_step_of_a_numbered_directory(home: Home) -> None:
+    """Seed 7501693 of the kind watched."""
+    names = ("actor/trainer.ckpt", *(f"shard-{number:05}-of-00003.bin" for number in range(3)))
+    for step in (2, 3):
+        saved = {f"epoch_1/{step:07}/{name}": pt(step, number) for number, name in enumerate(names)}
+        write(home.root, saved, 1_000_000 + step)
+    assert sorted(part.checkpoint.step for part in take(home.spool, home.root).parts) == [2, 3]

@@ -47,8 +47,10 @@ def _is_of_seed(here: Directory) -> bool:
     numbers = sorted((name for name in names if name.isdecimal() and names[name].kind == "directory"), key=int)
     at = numbers.index(here.name)
     near = (joined(here.parent, name) for name in numbers[max(at - _NEAR, 0) : at + _NEAR])
-    steps = [_step_inside(Directory(path, here.tree[path], here.listing, here.tree)) for path in near]
-    return len(steps) > 1 and not all(first and second and first < second for first, second in pairwise(steps))
+    beside = (Directory(path, here.tree[path], here.listing, here.tree) for path in near)
+    steps = [_step_inside(directory) for directory in beside if has_weights(directory)]
+    own = [step for step in steps if step is not None]
+    return len(own) == len(steps) > 1 and any(first >= second for first, second in pairwise(own))
 
 
 def _step_inside(here: Directory) -> int | None:

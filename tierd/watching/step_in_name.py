@@ -63,7 +63,7 @@ _ENDING = re.compile(r"(\.weights)?({}|\.gz)+$".format("|".join(map(re.escape, W
 RANK = re.compile(
     r"(?:[-_.]?(?:mp_|dp_|tp_|pp_|zero_pp_|fsdp_)?(?:global_|local_)?rank|[-_.]?world_size|[-_.]?shard|[-_.]?part"
     r"|[-_.]?(?:data|tensor|pipeline|expert)_parallel|[-_.]?gpu|[-_.]?worker)"
-    r"[-_=.]?(?:\d+|\*)(?:_of_\d+)?|[-_.]?\d+-of-\d+",
+    r"[-_=.]?(?:\d+|\*)(?:[-_]of[-_]\d+)?|[-_.]?\d+-of-\d+",
     re.IGNORECASE,
 )
 _DATE = re.compile(r"(?<!\d)(?:19|20)\d\d(?:-\d\d-\d\d|_\d\d_\d\d|(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01]))(?!\d)")
