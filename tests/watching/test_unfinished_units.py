@@ -269,6 +269,17 @@ def test_empty_file_of_weights_is_not_taken(root: Path, spool: Spool, name: str)
     assert len(take(spool, root).parts) == (1 if "." in name else 2)
 
 
+def test_empty_file_of_a_format_that_is_not_known_is_not_moved(home: Home, capsys) -> None:
+    """Seed 7701169 of the kind watched: killed when the file was opened. A program may also write it so."""
+    for step in (10, 20):
+        saved = {f"step_{step}/model.pt": pt(step), f"step_{step}/args.state": b"1" if step == 10 else b""}
+        write(home.root, saved, 1_000_000 + step)
+    home.taken()
+    before = files(home.root)
+    verdicts = {path: unit["verdict"] for path, unit in home.prepare(capsys).items()}
+    assert verdicts == {"step_10": "verified", "step_20": "unknown"} and files(home.root) == before
+
+
 def test_directory_below_a_temporary_name_is_of_no_checkpoint_without_a_step(root: Path) -> None:
     for step in (10, 20):
         write(root, {f"models/part_{step}/a/b/model.pt": pt(step)}, 1_000_000 + step)

@@ -169,10 +169,16 @@ def _inspected(
 
 
 def _check_alone(name: str, source: ByteSource) -> Sound:
-    """Check a file that no other one describes. Of weights nothing is empty, also in a format that is not known."""
-    if not source.size and name.endswith(WEIGHT_ENDINGS):
-        raise Damaged(0, "the file is empty")
-    return check_file(name, source)
+    """Check a file that no other one describes."""
+    try:
+        return check_file(name, source)
+    except NoFormat:
+        if not source.size and name.endswith(WEIGHT_ENDINGS):
+            raise Damaged(0, _EMPTY_WEIGHTS) from None
+        raise
+
+
+_EMPTY_WEIGHTS = "the file is empty, and its format is not known: its writing may have been cut"
 
 
 class _Inspection:
@@ -260,7 +266,7 @@ class _Inspection:
             # A JSON file of no known program may be lines of JSON, or a dialect, but not the beginning of a value.
             is_cut = error.reason.startswith(CUT)
             is_unknown = self._unit.layout in (DIRECTORY, OWN) and path.endswith(".json")
-            if is_unknown and error.reason == EMPTY:  # its writing was cut, but a program may also write it so
+            if error.reason == _EMPTY_WEIGHTS or (is_unknown and error.reason == EMPTY):  # a program may write it so
                 self._find(path, "unknown", error.reason, error.offset)
             elif is_unknown and not is_cut:
                 self.uncovered.append(Uncovered(path, str(error)))
