@@ -28,6 +28,8 @@ UNSEEN = (
     "| **unseen third drawing**, played once; none of its 10 correct loops was accused | 30 | 30 | 24 (80%) | 5 | 1 |",
     "| first half of the fourth drawing, when it was unseen; none of 8 correct loops | 20 | 20 | 13 (65%) | 6 | 1 |",
     "| **unseen half of the fourth drawing**, played after; none of 8 correct loops | 20 | 20 | 16 (80%) | 3 | 1 |",
+    "| **third and fourth drawings by today's rules**, 20 of the 70 unseen; none of 26 correct loops "
+    "| 70 | 70 | 65 (93%) | 4 | 1 |",
 )
 _WORDS = ("not in the checkpoint", "not deterministic", "save before the step", "never restored")
 
