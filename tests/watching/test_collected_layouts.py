@@ -207,6 +207,19 @@ def test_final_file_of_each_seed_is_restored(home: Home, capsys) -> None:
     assert {name: data for name, data in files(home.root).items() if "final" in name} == saved
 
 
+def test_best_file_beside_others_makes_no_seed_of_a_numbered_directory(home: Home, capsys) -> None:
+    for epoch in (1, 2, 3):
+        write(
+            home.root,
+            {f"{epoch}/{name}": pt(epoch, at) for at, name in enumerate(("net.pt", "best.pt"))},
+            1_000_000 + epoch,
+        )
+    home.taken()
+    shutil.rmtree(home.root)
+    assert {unit["step"] for unit in home.prepare(capsys).values()} == {3}
+    assert sorted(files(home.root)) == ["3/best.pt", "3/net.pt"]
+
+
 def test_numbers_of_shards_make_no_step_of_a_numbered_directory(home: Home) -> None:
     """Seed 7501693 of the kind watched."""
     names = ("actor/trainer.ckpt", *(f"shard-{number:05}-of-00003.bin" for number in range(3)))

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from posixpath import commonpath, dirname
+from posixpath import basename, commonpath, dirname
 from types import MappingProxyType
 
 import xxhash
@@ -28,7 +28,14 @@ import xxhash
 from tierd.core.ids import MAX_RUN, CheckpointId, is_attempt, next_attempt
 from tierd.core.planning.inventory import Inventory
 from tierd.watching.describe import Described
-from tierd.watching.step_in_name import counted_step, directory_step, says_of_run, without_launch, without_numbers
+from tierd.watching.step_in_name import (
+    are_ends_of_run,
+    counted_step,
+    directory_step,
+    says_of_run,
+    without_launch,
+    without_numbers,
+)
 
 NEVER = datetime(1, 1, 1, tzinfo=UTC)  # before any checkpoint was made
 _STEPLESS = ".stepless"
@@ -142,7 +149,7 @@ def _series_of(paths: tuple[str, ...]) -> str:
     home = commonpath([dirname(path) for path in paths])
     above = home.split("/") if home else []
     names = first.split("/")
-    steps = (at for at, name in enumerate(above) if _is_step(name) and not _is_of_run(names[at:]))
+    steps = (at for at, name in enumerate(above) if _is_step(name) and not _is_of_run(names[at:], paths))
     length = next(steps, len(above))
     return "/".join([*map(without_launch, names[:length]), without_numbers(names[length])])
 
@@ -151,9 +158,12 @@ def _is_step(name: str) -> bool:
     return directory_step(name) is not None or counted_step(name) is not None
 
 
-def _is_of_run(names: Sequence[str]) -> bool:
+def _is_of_run(names: Sequence[str], paths: Sequence[str]) -> bool:
     """Whether a directory of the path is one of a run, as its seed or job, by the names below it."""
-    return names[0].isdecimal() and any(says_of_run(name, names[0]) for name in names[1:])
+    if not names[0].isdecimal():
+        return False
+    are_ends = are_ends_of_run(map(basename, paths), names[0])
+    return are_ends or any(says_of_run(name, names[0]) for name in names[1:])
 
 
 def name_unit(

@@ -8,11 +8,11 @@ from tierd.watching.completeness import Directory, is_temporary
 from tierd.watching.directory_layouts import claim
 from tierd.watching.listing import below, joined
 from tierd.watching.step_in_name import (
+    are_ends_of_run,
     are_saves,
     directory_step,
     is_place_of_saves,
     is_weights,
-    says_of_run,
     step_in,
 )
 from tierd.watching.unknown_names import is_usual
@@ -32,8 +32,7 @@ def is_of_run(here: Directory) -> bool:
     if not here.name.isdecimal():
         return False
     names = (path.rpartition("/")[2] for path, _ in below(here.tree, here.path))
-    is_place = any(step_in(name) is None and says_of_run(name, here.name) for name in names)
-    return is_place or holds_saves(here) or _is_of_seed(here)
+    return are_ends_of_run(names, here.name) or holds_saves(here) or _is_of_seed(here)
 
 
 def _is_of_seed(here: Directory) -> bool:

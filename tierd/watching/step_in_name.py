@@ -251,7 +251,16 @@ def without_launch(name: str) -> str:
     return _LAUNCH.sub(lambda match: _ANY_NUMBER.sub("#", match[0]), name)
 
 
-_OF_A_RUN = re.compile(r"(?<![A-Za-z])(final|last|latest|best)(?![A-Za-z])", re.IGNORECASE)
+_ENDS = re.compile(r"(?<![A-Za-z])(final|last|latest|best)(?![A-Za-z])", re.IGNORECASE)
+
+
+def are_ends_of_run(names: Iterable[str], number: str) -> bool:
+    """Return whether all files of weights without a step, below a directory of this number, are a run's last or best.
+
+    Then the number is a seed's. From 1000 on it is a step, and so it is if other weights lie there.
+    """
+    ends = [_ENDS.search(name) is not None for name in names if is_weights(name) and step_in(name) is None]
+    return int(number) < 1000 and bool(ends) and all(ends)
 
 
 def says_of_run(name: str, number: str) -> bool:
@@ -260,7 +269,7 @@ def says_of_run(name: str, number: str) -> bool:
         return True
     step = step_in(name) if is_weights(name) else None
     if step is None:
-        return is_weights(name) and int(number) < 1000 and _OF_A_RUN.search(name) is not None
+        return False
     return (step >= 1000 and step != int(number)) or (_bare(name).isdecimal() and step > int(number))
 
 
