@@ -205,6 +205,7 @@ class _Trial:
         for step, state in states.items():
             paths = [path for path in before if self.program.step_of.get(path) == step]
             proven = any(path in self.program.torn and path.endswith(CHECKED) for path in paths)
+            proven |= all(path.rpartition("/")[2].startswith(".") for path in paths)  # as a temporary file
             gone = any(path not in after for path in paths)
             was_taken = any(self.judge.was_taken(path, None) for path in paths)
             if state == PARTIAL and gone and not (proven or flipped or was_taken):
