@@ -796,4 +796,4 @@ def test_calls_that_wait_when_the_store_is_closed_fail_and_cancel_nobody(tmp_pat
     results = asyncio.run(close_under_calls())
     failures = [result for result in results if isinstance(result, BaseException)]
     assert {type(failure) for failure in failures} <= {StoreUnavailable, ObjectNotFound}
-    assert isinstance(results[-1], StoreUnavailable) and isinstance(results[199], StoreUnavailable)
+    assert isinstance(results[-1], StoreUnavailable)  # of the others a busy machine may have answered all
