@@ -227,3 +227,13 @@ def test_numbers_of_shards_make_no_step_of_a_numbered_directory(home: Home) -> N
         saved = {f"epoch_1/{step:07}/{name}": pt(step, number) for number, name in enumerate(names)}
         write(home.root, saved, 1_000_000 + step)
     assert sorted(part.checkpoint.step for part in take(home.spool, home.root).parts) == [2, 3]
+
+
+def test_directory_with_the_name_of_a_pointer_is_taken_again(home: Home, capsys) -> None:
+    """Seed 8101019 of the kind watched."""
+    for number in (1, 2):
+        write(home.root, {"latest/model.pt": pt(number), "optimizer.pt": pt(number, 1)}, 1_000_000 + number)
+        home.taken()
+    shutil.rmtree(home.root)
+    home.prepare(capsys)
+    assert files(home.root) == {"latest/model.pt": pt(2), "optimizer.pt": pt(2, 1)}

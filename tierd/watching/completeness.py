@@ -135,8 +135,8 @@ def _first_missing(seen: Set[tuple[int, ...]], axes: Sequence[range], head: tupl
 def not_tracked(here: Directory, tracker: str) -> str | None:
     """Check that the tracker file next to a directory names this directory or one that was written later."""
     path = joined(here.parent, tracker)
-    text = here.listing.texts.get(path)
-    if text is None:
+    text, entry = here.listing.texts.get(path), here.listing.entries.get(path)
+    if text is None or entry is None:  # it may have been deleted since its text was read
         return f"{tracker} is not there"
     name = text.strip()
     own, named = step_in(here.name), step_in(name)
@@ -144,7 +144,7 @@ def not_tracked(here: Directory, tracker: str) -> str | None:
         return None
     if own is None or named is None:
         newest = max((entry.mtime_ns for _, entry in below(here.tree, here.path)), default=0)
-        if newest <= here.listing.entries[path].mtime_ns:
+        if newest <= entry.mtime_ns:
             return None
     return f"{tracker} names {name[:100]!a}"
 

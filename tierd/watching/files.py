@@ -103,13 +103,14 @@ class Tree:
         entries: dict[str, ListedEntry] = {}
         self.unreadable, self.unnamed = [], []
         self._list_below("", entries, kind)
-        listing = self._with_texts(entries)
         pointers: dict[str, set[str]] = {}  # the size tells a text from a file of weights with such a name
-        for directory, _, name in (path.rpartition("/") for path in entries if path.endswith(tuple(POINTERS))):
-            if name in POINTERS:
+        for path, entry in entries.items():
+            directory, _, name = path.rpartition("/")
+            if name in POINTERS and entry.kind == "file":
                 pointers.setdefault(directory, set()).add(name)
         for directory, names in pointers.items():
             self._complete(directory, names, entries)
+        listing = self._with_texts(entries)
         for directory, names in names_of_units(listing).items():
             self._complete(directory, names, entries)
         return listing
