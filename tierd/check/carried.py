@@ -12,16 +12,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 from functools import lru_cache
-from pathlib import Path
 
-from tierd.check.places import users_modules
+from tierd.check.places import read_source, users_files
+from tierd.check.usage import COLLECT
 
-_CHANGE = frozenset({"append", "appendleft", "extend", "add", "update", "clear", "pop", "popleft", "insert", "remove"})
+_CHANGE = COLLECT | {"pop", "popleft", "insert", "remove"}
 
 
 def carried() -> list[str]:
     """Return the names of variables and attributes in the user's modules that carry values between steps."""
-    return list(_carried(frozenset(str(module.__file__) for module in users_modules())))
+    return list(_carried(users_files()))
 
 
 def name_of(path: str) -> str:
@@ -36,25 +36,26 @@ def _carried(files: frozenset[str]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def _of_file(file: str) -> frozenset[str]:
-    try:
-        return carried_in(Path(file).read_text())
-    except (OSError, SyntaxError, ValueError, RecursionError):  # no source, so that nothing is known to be carried
-        return frozenset()
+    return read_source(file, _of_code, frozenset())  # without a source nothing is known to be carried
 
 
 def carried_in(source: str) -> frozenset[str]:
     """Return the names that carry values between steps in a source text."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    return _of_code(ast.parse(source))
+
+
+def _of_code(code: ast.Module) -> frozenset[str]:
+    names: set[str] = set()
+    for node in ast.walk(code):
         if isinstance(node, ast.While):
-            found |= _Order(node.test, *node.body).carried
+            names |= _Order(node.test, *node.body).carried
         elif isinstance(node, ast.For | ast.AsyncFor):
-            found |= _Order(node.target, *node.body).carried
+            names |= _Order(node.target, *node.body).carried
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             scopes = [inner for inner in ast.walk(node) if isinstance(inner, ast.Global | ast.Nonlocal)]
             outer = {name for scope in scopes for name in scope.names}
-            found |= {name for name in _Order(*node.body).carried if name in outer or name[0] == "."}
-    return frozenset(name.removeprefix(".") for name in found)
+            names |= {name for name in _Order(*node.body).carried if name in outer or name[0] == "."}
+    return frozenset(name.removeprefix(".") for name in names)
 
 
 class _Order(ast.NodeVisitor):
@@ -121,29 +122,20 @@ class _Order(ast.NodeVisitor):
         self._all([node.value, *node.targets])
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self._all([one for one in (node.value, node.target) if one is not None])
+        self._all([*filter(None, (node.value, node.target))])
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self.visit(node.value)
         self._change(node.target, whole=True)
 
-    def _for(self, node: ast.For | ast.AsyncFor) -> None:
+    def visit_For(self, node: ast.For | ast.AsyncFor) -> None:
         self._all([node.iter, node.target, *node.body, *node.orelse])
 
-    def visit_For(self, node: ast.For) -> None:
-        self._for(node)
-
-    def visit_AsyncFor(self, node: ast.AsyncFor) -> None:
-        self._for(node)
-
-    def visit_ListComp(self, node: ast.ListComp) -> None:
+    def visit_ListComp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> None:
         self._all([*node.generators, node.elt])
 
-    def visit_SetComp(self, node: ast.SetComp) -> None:
-        self._all([*node.generators, node.elt])
-
-    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> None:
-        self._all([*node.generators, node.elt])
+    visit_AsyncFor = visit_For  # noqa: N815 (ast names it)
+    visit_SetComp = visit_GeneratorExp = visit_ListComp  # noqa: N815
 
     def visit_DictComp(self, node: ast.DictComp) -> None:
         self._all([*node.generators, node.key, node.value])

@@ -194,8 +194,8 @@ def _killed(loop: CheckedLoop, points: Sequence[KillPoint], margin: int) -> Hist
     spool = _spool(loop.home, "killed")
     launches: list[list[RankHistory]] = []
     for number, point in enumerate([*points, None], start=1):
-        next_one = replace(loop, is_later=number > 1)
-        launches.append(next_one.launch(f"launch {number}", spool, point, (number - 1) % loop.ranks, margin))
+        launched = replace(loop, is_later=number > 1)
+        launches.append(launched.launch(f"launch {number}", spool, point, (number - 1) % loop.ranks, margin))
     stop_daemons(spool.parent)
     return History(launches)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 import sysconfig
 import threading
@@ -11,10 +12,11 @@ from functools import cache, lru_cache, wraps
 from multiprocessing import active_children
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from tierd.check.imported import once_imported
 
+_T = TypeVar("_T")
 _OURS = str(Path(__file__).parent.parent)
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 _HOOKED = {
@@ -56,6 +58,19 @@ def _is_tierds(thread: threading.Thread) -> bool:
 def users_modules() -> tuple[ModuleType, ...]:
     """Return the modules of the user's own code that are imported."""
     return _users_modules(frozenset(sys.modules))
+
+
+def users_files() -> frozenset[str]:
+    """Return the files of these modules."""
+    return frozenset(str(module.__file__) for module in users_modules())
+
+
+def read_source(file: str, read: Callable[[ast.Module], _T], otherwise: _T) -> _T:
+    """Return what `read` makes of the code of a file; `otherwise` if it has no source that can be read."""
+    try:
+        return read(ast.parse(Path(file).read_text()))
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return otherwise
 
 
 @lru_cache(maxsize=1)  # because a framework has thousands, and each capture asks

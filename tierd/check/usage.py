@@ -11,14 +11,13 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import lru_cache
-from pathlib import Path
 from types import ModuleType
 
-from tierd.check.places import users_modules
+from tierd.check.places import read_source, users_files, users_modules
 
 _LOGS = frozenset({"print", "log", "log_dict", "log_metrics", "info", "debug", "warning", "write", "observe"})
 _LOGS_TOO = frozenset({"set_postfix", "set_description", "add_scalar", "add_scalars", "writerow"})
-_COLLECT = frozenset({"append", "appendleft", "extend", "add", "update", "clear"})
+COLLECT = frozenset({"append", "appendleft", "extend", "add", "update", "clear"})
 # Functions and methods that give a value made of their arguments, and do nothing else.
 _PURE = frozenset(
     {"sum", "len", "min", "max", "float", "int", "str", "round", "abs", "sorted", "list", "tuple", "mean", "item"}
@@ -75,7 +74,7 @@ class _Reads(ast.NodeVisitor):
         call = node.value
         if isinstance(call, ast.Call) and _is_log(node):
             self._values([*call.args, *call.keywords], set())
-        elif isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _COLLECT:
+        elif isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in COLLECT:
             name = _last(call.func.value)
             self.assigned.add(name)
             self._values([*call.args, *call.keywords], {name} if name else None)
@@ -132,11 +131,12 @@ def _last(node: ast.AST) -> str:
 
 @lru_cache(maxsize=256)
 def _reads(file: str) -> _Reads:
+    return read_source(file, _read, _Reads())  # without a source nothing is known to be unused
+
+
+def _read(code: ast.Module) -> _Reads:
     reads = _Reads()
-    try:
-        reads.visit(ast.parse(Path(file).read_text()))
-    except (OSError, SyntaxError, ValueError, RecursionError):  # no source, so that nothing is known to be unused
-        return _Reads()
+    reads.visit(code)
     return reads
 
 
@@ -147,7 +147,7 @@ def set_elsewhere() -> frozenset[str]:
 
 def only_logged() -> frozenset[str]:
     """Return the names of variables and attributes that the user's modules set, and of which nothing but a log has."""
-    return _only_logged(frozenset(str(module.__file__) for module in users_modules()))
+    return _only_logged(users_files())
 
 
 @lru_cache(maxsize=1)  # because a capture asks for each object

@@ -6,7 +6,7 @@ Each check returns the reason as a text for people, or None if it finds nothing 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -61,9 +61,17 @@ class Directory:
         """Return whether any of these names is a regular file in this directory."""
         return any(name in self.names and self.names[name].kind == "file" for name in names)
 
+    def at(self, path: str) -> Directory:
+        """Return another directory of the listing, by its path."""
+        return Directory(path, self.tree[path], self.listing, self.tree)
+
     def child(self, name: str) -> Directory | None:
         path = joined(self.path, name)
-        return Directory(path, self.tree[path], self.listing, self.tree) if path in self.tree else None
+        return self.at(path) if path in self.tree else None
+
+    def names_below(self) -> Iterator[str]:
+        """Yield the names of what is no directory, at any depth."""
+        return (path.rpartition("/")[2] for path, _ in below(self.tree, self.path))
 
 
 def is_begun(here: Directory) -> bool:

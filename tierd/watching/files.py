@@ -24,6 +24,7 @@ from tierd.watching.pointers import Pointer
 from tierd.watching.unit import Unit
 from tierd.watching.unknown_names import POINTERS
 
+_POINTERS = tuple(POINTERS)
 MAX_NAMES = 1_000_000  # names below one directory, at most
 OWN = ".tierd-"  # what `restore --into` and `prepare` make begins with this; it is listed only if it is named itself
 _LOST_FOUND = "lost+found"  # at the top of ext4, readable by root only, and no program's
@@ -104,9 +105,9 @@ class Tree:
         self.unreadable, self.unnamed = [], []
         self._list_below("", entries, kind)
         pointers: dict[str, set[str]] = {}  # the size tells a text from a file of weights with such a name
-        for path, entry in entries.items():
+        for path in filter(lambda path: path.endswith(_POINTERS), entries):
             directory, _, name = path.rpartition("/")
-            if name in POINTERS and entry.kind == "file":
+            if name in POINTERS and entries[path].kind == "file":
                 pointers.setdefault(directory, set()).add(name)
         for directory, names in pointers.items():
             self._complete(directory, names, entries)

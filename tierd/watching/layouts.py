@@ -91,7 +91,7 @@ def _units_in(here: Directory) -> list[Unit]:
         lists = (joined(here.path, name) for name in LISTS_OF_PARTS if here.has(name))
         own += [lone_file(path) for path in lists if path not in taken]
     for name in sorted(here.directories):
-        child = Directory(joined(here.path, name), here.tree[joined(here.path, name)], here.listing, here.tree)
+        child = here.at(joined(here.path, name))
         claimed = claim(child)
         if claimed is None and is_checkpoint(child):
             claimed = Claim(DIRECTORY, None)
@@ -156,8 +156,9 @@ def _step_beside(units: Sequence[Unit], name: str) -> int | None:
 
 def _is_of_step_beside(here: Directory, units: Sequence[Unit]) -> bool:
     """Whether a directory has the step of a file beside it, as HugeCTR's `wdl0_sparse_5000.model/key`."""
-    files = (path.rpartition("/")[2] for path, _ in below(here.tree, here.path))
-    return step_in(here.name) in {unit.step for unit in units} - {None} and any(map(may_hold_state, files))
+    step = step_in(here.name)
+    is_beside = step is not None and any(unit.step == step for unit in units)
+    return is_beside and any(map(may_hold_state, here.names_below()))
 
 
 _MOST_UNKNOWN = 1000  # files; more are rather a data set

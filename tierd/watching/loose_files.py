@@ -53,9 +53,8 @@ def file_units(here: Directory) -> list[Unit]:
         return [_model(here)]
     bundles = {match[1] for match in here.files(r"(.+)\.data-\d{5,}-of-\d{5,}")}
     groups: dict[tuple[UnitLayout, str], list[str]] = {}
-    large = (
-        name for name in POINTERS if here.has(name) and here.names[name].size > MAX_MARKER
-    )  # RotatE's `checkpoint`
+    # RotatE's `checkpoint` is no text.
+    large = (name for name in POINTERS if here.has(name) and here.names[name].size > MAX_MARKER)
     for name in (*here.candidates, *large):
         if name.startswith("."):
             continue
@@ -102,7 +101,7 @@ def _add_companions(here: Directory, groups: dict[tuple[UnitLayout, str], list[s
         if entry.kind != "file" or name in owners or name.startswith("."):
             continue
         found = None
-        if name.partition(".")[0] in heads:  # most names of very many are told apart by this alone
+        if name.partition(".")[0] in heads:  # this alone rules most names out, where there are very many
             stems = (name[: match.start()] for match in re.finditer(r"\.|$", name))
             found = next((owners[stem] for stem in stems if stem in owners), None)
         if found is None and not steps.keys().isdisjoint(map(int, _NUMBER.findall(name))) and not is_usual(name):

@@ -87,10 +87,8 @@ def points_to(pointer: Pointer, unit: Unit) -> bool:
         if target is None or not target.startswith(joined(home, "")):  # to the directory in which the unit lies
             return False
         return any(f"{path}/".startswith(f"{target}/") for path in (unit.path, *unit.files))
-    numbers = re.findall(r"\d+", pointer.text)
-    if unit.step is not None and (
-        [int(number) for number in numbers] == [unit.step] or _has_step(pointer.text, unit.step)
-    ):
+    numbers = list(map(int, re.findall(r"\d+", pointer.text)))
+    if unit.step is not None and (numbers == [unit.step] or _has_step(pointer.text, unit.step)):
         return True
     return any(_names(pointer.text, name) for name in names | set(map(without_ending, names)))
 

@@ -31,8 +31,7 @@ def is_of_run(here: Directory) -> bool:
     """Whether a directory whose name is nothing but a number is of a run, as its seed or job, and holds its saves."""
     if not here.name.isdecimal():
         return False
-    names = (path.rpartition("/")[2] for path, _ in below(here.tree, here.path))
-    return are_ends_of_run(names, here.name) or holds_saves(here) or _is_of_seed(here)
+    return are_ends_of_run(here.names_below(), here.name) or holds_saves(here) or _is_of_seed(here)
 
 
 def _is_of_seed(here: Directory) -> bool:
@@ -45,8 +44,7 @@ def _is_of_seed(here: Directory) -> bool:
     names = here.tree[here.parent]
     numbers = sorted((name for name in names if name.isdecimal() and names[name].kind == "directory"), key=int)
     at = numbers.index(here.name)
-    near = (joined(here.parent, name) for name in numbers[max(at - _NEAR, 0) : at + _NEAR])
-    beside = (Directory(path, here.tree[path], here.listing, here.tree) for path in near)
+    beside = (here.at(joined(here.parent, name)) for name in numbers[max(at - _NEAR, 0) : at + _NEAR])
     steps = [_step_inside(directory) for directory in beside if has_weights(directory)]
     own = [step for step in steps if step is not None]
     return len(own) == len(steps) > 1 and any(first >= second for first, second in pairwise(own))
@@ -54,8 +52,7 @@ def _is_of_seed(here: Directory) -> bool:
 
 def _step_inside(here: Directory) -> int | None:
     """Return the only step of the files of weights below a directory, if it is larger than the directory's number."""
-    names = (path.rpartition("/")[2] for path, _ in below(here.tree, here.path))
-    steps = {step for name in names if is_weights(name) and (step := step_in(name)) is not None}
+    steps = {step for name in here.names_below() if is_weights(name) and (step := step_in(name)) is not None}
     return next((step for step in steps if step > int(here.name)), None) if len(steps) == 1 else None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 # The endings of files that hold weights or states; also those whose format is not known to `formats`.
@@ -105,6 +106,7 @@ def is_best(path: str) -> bool:
     return "best" in path.lower()
 
 
+@lru_cache(1 << 14)  # because each look at a directory asks for the names of all files of weights below a number
 def step_in(name: str) -> int | None:
     """Return the step in a name: the number after a word such as "step" or "epoch", else the last number in it."""
     counted = _COUNTED.search(bare := _bare(name))
@@ -259,8 +261,10 @@ def are_ends_of_run(names: Iterable[str], number: str) -> bool:
 
     Then the number is a seed's. From 1000 on it is a step, and so it is if other weights lie there.
     """
+    if int(number) >= 1000:
+        return False
     ends = [_ENDS.search(name) is not None for name in names if is_weights(name) and step_in(name) is None]
-    return int(number) < 1000 and bool(ends) and all(ends)
+    return bool(ends) and all(ends)
 
 
 def says_of_run(name: str, number: str) -> bool:
