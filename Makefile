@@ -10,7 +10,8 @@
 # make reference  writes the tables of docs/ and the manual page, which are made of the code, anew
 # make docs    builds the site of docs/ into build/docs, with warnings as errors, after writing its generated tables anew
 # make system  tests that need root or a real S3 server (.ci/run calls it)
-# make lock    writes the hashes of the versions in constraints*.txt, as the package index states them
+# make lock    writes the hashes of the versions in constraints/, as the package index states them
+# make changelog  moves the files of changelog.d into CHANGELOG.md, for the version in pyproject.toml
 # make dist    builds a release twice, compares, and signs it: KEY=FILE names the ssh key; UNSIGNED=1 leaves the signature out
 # make mutants  makes mutants of each line of tierd/core, and shows which no test of tests/core notices: an hour or more; ONLY=corruption names one module
 # make faults  a short round of every kind of fault, as root (needs xfsprogs and strace); make gate: the full one, two hours
@@ -22,16 +23,16 @@ READY := $(VENV)/.ready
 # Hundreds of processes load tierd, and each would compile it anew where no bytecode is written.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test long lint check bench gpu loaders loaders/ready bed reference docs lowest system mutants faults gate format lock dist clean
+.PHONY: demo test long lint check bench gpu loaders loaders/ready bed reference docs docs/ready changelog lowest system mutants faults gate format lock dist clean
 .DELETE_ON_ERROR:
 
 # pip checks the hashes of all that one call installs, or of nothing, and a checkout has none: so what is locked comes first,
-# then torch (constraints-torch.txt says why it is apart), then tierd. tests/test_supply.py says what the lock lacks.
-$(READY): pyproject.toml constraints.txt constraints-torch.txt
+# then torch (constraints/torch.txt says why it is apart), then tierd. tests/test_supply.py says what the lock lacks.
+$(READY): pyproject.toml constraints/development.txt constraints/torch.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tierd needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints.txt
-	$(BIN)/python -m pip install --quiet --requirement constraints-torch.txt
+	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints/development.txt
+	$(BIN)/python -m pip install --quiet --requirement constraints/torch.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -65,13 +66,13 @@ gpu: $(READY)
 	  tests/client/restoring/test_device_uploads.py tests/client/saving/test_numa.py tests/end_to_end/test_resume_on_device.py
 	$(BIN)/tierd bench overhead --device cuda --sizes 1,4 --rounds 5 --dir . --out benchmarks/gpu
 
-$(VENV)/apart/.ready: constraints-deepspeed.txt $(READY)
+$(VENV)/apart/.ready: constraints/deepspeed.txt $(READY)
 	rm -rf $(VENV)/apart
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(VENV)/apart --requirement constraints-deepspeed.txt
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(VENV)/apart --requirement constraints/deepspeed.txt
 	touch $@
 
 loaders/ready: $(VENV)/apart/.ready
-	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints-loaders.txt
+	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints/loaders.txt
 
 loaders: loaders/ready
 	TIERD_LOADERS=all $(BIN)/python -m pytest -n 2 --dist worksteal -m loaders tests/loaders tests/formats tests/watching
@@ -83,14 +84,16 @@ reference: $(READY)
 	$(BIN)/python -m tools.reference
 	$(BIN)/python -m tools.manpage
 
-docs: reference
-	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints-docs.txt
+docs/ready: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --requirement constraints/docs.txt
+
+docs: reference docs/ready
 	$(BIN)/python -m sphinx -W --keep-going -q -j auto -d build/doctrees docs build/docs
 
 # What the oldest versions do not name, such as torch, comes from the environment that the other tests have.
 lowest: $(READY)
 	$(PYTHON) -m venv $(VENV)/lowest
-	$(VENV)/lowest/bin/python -m pip install --quiet --no-deps --requirement constraints-lowest.txt
+	$(VENV)/lowest/bin/python -m pip install --quiet --no-deps --requirement constraints/lowest.txt
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > $$(echo $(VENV)/lowest/lib/python3*/site-packages)/rest.pth
 	$(VENV)/lowest/bin/python -m tools.locked
@@ -102,9 +105,9 @@ lowest: $(READY)
 system: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m system
 
-$(VENV)/mutants/.ready: constraints-mutants.txt $(READY)
+$(VENV)/mutants/.ready: constraints/mutants.txt $(READY)
 	rm -rf $(VENV)/mutants
-	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/mutants --requirement constraints-mutants.txt
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/mutants --requirement constraints/mutants.txt
 	touch $@
 
 mutants: $(VENV)/mutants/.ready
@@ -128,6 +131,9 @@ format: $(READY)
 
 lock: $(READY)
 	$(BIN)/python -m tools.lock
+
+changelog: docs/ready
+	$(BIN)/python -m towncrier build --yes --version $$($(BIN)/python -c 'import tierd; print(tierd.__version__)')
 
 dist: $(READY)
 	$(BIN)/python -m tools.dist $(if $(KEY),--key '$(KEY)') $(if $(UNSIGNED),--unsigned)

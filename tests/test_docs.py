@@ -62,7 +62,7 @@ def test_every_member_of_the_configuration_and_of_an_event_has_a_meaning() -> No
 
 def test_every_retention_rule_is_explained_where_people_look() -> None:
     """Beside the reference, which is made of the code."""
-    pages = ("docs/howto/choosing.md", "tierd/FORMAT.md", "systemd/tierd.toml", "PARITY.md")
+    pages = ("docs/howto/choosing.md", "tierd/FORMAT.md", "systemd/tierd.toml", "docs/explanation/parity.md")
     named = {page: set(re.findall(r"keep_[a-z_]+", (ROOT / page).read_text())) for page in pages}
     assert [
         (page, name) for page in pages for name in RetentionPolicy.__struct_fields__ if name not in named[page]

@@ -1,4 +1,4 @@
-"""PARITY.md names every option of Keras and TensorFlow, and nothing of tierd that there is not."""
+"""The parity page names every option of Keras and TensorFlow, and nothing of tierd that there is not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parent.parent / "PARITY.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs/explanation/parity.md").read_text()
 
 OPTIONS = {  # keras 3.15, which tests/loaders compares; tensorflow 2.21, whose API reference names them
     "ModelCheckpoint": "filepath monitor verbose save_best_only save_weights_only mode save_freq "

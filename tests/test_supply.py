@@ -68,7 +68,7 @@ def unpinned(project: dict[str, Any], *texts: str) -> list[str]:
 
 
 def without(name: str) -> str:
-    """constraints.txt without one package."""
+    """constraints/development.txt without one package."""
     pins = [pin for pin in locked.parse(LOCKS[LOCK]) if pin.key != name]
     return locked.header(LOCKS[LOCK]) + "".join(pin.lines() + "\n" for pin in pins)
 
@@ -127,7 +127,9 @@ def test_the_lock_holds_all_that_its_packages_need(environment: dict[str, str]) 
     wanted = [it for where, names in named(PROJECT).items() if where not in APART for it in names]
     for by, requirement in closure(active(wanted, (), environment), environment):
         pin = pins.get(canonicalize_name(requirement.name))
-        assert pin and pin.applies(environment), f"{by or 'tierd'} needs {requirement}: add it to constraints.txt"
+        assert pin and pin.applies(environment), (
+            f"{by or 'tierd'} needs {requirement}: add it to constraints/development.txt"
+        )
         assert pin.version in requirement.specifier, f"{by or 'tierd'} needs {requirement}, and {pin.version} is pinned"
 
 
@@ -165,13 +167,13 @@ def test_make_installs_the_locks_without_dependencies() -> None:
         line.partition(" pip install --quiet ")[2] for line in done.stdout.splitlines() if " pip install" in line
     ]
     assert installs == [
-        "--no-deps --requirement constraints.txt",
-        "--requirement constraints-torch.txt",
+        "--no-deps --requirement constraints/development.txt",
+        "--requirement constraints/torch.txt",
         "--no-deps --no-build-isolation --editable .",
-        "--no-deps --no-build-isolation --target .venv/apart --requirement constraints-deepspeed.txt",
-        "--no-deps --requirement constraints-loaders.txt",
-        "--no-deps --requirement constraints-docs.txt",
-        "--no-deps --target .venv/mutants --requirement constraints-mutants.txt",
+        "--no-deps --no-build-isolation --target .venv/apart --requirement constraints/deepspeed.txt",
+        "--no-deps --requirement constraints/loaders.txt",
+        "--no-deps --requirement constraints/docs.txt",
+        "--no-deps --target .venv/mutants --requirement constraints/mutants.txt",
     ]
 
 
@@ -226,9 +228,9 @@ def test_the_hashes_are_the_index_s(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     text = (
         "# why\n--require-hashes\n--only-binary :all:\nnumpy==2.4.6; python_version < '3.14' \\\n    --hash=sha256:0\n"
     )
-    (tmp_path / "constraints.txt").write_text(text)
+    (tmp_path / "development.txt").write_text(text)
     (tmp_path / "loaders.txt").write_text("")
-    monkeypatch.setattr(locked, "LOCK", tmp_path / "constraints.txt")
+    monkeypatch.setattr(locked, "LOCK", tmp_path / "development.txt")
     monkeypatch.setattr(locked, "LOADERS", tmp_path / "loaders.txt")
     monkeypatch.setattr(locked, "DEEPSPEED", tmp_path / "loaders.txt")
     monkeypatch.setattr(locked, "DOCS", tmp_path / "loaders.txt")
@@ -237,7 +239,7 @@ def test_the_hashes_are_the_index_s(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     lock.main()
     hashes = " \\\n".join(f"    --hash=sha256:{it * 64}" for it in "ab")
     pinned = f'numpy==2.4.6; python_version < "3.14" \\\n{hashes}\n'
-    assert (tmp_path / "constraints.txt").read_text() == "# why\n--require-hashes\n--only-binary :all:\n" + pinned
+    assert (tmp_path / "development.txt").read_text() == "# why\n--require-hashes\n--only-binary :all:\n" + pinned
 
 
 def test_a_package_without_a_wheel_is_locked_by_its_source_archive(

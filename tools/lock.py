@@ -1,8 +1,9 @@
 """`make lock`: write beside each pinned version the hashes of its files, as the package index states them.
 
-To take another version: change its number in constraints.txt, add a line for what it newly needs, `make lock`, and look
-at the difference. Only wheels are locked, because to build a source archive pip installs what nobody has pinned. A lock
-with `--no-binary NAME` has the source archive of that package, which `make` builds with what is installed.
+To take another version: change its number in constraints/development.txt, add a line for what it newly needs,
+`make lock`, and look at the difference. Only wheels are locked, because to build a source archive pip installs what
+nobody has pinned. A lock with `--no-binary NAME` has the source archive of that package, which `make` builds with what
+is installed.
 """
 
 from __future__ import annotations

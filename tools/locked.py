@@ -18,13 +18,13 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-LOCK = ROOT / "constraints.txt"  # all that `make test` and `make bench` import, and the build backend
-LOADERS = ROOT / "constraints-loaders.txt"  # what `make loaders` adds
-DEEPSPEED = ROOT / "constraints-deepspeed.txt"  # what `make loaders` installs apart; the file says why
-DOCS = ROOT / "constraints-docs.txt"  # what `make docs` adds
-MUTANTS = ROOT / "constraints-mutants.txt"  # what `make mutants` installs apart
-LOWEST = ROOT / "constraints-lowest.txt"  # the oldest versions that pyproject.toml allows, for `make lowest`
-TORCH = ROOT / "constraints-torch.txt"  # torch alone, by version; the file says why
+LOCK = ROOT / "constraints/development.txt"  # all that `make test` and `make bench` import, and the build backend
+LOADERS = ROOT / "constraints/loaders.txt"  # what `make loaders` adds
+DEEPSPEED = ROOT / "constraints/deepspeed.txt"  # what `make loaders` installs apart; the file says why
+DOCS = ROOT / "constraints/docs.txt"  # what `make docs` adds
+MUTANTS = ROOT / "constraints/mutants.txt"  # what `make mutants` installs apart
+LOWEST = ROOT / "constraints/lowest.txt"  # the oldest versions that pyproject.toml allows, for `make lowest`
+TORCH = ROOT / "constraints/torch.txt"  # torch alone, by version; the file says why
 
 # What torch's build for CUDA needs besides; it is installed with torch, and torch's build for CPUs does not name it.
 ACCELERATOR = re.compile(r"(nvidia|cuda|triton)\b")

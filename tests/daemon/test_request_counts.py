@@ -1,4 +1,4 @@
-"""How many requests a look, a flush, a restore and a prune cost: the formulas of SCALE.md, by a counter."""
+"""How many requests a look, a flush, a restore and a prune cost: the formulas of the page about scale, by a counter."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_keras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("name", ["ModelCheckpoint", "BackupAndRestore", "EarlyStopping", "RemoteMonitor"])
 def test_parity_names_each_option_that_keras_has(name: str):
-    page = (Path(__file__).parents[2] / "PARITY.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/explanation/parity.md").read_text()
     section = page.split(f"\n## keras.callbacks.{name}\n")[1].split("\n## ")[0]
     rows = {option for line in section.splitlines() for option in re.findall(r"`(\w+)`", line.split(" | ")[0])}
     assert rows == set(inspect.signature(getattr(keras_on_torch().callbacks, name)).parameters)

@@ -60,8 +60,8 @@ class Script:
         newest: a glob of the second save, whose largest file gets a flipped bit.
         renamed: whether a save appears whole by a rename, so that a kill leaves nothing torn in its place.
         pointer: a glob of the link that its own resume follows, and that is not there for a moment in each save.
-        apart: whether `make loaders/ready` installs the package in `APART`; constraints-deepspeed.txt says why.
-        below: the first Python for which `constraints-loaders.txt` has no wheel of the package.
+        apart: whether `make loaders/ready` installs the package in `APART`; constraints/deepspeed.txt says why.
+        below: the first Python for which `constraints/loaders.txt` has no wheel of the package.
     """
 
     package: str

@@ -91,7 +91,7 @@ def test_a_note_of_any_length_is_read_whole_on_the_other_node(tmp_path, length):
 
 
 def test_the_requests_of_a_launch_that_meets_on_a_tier(tmp_path):
-    """SCALE.md's formulas, of six ranks on two nodes. Polls come on top: a GET or LIST of each rank that waits."""
+    """The scale page's formulas, of six ranks on two nodes. Each rank that waits adds polls, a GET or LIST."""
     store, world = Counting(), 6
     with two_nodes(tmp_path, store, store) as nodes:
         ranks = []

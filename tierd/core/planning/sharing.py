@@ -18,7 +18,8 @@ from tierd.core.planning.place import Place
 SMALLEST_SHARED_BYTES = 1 << 20
 
 # If only an adapter changes, 100 checkpoints send the frozen bytes 7 times with 16 sharers, and once without a bound
-# (SCALE.md). Doubling the bound halves these uploads, and doubles the number of checkpoints that one bad chunk costs.
+# (docs/explanation/scale.md). Doubling the bound halves these uploads, and doubles the number of checkpoints that one
+# bad chunk costs.
 MOST_SHARERS = 16
 
 # A reader fetches a patch and every base below it, each a request. An embedding of which 5 % of the rows change at each
