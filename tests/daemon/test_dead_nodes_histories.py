@@ -3,7 +3,7 @@
 Judged by docs/howto/operate.md, "Add a tier": the tier gets every checkpoint that its `retention` wants and that
 another tier holds complete; a run of which the dead node has recorded a policy there is left to it, and a warning names
 the node and its record; after the record's deletion this node copies the run; nothing is deleted for it, on any tier.
-And by ARCHITECTURE.md, "What a failure does": a checkpoint whose parts died with the node is never offered.
+And by docs/explanation/failures.md: a checkpoint whose parts died with the node is never offered.
 """
 
 from __future__ import annotations

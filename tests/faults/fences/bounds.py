@@ -54,7 +54,7 @@ FENCES = (
     ),
     Fence(
         "the daemon accepts any number of control connections",
-        "ARCHITECTURE.md#what-a-failure-does",
+        "docs/explanation/failures.md#what-a-failure-does",
         "bound",
         "daemon.control_lines:has_room",
         Assume(True, "MOST"),
@@ -62,7 +62,7 @@ FENCES = (
     ),
     Fence(
         "a store's call has no deadline",
-        "ARCHITECTURE.md#what-a-failure-does",
+        "docs/explanation/failures.md#what-a-failure-does",
         "bound",
         "RetryingStore._within",
         Answer("timeout", "asyncio.timeout(None)"),
@@ -70,7 +70,7 @@ FENCES = (
     ),
     Fence(
         "a server's Retry-After is ignored",
-        "ARCHITECTURE.md#what-a-failure-does",
+        "docs/explanation/failures.md#what-a-failure-does",
         "bound",
         "Window._refused",
         LeaveOut("_closed_until wait_s"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults.fences import Fence
 from faults.fences.edits import Both, LeaveOut, Replace
 
-_SAVE = "ARCHITECTURE.md#how-a-save-runs"
+_SAVE = "docs/explanation/internals.md#how-a-save-runs"
 _CUTS = "simulation --seed 15 --trials 4000"
 
 FENCES = (
@@ -38,7 +38,7 @@ FENCES = (
     ),
     Fence(
         "a put is not durable before it is shown",
-        "ARCHITECTURE.md#stores",
+        "docs/explanation/decisions.md#stores",
         "fsync",
         "FileTree._put_once",
         # With the hint, because the kernel begins to write at it: on a quick disk nothing would show.
@@ -48,7 +48,7 @@ FENCES = (
     ),
     Fence(
         "a put is acknowledged before it is durable",
-        "ARCHITECTURE.md#stores",
+        "docs/explanation/decisions.md#stores",
         "fsync",
         "FileTree._put_once",
         LeaveOut("sync_directory"),
@@ -57,7 +57,7 @@ FENCES = (
     ),
     Fence(
         "a fetched file is not durable before it is shown",
-        "ARCHITECTURE.md#how-a-restore-runs",
+        "docs/explanation/internals.md#how-a-restore-runs",
         "fsync",
         "Target.sync",
         LeaveOut("fsync"),

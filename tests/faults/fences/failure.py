@@ -7,7 +7,7 @@ from faults.fences.edits import Assume, LeaveOut, Rename, Replace, Uncaught
 
 _ERROR = "ARCHITECTURE.md#invariants-3"
 _TRAINING = "ARCHITECTURE.md#invariants-6"
-_ANSWERS = "ARCHITECTURE.md#what-a-failure-does"
+_ANSWERS = "docs/explanation/failures.md#what-a-failure-does"
 
 FENCES = (
     Fence(

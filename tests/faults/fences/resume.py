@@ -6,7 +6,7 @@ from faults.fences import Fence
 from faults.fences.edits import Answer, Assume, Rename, Replace, Returns
 
 _TIMELINE = "docs/explanation/restore.md#the-timeline"
-_ORDER = "ARCHITECTURE.md#how-a-restore-runs"
+_ORDER = "docs/explanation/internals.md#how-a-restore-runs"
 _CAME = "run step 3 (attempt 001800000001-00000001) came"
 
 FENCES = (

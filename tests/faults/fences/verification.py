@@ -6,7 +6,7 @@ from faults.fences import Fence
 from faults.fences.edits import Answer, Assume, LeaveOut, Replace
 
 _DIGESTS = "ARCHITECTURE.md#invariants-7"
-_FLUSH = "ARCHITECTURE.md#how-a-flush-runs"
+_FLUSH = "docs/explanation/internals.md#how-a-flush-runs"
 _PROOF = "SECURITY.md#what-proves-corruption"
 
 FENCES = (
