@@ -1,4 +1,4 @@
-"""Who can write where: each cell of SECURITY.md's tables, by a writer to a tier.
+"""Who can write where: each cell of the attackers page's tables, by a writer to a tier.
 
 A test is named after its cell: `no-key/name` is `test_no_key_name…`. `tests/test_writers_table.py` compares.
 """

@@ -1,4 +1,4 @@
-"""Who can write where: each cell of SECURITY.md's tables, by a rank of the same job that lies, and by another user.
+"""Who can write where: each cell of its tables, by a rank of the job that lies, and another user.
 
 A test is named after its cell: `rank/world` is `test_rank_world…`. `tests/test_writers_table.py` compares.
 """

@@ -1,4 +1,4 @@
-"""SECURITY.md's tables of who can write where, and the tests of their rows: neither is without the other."""
+"""The tables of who can write where, and the tests of their rows: neither is without the other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 
 HERE = Path(__file__).parent
 FILES = ("test_writers_of_tiers.py", "test_writers_on_nodes.py")
-SECTION = (HERE.parent / "SECURITY.md").read_text().split("\n## Who can write where\n")[1].split("\n## ")[0]
+SECTION = (
+    (HERE.parent / "docs/explanation/attackers.md").read_text().split("\n## Who can write where\n")[1].split("\n## ")[0]
+)
 ROWS = re.findall(r"^\| `([a-z-]+/[a-z-]+)` \| .+ \|$", SECTION, re.M)
 
 # Rows whose tests, or more of them, stand elsewhere.

@@ -1,6 +1,6 @@
 """Readers that flip bits, in random histories: nothing that is right where it is stored is lost to them.
 
-Judged by SECURITY.md, "What proves corruption": reads that differ from each other cause no quarantine, no fallback and
+Judged by the page "What proves corruption": reads that differ from each other cause no quarantine, no fallback and
 no prune; a restore returns the right bytes or raises an error; the same wrong bytes twice are corruption, which is
 repaired from another place. A quarantined copy that is right is used again instead of being deleted.
 """

@@ -2,7 +2,7 @@
 
 Invariant: one right read proves that the bytes are right, because a wrong read cannot match a digest by chance. Reads
 that differ from each other prove a bad reader (disk, memory, network) or a changing file, which is an error and no
-corruption. SECURITY.md lists for each place which reads these are.
+corruption. docs/explanation/attackers.md lists for each place which reads these are.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Fence:
 
     Attributes:
         name: the fault, in words.
-        promise: the page and section that promises it, such as `SECURITY.md#bounds`; an invariant of ARCHITECTURE.md
+        promise: the page and section that promises it, such as `SECURITY.md#reporting`; an invariant of ARCHITECTURE.md
             has its number, as in `ARCHITECTURE.md#invariants-7`.
         kind: of the fault; a key of `KINDS`.
         function: its qualified name, such as `Stage.commit`; with its package or module before a colon, as in

@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults.fences import Fence
 from faults.fences.edits import Answer, Assume, LeaveOut, Uncaught
 
-_BOUNDS = "SECURITY.md#bounds"
+_BOUNDS = "docs/explanation/attackers.md#bounds"
 
 FENCES = (
     Fence(
@@ -46,7 +46,7 @@ FENCES = (
     ),
     Fence(
         "the HTTP server accepts any number of connections",
-        "SECURITY.md#the-http-server",
+        "docs/explanation/attackers.md#the-http-server",
         "bound",
         "HttpServer.run",
         Assume(False, "_MOST serving"),

@@ -9,7 +9,7 @@ _FACTS = "ARCHITECTURE.md#invariants-2"
 _CLOCK = "ARCHITECTURE.md#invariants-8"
 _WHOLE = "docs/explanation/deletion.md"
 _README = "README.md#what-is-deleted-when-and-by-whom"
-_PROOF = "SECURITY.md#what-proves-corruption"
+_PROOF = "docs/explanation/attackers.md#what-proves-corruption"
 
 FENCES = (
     Fence(
@@ -119,7 +119,7 @@ FENCES = (
     ),
     Fence(
         "a spool's copy is deleted for a tier's copy of other content",
-        "SECURITY.md#a-rank-of-the-same-job-that-lies",
+        "docs/explanation/attackers.md#a-rank-of-the-same-job-that-lies",
         "comparison",
         "daemon.tiers.holders:holds",
         Assume(True, "same_content"),

@@ -46,7 +46,7 @@ FENCES = (
     ),
     Fence(
         "a name without a manifest decides which launch is the newest",
-        "SECURITY.md#a-bucket-writer-without-the-key",
+        "docs/explanation/attackers.md#a-bucket-writer-without-the-key",
         "comparison",
         "core.timeline.chain:timeline",
         Answer("max", "max({*origins, *steps}, default=None)"),
@@ -55,7 +55,7 @@ FENCES = (
     ),
     Fence(
         "a launch begins anew where only a head remembers one",
-        "SECURITY.md#a-bucket-writer-without-the-key",
+        "docs/explanation/attackers.md#a-bucket-writer-without-the-key",
         "error",
         "Search._check_nothing",
         Assume(False, "reason INCOMPLETE"),

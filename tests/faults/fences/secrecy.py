@@ -5,9 +5,9 @@ from __future__ import annotations
 from faults.fences import Fence
 from faults.fences.edits import Answer, Assume, LeaveOut, Rename, Replace
 
-_SOCKETS = "SECURITY.md#the-spool-and-its-sockets"
-_HTTP = "SECURITY.md#the-http-server"
-_SECRETS = "SECURITY.md#secrets"
+_SOCKETS = "docs/explanation/attackers.md#the-spool-and-its-sockets"
+_HTTP = "docs/explanation/attackers.md#the-http-server"
+_SECRETS = "docs/explanation/attackers.md#secrets"
 _DATA = "ARCHITECTURE.md#invariants-9"
 
 FENCES = (
@@ -93,7 +93,7 @@ FENCES = (
     ),
     Fence(
         "a table shows a planted name unescaped",
-        "SECURITY.md#what-people-see",
+        "docs/explanation/attackers.md#what-people-see",
         "secret",
         "Table.__init__",
         Rename("printable", "str"),
@@ -101,7 +101,7 @@ FENCES = (
     ),
     Fence(
         "a manifest's path may lead anywhere",
-        "SECURITY.md#shared-directories",
+        "docs/explanation/attackers.md#shared-directories",
         "path",
         "check_path",
         Assume(False, "any piece pieces"),
@@ -110,7 +110,7 @@ FENCES = (
     ),
     Fence(
         "a link in an object's place is followed",
-        "SECURITY.md#shared-directories",
+        "docs/explanation/attackers.md#shared-directories",
         "path",
         "FileTree.open",
         Rename("O_NOFOLLOW", "0"),
@@ -126,7 +126,7 @@ FENCES = (
     ),
     Fence(
         "a restore writes by a path that another user may replace",
-        "SECURITY.md#another-user-of-the-node",
+        "docs/explanation/attackers.md#another-user-of-the-node",
         "path",
         "daemon.transfer.gathering:held",
         Replace("home Path lock", "home = gathered"),

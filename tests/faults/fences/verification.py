@@ -7,7 +7,7 @@ from faults.fences.edits import Answer, Assume, LeaveOut, Replace
 
 _DIGESTS = "ARCHITECTURE.md#invariants-7"
 _FLUSH = "docs/explanation/internals.md#how-a-flush-runs"
-_PROOF = "SECURITY.md#what-proves-corruption"
+_PROOF = "docs/explanation/attackers.md#what-proves-corruption"
 
 FENCES = (
     Fence(
@@ -104,7 +104,7 @@ FENCES = (
     ),
     Fence(
         "a manifest is taken for the part at whose key it lies",
-        "SECURITY.md#a-bucket-writer-without-the-key",
+        "docs/explanation/attackers.md#a-bucket-writer-without-the-key",
         "comparison",
         "core.manifest_codec:decode",
         Assume(False, "expected part"),
