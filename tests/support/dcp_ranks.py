@@ -26,7 +26,7 @@ def run(world: int, meeting: Path, work: Callable[..., Any], *args: Any, timeout
     try:
         found = []
         for rank, (receiving, _) in enumerate(pipes):
-            assert receiving.poll(timeout), f"rank {rank} does not end"
+            assert receiving.poll(timeout), f"rank {rank} does not end; before it: {found}"
             found.append(receiving.recv())
         return found
     finally:
@@ -290,6 +290,7 @@ def load_own(rank: int, spools: list[str], port: int) -> Any:
 
     import tierd.dcp
 
+    torch.distributed.barrier()  # a rank that leaves while another still connects ends that one's `init_process_group`
     torch.distributed.destroy_process_group()
     os.environ |= {"MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
