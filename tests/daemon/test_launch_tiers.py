@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.doubles import Double
-from support.timed import timed
+from support.timed import timed, timed_client
 from support.training import tensors
 from support.waiting import until, wait_until
 from support.world import Daemon, commit, part
@@ -27,6 +27,11 @@ from tierd.daemon import service
 from tierd.ipc.client import Link, holder
 from tierd.ipc.messages import Attach, Status
 from tierd.spool.spool import Spool
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch) -> None:
+    timed_client(monkeypatch, hello_s=1.0, start_s=1.0)
 
 
 def directory(path: Path) -> str:
@@ -66,87 +71,69 @@ def manifests(tier: Path) -> int:
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_daemon_takes_tiers_of_new_launch_when_its_own_tier_is_gone(spool, tmp_path, both):
+async def test_daemon_takes_tiers_of_new_launch_when_its_own_tier_is_gone(spool, tmp_path, both):
     a, b = tmp_path / "a", tmp_path / "b"
-
-    async def work():
-        async with serving(spool, [directory(a)]) as daemon:
-            with attached(spool) as first:
-                assert (await attach(first, directory(a)))["tiers"] == {"file": f"file://{a}"}
-                shutil.rmtree(a)
-                commit(spool, part(1))
-            with attached(spool) as second:
-                answer = await attach(second, *([f"file://{a}"] if both else []), directory(b))
-                urls = {"file": f"file://{a}", "file-2": f"file://{b}"}
-                assert answer["tiers"] == urls and "refused" not in answer
-                assert list(answer["tiers"]) == (["file", "file-2"] if both else ["file-2", "file"])
-                await until(lambda: manifests(b) == 1)
-                assert spool.has(part(1)), "the tier that is gone still wants it"
-            assert not daemon.done()
-
-    asyncio.run(work())
+    async with serving(spool, [directory(a)]) as daemon:
+        with attached(spool) as first:
+            assert (await attach(first, directory(a)))["tiers"] == {"file": f"file://{a}"}
+            shutil.rmtree(a)
+            commit(spool, part(1))
+        with attached(spool) as second:
+            answer = await attach(second, *([f"file://{a}"] if both else []), directory(b))
+            urls = {"file": f"file://{a}", "file-2": f"file://{b}"}
+            assert answer["tiers"] == urls and "refused" not in answer
+            assert list(answer["tiers"]) == (["file", "file-2"] if both else ["file-2", "file"])
+            await until(lambda: manifests(b) == 1)
+            assert spool.has(part(1)), "the tier that is gone still wants it"
+        assert not daemon.done()
 
 
-def test_tier_that_launch_does_not_name_gets_its_wanted_checkpoints_when_it_returns(spool, tmp_path, monkeypatch):
+async def test_tier_that_launch_does_not_name_gets_its_wanted_checkpoints_when_it_returns(spool, tmp_path, monkeypatch):
     timed(monkeypatch, grace_s=0.4)
     a, b, away = tmp_path / "a", tmp_path / "b", tmp_path / "away"
-
-    async def work():
-        async with serving(spool, [directory(a)]) as daemon:
-            with attached(spool) as first:
-                await attach(first, directory(a))
-                a.rename(away)
-                commit(spool, part(1))
-            with attached(spool) as second:
-                await attach(second, directory(b))
-                await until(lambda: manifests(b) == 1)
-            away.rename(a)
-            async with asyncio.timeout(60):
-                await daemon  # it ends once both tiers have everything
-        assert manifests(a) == manifests(b) == 1
-
-    asyncio.run(work())
+    async with serving(spool, [directory(a)]) as daemon:
+        with attached(spool) as first:
+            await attach(first, directory(a))
+            a.rename(away)
+            commit(spool, part(1))
+        with attached(spool) as second:
+            await attach(second, directory(b))
+            await until(lambda: manifests(b) == 1)
+        away.rename(a)
+        async with asyncio.timeout(60):
+            await daemon  # it ends once both tiers have everything
+    assert manifests(a) == manifests(b) == 1
 
 
-def test_two_trainers_with_different_tiers_get_both(spool, tmp_path):
+async def test_two_trainers_with_different_tiers_get_both(spool, tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
-
-    async def work():
-        async with serving(spool, [directory(a)]):
-            with attached(spool) as first, attached(spool) as second:
-                await attach(first, directory(a))
-                assert list((await attach(second, directory(b)))["tiers"]) == ["file", "file-2"]
-                commit(spool, part(1))
-                await until(lambda: manifests(a) == manifests(b) == 1)
-
-    asyncio.run(work())
+    async with serving(spool, [directory(a)]):
+        with attached(spool) as first, attached(spool) as second:
+            await attach(first, directory(a))
+            assert list((await attach(second, directory(b)))["tiers"]) == ["file", "file-2"]
+            commit(spool, part(1))
+            await until(lambda: manifests(a) == manifests(b) == 1)
 
 
-def test_configured_daemon_refuses_tiers_of_launch_with_way_out(spool, tmp_path):
-    async def work():
-        async with serving(spool, [directory(tmp_path / "a")], by_trainer=False):
-            with attached(spool) as link:
-                answer = await attach(link, directory(tmp_path / "b"))
-                assert list(answer["tiers"]) == ["file"]
-                assert "systemctl reload" in answer["refused"] and "leave `to` out" in answer["refused"]
-            with attached(spool) as link:
-                assert "refused" not in await attach(link, directory(tmp_path / "a"))
-
-    asyncio.run(work())
+async def test_configured_daemon_refuses_tiers_of_launch_with_way_out(spool, tmp_path):
+    async with serving(spool, [directory(tmp_path / "a")], by_trainer=False):
+        with attached(spool) as link:
+            answer = await attach(link, directory(tmp_path / "b"))
+            assert list(answer["tiers"]) == ["file"]
+            assert "systemctl reload" in answer["refused"] and "leave `to` out" in answer["refused"]
+        with attached(spool) as link:
+            assert "refused" not in await attach(link, directory(tmp_path / "a"))
 
 
-def test_unusable_tiers_of_launch_change_nothing(spool, tmp_path):
-    async def work():
-        async with serving(spool, [directory(tmp_path / "a")]):
-            with attached(spool) as link:
-                answer = await attach(link, f"file://{spool.root}/inside")
-                assert list(answer["tiers"]) == ["file"] and str(spool.root) in answer["refused"]
-                commit(spool, part(1))
-                await until(lambda: manifests(tmp_path / "a") == 1)
-                status = (await asyncio.to_thread(link.ask, Status(), 60.0))["status"]
-                assert [tier["name"] for tier in status["tiers"]] == ["file"]
-
-    asyncio.run(work())
+async def test_unusable_tiers_of_launch_change_nothing(spool, tmp_path):
+    async with serving(spool, [directory(tmp_path / "a")]):
+        with attached(spool) as link:
+            answer = await attach(link, f"file://{spool.root}/inside")
+            assert list(answer["tiers"]) == ["file"] and str(spool.root) in answer["refused"]
+            commit(spool, part(1))
+            await until(lambda: manifests(tmp_path / "a") == 1)
+            status = (await asyncio.to_thread(link.ask, Status(), 60.0))["status"]
+            assert [tier["name"] for tier in status["tiers"]] == ["file"]
 
 
 def test_trainer_logs_refused_tiers_with_way_out(spool, tmp_path, caplog):

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import pytest
 from support.ranks import Group
 from support.stopped import running
+from support.timed import timed_client
 from support.training import restored, tensors
 from support.waiting import wait_until
 
@@ -28,7 +29,13 @@ from tierd.ipc import daemon_start
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Status
 
+HELLO_S = 1.0  # that a greeting is waited for here; five seconds otherwise
 MOST_S = 12.0  # about five seconds are promised, once, and the machine may be busy; it was thirty, again and again
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch) -> None:
+    timed_client(monkeypatch, hello_s=HELLO_S)
 
 
 @pytest.fixture
@@ -204,7 +211,7 @@ def test_closing_waits_for_it_for_seconds(spool, tmp_path, stopped, caplog):
 
 
 def test_a_question_to_it_names_it_after_seconds(spool, stopped):
-    with within(MOST_S), pytest.raises(DaemonSilent) as raised, Link(spool) as asked:
+    with within(MOST_S), pytest.raises(DaemonSilent) as raised, Link(spool, greeting_s=HELLO_S) as asked:
         asked.ask(Status())
     assert names_it(raised.value, stopped.pid)
     assert isinstance(raised.value, TierdError)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections import Counter
 
@@ -21,43 +20,36 @@ SAME = bytes(range(251)) + b"twelve bytes"  # 263 of them, equal in every checkp
 TRUE_SMALLEST = sharing.SMALLEST_SHARED_BYTES
 
 
-def test_an_emptied_small_chunk_costs_no_other_checkpoint(spool, monkeypatch):
+async def test_an_emptied_small_chunk_costs_no_other_checkpoint(spool, monkeypatch):
     """The only tier has lost the bytes of one small chunk, and the spool is gone: the other checkpoints restore."""
     monkeypatch.setattr(sharing, "SMALLEST_SHARED_BYTES", TRUE_SMALLEST)
     files = {step: {"state.json": SAME, "news": bytes([step]) * CHUNK} for step in (1, 2, 3)}
-
-    async def work() -> None:
-        store = Double()
-        for step in files:
-            commit(spool, part(step), files[step])
-            await converge(spool, {"tier": store})
-        first = min(key for key in await contents(store) if is_chunk(key) and digest(SAME) in key)
-        await store.inner.put(first, b"")
-        for step in files:
-            shutil.rmtree(spool.path(part(step)))
-        restored = []
-        for step in files:
-            try:
-                await fetch(spool, part(step), {"tier": store}, Budget())
-            except CorruptChunk:
-                continue
-            assert read(spool, part(step)) == files[step]
-            restored.append(step)
-        assert restored == [1, 2, 3], "a small chunk is shared"  # the first takes it from another's name
-
-    asyncio.run(work())
+    store = Double()
+    for step in files:
+        commit(spool, part(step), files[step])
+        await converge(spool, {"tier": store})
+    first = min(key for key in await contents(store) if is_chunk(key) and digest(SAME) in key)
+    await store.inner.put(first, b"")
+    for step in files:
+        shutil.rmtree(spool.path(part(step)))
+    restored = []
+    for step in files:
+        try:
+            await fetch(spool, part(step), {"tier": store}, Budget())
+        except CorruptChunk:
+            continue
+        assert read(spool, part(step)) == files[step]
+        restored.append(step)
+    assert restored == [1, 2, 3], "a small chunk is shared"  # the first takes it from another's name
 
 
-@pytest.mark.parametrize("keep", [3, 100])
-def test_no_chunk_is_named_by_more_checkpoints_than_the_bound(spool, keep):
-    async def work() -> None:
-        store, most = Double(), 0
-        for step in range(40):
-            commit(spool, part(step), {"frozen": b"f" * CHUNK, "news": bytes([step]) * CHUNK})
-            await converge(spool, {"tier": store}, keep=keep)
-            manifests = [decode(data) for key, data in (await contents(store)).items() if is_manifest(key)]
-            named = Counter(chunk.stored.key for one in manifests for chunk in one.chunks() if chunk.stored)
-            most = max(most, *named.values())
-        assert most == min(keep, sharing.MOST_SHARERS), f"a chunk is named by {most} checkpoints"
-
-    asyncio.run(work())
+@pytest.mark.parametrize(("keep", "saves"), [(3, 8), (100, sharing.MOST_SHARERS + 8)])
+async def test_no_chunk_is_named_by_more_checkpoints_than_the_bound(spool, keep, saves):
+    store, most = Double(), 0
+    for step in range(saves):
+        commit(spool, part(step), {"frozen": b"f" * CHUNK, "news": bytes([step]) * CHUNK})
+        await converge(spool, {"tier": store}, keep=keep)
+        manifests = [decode(data) for key, data in (await contents(store)).items() if is_manifest(key)]
+        named = Counter(chunk.stored.key for one in manifests for chunk in one.chunks() if chunk.stored)
+        most = max(most, *named.values())
+    assert most == min(keep, sharing.MOST_SHARERS), f"a chunk is named by {most} checkpoints"
