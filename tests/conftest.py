@@ -1,13 +1,15 @@
-"""Which tests are slow or long; that no example of Hypothesis fails for taking long, since machines are shared; what
-the processes that tests start load (`lean/`); that no test waits for the disk, because none loses power; that garbage
-is looked for only in what tests make, because torch and 10,000 tests are a million objects; and that threads of OpenMP
-sleep while they wait.
+"""An event loop for each test that is a coroutine; which tests are slow or long; that no example of Hypothesis fails
+for taking long, since machines are shared; what the processes that tests start load (`lean/`); that no test waits for
+the disk, because none loses power; that garbage is looked for only in what tests make, because torch and 10,000 tests
+are a million objects; and that threads of OpenMP sleep while they wait.
 
 Between two operations of torch its threads spin for work, on the cores that other tests and processes need. Tests of
 tensors took three times the CPU of their work by that.
 """
 
+import asyncio
 import gc
+import inspect
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -41,6 +43,16 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.enable()
         gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)

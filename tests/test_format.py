@@ -143,18 +143,14 @@ def test_the_objects_of_the_codec_planes_are_read_and_verified():
         assert codec.decode(chunk, data, "v1") == expected[file.path], file.path
 
 
-def test_patches_are_read_and_verified_and_a_patch_of_patches_too(tmp_path):
+async def test_patches_are_read_and_verified_and_a_patch_of_patches_too(tmp_path):
     maker = _maker("make_v3_patches")
     part, spool = maker.PARTS[-1], Spool(tmp_path / "spool")
     manifest = decode((PATCHES / part.manifest_key).read_bytes(), part)
     assert sorted(len(list(chunk.objects())) for chunk in manifest.chunks()) == [1, 3, 3, 3]
-
-    async def fetched() -> None:
-        store = FileStore(PATCHES)
-        await fetch(spool, part, {"tier": store})
-        await store.aclose()
-
-    asyncio.run(fetched())
+    store = FileStore(PATCHES)
+    await fetch(spool, part, {"tier": store})
+    await store.aclose()
     assert {name: bytes(data) for name, data in spool.read(part, spool.manifest(part)).items()} == maker.contents(300)
 
 
@@ -439,18 +435,14 @@ def test_the_documented_program_decrypts_a_tier_for_the_other(by_hand, tmp_path)
     assert "has version 2" in by_hand(ENCRYPTED)[1]
 
 
-def test_documented_program_decrypts_heads_and_quarantined_manifests(tmp_path):
+async def test_documented_program_decrypts_heads_and_quarantined_manifests(tmp_path):
     objects = {"demo/timeline/0123abcd.json": b"a head", f"demo/quarantine/{B.name}/00000-of-00001.json": b"a manifest"}
     secret = _maker("make_v1_encrypted").SECRET
     (tmp_path / "tier").mkdir()
-
-    async def put() -> None:
-        store = EncryptedStore(FileStore(tmp_path / "tier"), Key(secret))
-        for key, data in objects.items():
-            await store.put(key, data)
-        await store.aclose()
-
-    asyncio.run(put())
+    store = EncryptedStore(FileStore(tmp_path / "tier"), Key(secret))
+    for key, data in objects.items():
+        await store.put(key, data)
+    await store.aclose()
     status, _, plain = decrypted(tmp_path / "tier", tmp_path, secret.hex())
     assert status == 0 and tree(plain) == objects
 

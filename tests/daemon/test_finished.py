@@ -70,21 +70,17 @@ def test_tier_of_a_run_that_left_the_spool_is_not_observed_any_more(spool):
     assert asyncio.run(at_rest()) == []
 
 
-def test_no_run_leaves_that_is_not_verified_on_a_tier(spool):
+async def test_no_run_leaves_that_is_not_verified_on_a_tier(spool):
     store = Double()
     for step in (1, 2):
         commit(spool, part(step))
     age(spool)
     store.error = StoreUnavailable("down")
-
-    async def seen() -> None:
-        async with running(reconciler(spool, {"tier": store})) as daemon:
-            await until(lambda: daemon.workers["tier"].last_error)
-            await daemon.observe("local")
-            daemon.wake()
-            await until(lambda: not daemon.workers["local"].wake.is_set())
-
-    asyncio.run(seen())
+    async with running(reconciler(spool, {"tier": store})) as daemon:
+        await until(lambda: daemon.workers["tier"].last_error)
+        await daemon.observe("local")
+        daemon.wake()
+        await until(lambda: not daemon.workers["local"].wake.is_set())
     assert steps_in(spool) == [1, 2]
 
 

@@ -47,40 +47,30 @@ def reported(tmp_path, monkeypatch):
     supervisor.close()
 
 
-def test_a_commit_wakes_the_daemon_without_a_rescan(spool):
-    async def work():
-        async with running(reconciler(spool, {"tier": Double()}, rescan="1h")) as daemon:
-            with watching(spool, daemon.wake):
-                await settle(daemon)
-                for step in range(3):
-                    await asyncio.sleep(0.1)
-                    commit(spool, part(step))
-                    await until(lambda step=step: daemon.tiers.observed.has(part(step), "tier"))
-
-    asyncio.run(work())
-
-
-def test_rescan_finds_a_part_without_an_event(spool):
-    async def work():
-        async with running(reconciler(spool, {"tier": Double()}, rescan="0.3s")) as daemon:
+async def test_a_commit_wakes_the_daemon_without_a_rescan(spool):
+    async with running(reconciler(spool, {"tier": Double()}, rescan="1h")) as daemon:
+        with watching(spool, daemon.wake):
             await settle(daemon)
-            commit(spool, part(1))
-            await until(lambda: daemon.tiers.observed.has(part(1), "tier"))
+            for step in range(3):
+                await asyncio.sleep(0.1)
+                commit(spool, part(step))
+                await until(lambda step=step: daemon.tiers.observed.has(part(step), "tier"))
 
-    asyncio.run(work())
+
+async def test_rescan_finds_a_part_without_an_event(spool):
+    async with running(reconciler(spool, {"tier": Double()}, rescan="0.3s")) as daemon:
+        await settle(daemon)
+        commit(spool, part(1))
+        await until(lambda: daemon.tiers.observed.has(part(1), "tier"))
 
 
-def test_part_without_any_event_or_rescan_is_not_flushed(spool):
+async def test_part_without_any_event_or_rescan_is_not_flushed(spool):
     """So that the two tests above can fail."""
-
-    async def work():
-        async with running(reconciler(spool, {"tier": Double()}, rescan="1h")) as daemon:
-            await settle(daemon)
-            commit(spool, part(1))
-            await asyncio.sleep(1.0)
-            assert not daemon.tiers.observed.has(part(1), "tier")
-
-    asyncio.run(work())
+    async with running(reconciler(spool, {"tier": Double()}, rescan="1h")) as daemon:
+        await settle(daemon)
+        commit(spool, part(1))
+        await asyncio.sleep(1.0)
+        assert not daemon.tiers.observed.has(part(1), "tier")
 
 
 def test_system_without_watches_is_logged_and_the_daemon_continues(spool, monkeypatch, caplog):
@@ -161,19 +151,15 @@ def served(spool: Spool, tmp_path) -> Config:
     return from_urls(str(spool.root), [f"file://{tmp_path / 'tier'}"])
 
 
-def test_it_says_ready_alive_and_stopping_in_this_order(spool, tmp_path, reported, monkeypatch):
+async def test_it_says_ready_alive_and_stopping_in_this_order(spool, tmp_path, reported, monkeypatch):
     monkeypatch.setenv("WATCHDOG_USEC", "200000")
     monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
-
-    async def work():
-        daemon = asyncio.ensure_future(service.serve(served(spool, tmp_path)))
-        await until(lambda: reported().count("WATCHDOG=1") >= 3)
-        commit(spool, part(1))
-        os.kill(os.getpid(), signal.SIGTERM)
-        await until(lambda: reported() and daemon.done())  # a supervisor reads, too, or its queue is full
-        await daemon
-
-    asyncio.run(work())
+    daemon = asyncio.ensure_future(service.serve(served(spool, tmp_path)))
+    await until(lambda: reported().count("WATCHDOG=1") >= 3)
+    commit(spool, part(1))
+    os.kill(os.getpid(), signal.SIGTERM)
+    await until(lambda: reported() and daemon.done())  # a supervisor reads, too, or its queue is full
+    await daemon
     seen = reported()
     states = [one for one in seen if not one.startswith(("WATCHDOG=", "STATUS="))]
     assert states == ["READY=1", "STOPPING=1"]  # alive also while it drains
@@ -182,43 +168,35 @@ def test_it_says_ready_alive_and_stopping_in_this_order(spool, tmp_path, reporte
     assert (tmp_path / "tier" / RUN / "manifests").is_dir(), "what was committed before SIGTERM was drained"
 
 
-def test_an_idle_daemon_ends_when_the_last_trainer_has_gone_and_all_is_flushed(spool, tmp_path, monkeypatch):
+async def test_an_idle_daemon_ends_when_the_last_trainer_has_gone_and_all_is_flushed(spool, tmp_path, monkeypatch):
     timed(monkeypatch, grace_s=0.4)
-
-    async def work():
-        daemon = asyncio.ensure_future(service.serve(served(spool, tmp_path), until_idle=True, await_trainer=True))
-        await until(spool.socket.exists)
-        await asyncio.sleep(1.0)
-        assert not daemon.done(), "it waits for its first trainer"
-        link = Link(spool)
-        await asyncio.to_thread(link.ask, Attach())
-        await asyncio.sleep(1.0)
-        assert not daemon.done(), "a trainer is there"
-        commit(spool, part(1))
-        link.close()
-        async with asyncio.timeout(60):
-            await daemon
-
-    asyncio.run(work())
+    daemon = asyncio.ensure_future(service.serve(served(spool, tmp_path), until_idle=True, await_trainer=True))
+    await until(spool.socket.exists)
+    await asyncio.sleep(1.0)
+    assert not daemon.done(), "it waits for its first trainer"
+    link = Link(spool)
+    await asyncio.to_thread(link.ask, Attach())
+    await asyncio.sleep(1.0)
+    assert not daemon.done(), "a trainer is there"
+    commit(spool, part(1))
+    link.close()
+    async with asyncio.timeout(60):
+        await daemon
     assert (tmp_path / "tier" / RUN / "manifests").is_dir()
     with spool.lock():
         pass  # and let go of the spool
 
 
 @pytest.mark.parametrize("parts", [0, 2])
-def test_an_idle_daemon_that_no_trainer_started_ends_when_all_is_flushed(spool, tmp_path, parts):
+async def test_an_idle_daemon_that_no_trainer_started_ends_when_all_is_flushed(spool, tmp_path, parts):
     for step in range(parts):
         commit(spool, part(step))
-
-    async def work():
-        async with asyncio.timeout(60):  # and not the 120 s that a trainer has
-            assert await service.serve(served(spool, tmp_path), until_idle=True) == ()
-
-    asyncio.run(work())
+    async with asyncio.timeout(60):  # and not the 120 s that a trainer has
+        assert await service.serve(served(spool, tmp_path), until_idle=True) == ()
     assert len(list((tmp_path / "tier").glob(f"{RUN}/manifests/*"))) == parts
 
 
-def test_idle_daemon_runs_while_a_part_is_left_to_flush(spool, monkeypatch):
+async def test_idle_daemon_runs_while_a_part_is_left_to_flush(spool, monkeypatch):
     store = Double()
     store.error = StoreUnavailable("down")
 
@@ -229,19 +207,16 @@ def test_idle_daemon_runs_while_a_part_is_left_to_flush(spool, monkeypatch):
     timed(monkeypatch, grace_s=0.3, backoff_s=0.05)
     commit(spool, part(1))
 
-    async def work():
-        daemon = asyncio.ensure_future(service.serve(config(spool, "tier"), until_idle=True))
-        await until(spool.socket.exists)
-        link = Link(spool)
-        await asyncio.to_thread(link.ask, Attach())
-        link.close()
-        await asyncio.sleep(1.5)
-        assert not daemon.done()
-        store.error = None
-        async with asyncio.timeout(60):
-            await daemon
-
-    asyncio.run(work())
+    daemon = asyncio.ensure_future(service.serve(config(spool, "tier"), until_idle=True))
+    await until(spool.socket.exists)
+    link = Link(spool)
+    await asyncio.to_thread(link.ask, Attach())
+    link.close()
+    await asyncio.sleep(1.5)
+    assert not daemon.done()
+    store.error = None
+    async with asyncio.timeout(60):
+        await daemon
 
 
 def test_wait_until_can_fail():
@@ -249,7 +224,7 @@ def test_wait_until_can_fail():
         wait_until(lambda: False, 0.05)
 
 
-def test_errors_of_the_observers_own_end_are_not_logged(tmp_path, monkeypatch, caplog) -> None:
+async def test_errors_of_the_observers_own_end_are_not_logged(tmp_path, monkeypatch, caplog) -> None:
     """Its thread logs an error where it is stopped between two events, and people asked what was wrong."""
     spool = Spool(tmp_path / "spool")
     stop = BaseObserver.stop
@@ -259,12 +234,8 @@ def test_errors_of_the_observers_own_end_are_not_logged(tmp_path, monkeypatch, c
         stop(observer)
 
     monkeypatch.setattr(BaseObserver, "stop", stopped)
-
-    async def work() -> None:
-        with watching(spool, lambda: None):
-            pass
-
-    asyncio.run(work())
+    with watching(spool, lambda: None):
+        pass
     assert not caplog.records
     logging.getLogger("watchdog.observers.inotify").error("another one's")
     assert [one.message for one in caplog.records] == ["another one's"]

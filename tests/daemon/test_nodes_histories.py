@@ -157,51 +157,43 @@ _WEIGHTS = (40, 12, 15, 8, 5, 1, 6, 3)
 
 
 @pytest.mark.parametrize("seed", seeds())
-def test_daemons_in_turns_harm_no_checkpoint_in_any_history(home, seed):
+async def test_daemons_in_turns_harm_no_checkpoint_in_any_history(home, seed):
     """Daemons take turns; each acts on what it just saw."""
-
-    async def work():
-        story = Story(home, seed, lag=False)
-        await story.launch()
-        for _ in range(60):
-            if story.rng.random() < 0.4:
-                await story.event()
-            else:
-                with contextlib.suppress(StoreUnavailable):
-                    await story.rng.choice(story.nodes.alive()).turn(story.rng)
-            await story.observe()
-        await story.end()
-        assert story.nodes.tier.checks > 20
-
-    asyncio.run(work())
+    story = Story(home, seed, lag=False)
+    await story.launch()
+    for _ in range(60):
+        if story.rng.random() < 0.4:
+            await story.event()
+        else:
+            with contextlib.suppress(StoreUnavailable):
+                await story.rng.choice(story.nodes.alive()).turn(story.rng)
+        await story.observe()
+    await story.end()
+    assert story.nodes.tier.checks > 20
 
 
 @pytest.mark.parametrize("seed", seeds())
-def test_daemons_at_once_harm_no_checkpoint_in_any_history(home, seed, monkeypatch):
+async def test_daemons_at_once_harm_no_checkpoint_in_any_history(home, seed, monkeypatch):
     """Daemons work at the same time over slow lines, and act on what they saw a while ago."""
+    story = Story(home, seed, lag=True)
+    story.nodes.tier.aware = False  # nobody can know of what came after the look
+    await story.launch()
 
-    async def work():
-        story = Story(home, seed, lag=True)
-        story.nodes.tier.aware = False  # nobody can know of what came after the look
-        await story.launch()
+    async def daemon(node: Node) -> None:
+        while True:
+            with contextlib.suppress(TierdError):
+                await node.turn(story.rng)
+            await asyncio.sleep(0)
 
-        async def daemon(node: Node) -> None:
-            while True:
-                with contextlib.suppress(TierdError):
-                    await node.turn(story.rng)
-                await asyncio.sleep(0)
-
-        for _ in range(30):
-            await story.event()
-            for node in story.nodes.alive():
-                if node not in story.at_work:
-                    story.at_work[node] = asyncio.ensure_future(daemon(node))
-            for _ in range(story.rng.choice((0, 20, 100))):
-                await asyncio.sleep(0)
-            await story.observe()
+    for _ in range(30):
+        await story.event()
         for node in story.nodes.alive():
-            await story.stop(node)
-        timings.given().wall_ns.at_ms += 10**12  # what was cut off is left over now
-        await story.end()
-
-    asyncio.run(work())
+            if node not in story.at_work:
+                story.at_work[node] = asyncio.ensure_future(daemon(node))
+        for _ in range(story.rng.choice((0, 20, 100))):
+            await asyncio.sleep(0)
+        await story.observe()
+    for node in story.nodes.alive():
+        await story.stop(node)
+    timings.given().wall_ns.at_ms += 10**12  # what was cut off is left over now
+    await story.end()

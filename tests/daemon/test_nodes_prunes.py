@@ -20,19 +20,16 @@ from tierd.core.planning.actions import Prune
 
 
 @pytest.mark.parametrize("how", ["held", "pinned here"])
-def test_part_that_a_node_holds_is_not_sent_and_pruned_in_turn(home, how):
-    async def work():
-        nodes, origin = await first_launch(home, 20, keep=1), part(20).checkpoint
-        await nodes["D"].daemon.repairs.fetch(part(20, 1, 1, 2))
-        if how == "held":  # as the control socket does while a trainer reads, or uses the directory
-            nodes["D"].daemon.requests.held[origin] += 1
-        else:  # the tier was down when it was pinned
-            nodes["D"].spool.pin(origin, pinned=True)
-        nodes.save(30, 1, "AB")
-        await nodes.settle(limit=40)
-        assert nodes["D"].steps() == [(1, 20)]
-
-    asyncio.run(work())
+async def test_part_that_a_node_holds_is_not_sent_and_pruned_in_turn(home, how):
+    nodes, origin = await first_launch(home, 20, keep=1), part(20).checkpoint
+    await nodes["D"].daemon.repairs.fetch(part(20, 1, 1, 2))
+    if how == "held":  # as the control socket does while a trainer reads, or uses the directory
+        nodes["D"].daemon.requests.held[origin] += 1
+    else:  # the tier was down when it was pinned
+        nodes["D"].spool.pin(origin, pinned=True)
+    nodes.save(30, 1, "AB")
+    await nodes.settle(limit=40)
+    assert nodes["D"].steps() == [(1, 20)]
 
 
 async def pruned_in_the_middle(home: Path, moment: int) -> tuple[Node, TierdError | None, bool]:
@@ -57,32 +54,25 @@ async def pruned_in_the_middle(home: Path, moment: int) -> tuple[Node, TierdErro
     return nodes["C"], raised, nodes.tier.steps() == [(1, 30, True)]
 
 
-def test_a_prune_in_the_middle_of_a_fetch_costs_that_fetch_at_most(home):
+async def test_a_prune_in_the_middle_of_a_fetch_costs_that_fetch_at_most(home):
     """It gives every byte right, or raises and leaves nothing."""
-
-    async def work():
-        outcomes = Counter()
-        for moment in range(1, 12):
-            node, raised, in_time = await pruned_in_the_middle(home / str(moment), moment)
-            outcomes[in_time, raised is None] += 1
-            assert node.steps() == ([] if raised else [(1, 20)])
-            assert not node.spool.quarantined() and not node.tier.manifests("quarantine")
-            if not raised:
-                assert "news" in read(node.spool, part(20, 1, 0, 2))
-        assert all(outcomes[key] for key in ((True, True), (True, False), (False, True))), outcomes
-        assert not outcomes[False, False]
-
-    asyncio.run(work())
+    outcomes = Counter()
+    for moment in range(1, 12):
+        node, raised, in_time = await pruned_in_the_middle(home / str(moment), moment)
+        outcomes[in_time, raised is None] += 1
+        assert node.steps() == ([] if raised else [(1, 20)])
+        assert not node.spool.quarantined() and not node.tier.manifests("quarantine")
+        if not raised:
+            assert "news" in read(node.spool, part(20, 1, 0, 2))
+    assert all(outcomes[key] for key in ((True, True), (True, False), (False, True))), outcomes
+    assert not outcomes[False, False]
 
 
-def test_part_that_is_pruned_in_the_middle_of_a_fetch_is_not_called_corrupt(home):
-    async def work():
-        for moment in (1, 4):
-            node, raised, _ = await pruned_in_the_middle(home / str(moment), moment)
-            assert raised and not isinstance(raised, CorruptChunk)
-            assert not node.daemon.journal.counters["corruptions"] + node.daemon.journal.counters["quarantined"]
-
-    asyncio.run(work())
+async def test_part_that_is_pruned_in_the_middle_of_a_fetch_is_not_called_corrupt(home):
+    for moment in (1, 4):
+        node, raised, _ = await pruned_in_the_middle(home / str(moment), moment)
+        assert raised and not isinstance(raised, CorruptChunk)
+        assert not node.daemon.journal.counters["corruptions"] + node.daemon.journal.counters["quarantined"]
 
 
 async def borrowing(home: Path) -> Nodes:
@@ -114,78 +104,66 @@ async def met(nodes: Nodes, moment: int, at: Line, meanwhile: Callable[[], Await
     return next(calls) > moment
 
 
-def test_chunks_that_the_live_launch_is_about_to_name_are_kept_or_it_observes_again(home):
+async def test_chunks_that_the_live_launch_is_about_to_name_are_kept_or_it_observes_again(home):
     """At every call of C's flush, A and B send step 30 and A prunes step 21."""
-
-    async def work():
-        shared = set()
-        for moment in range(1, 60):
-            nodes = await borrowing(home / str(moment))
-            go_on = await met(nodes, moment, nodes["C"].line, partial(nodes.settle, "A", "B"), "C")
-            shared |= {one.step for one in nodes.tier.manifests()[part(22, 2, 0, 2)].owners}
-            if not go_on:
-                break
-        assert 20 < moment < 59 and shared == {21, 22}
-
-    asyncio.run(work())
+    shared = set()
+    for moment in range(1, 60):
+        nodes = await borrowing(home / str(moment))
+        go_on = await met(nodes, moment, nodes["C"].line, partial(nodes.settle, "A", "B"), "C")
+        shared |= {one.step for one in nodes.tier.manifests()[part(22, 2, 0, 2)].owners}
+        if not go_on:
+            break
+    assert 20 < moment < 59 and shared == {21, 22}
 
 
-def test_flush_in_the_middle_of_a_prune_names_no_chunk_that_is_deleted(home):
+async def test_flush_in_the_middle_of_a_prune_names_no_chunk_that_is_deleted(home):
     """At every call of A's prune of step 21, C, which looked before, sends step 22."""
-
-    async def work():
-        for moment in range(1, 60):
-            nodes = await borrowing(home / str(moment))
-            await nodes["C"].daemon.observe(TIER)
-            await nodes["A"].turn(), await nodes["B"].turn()
-            assert [type(one) for one in await nodes["A"].planned()][:1] == [Prune]
-            late = partial(nodes["C"].daemon.tiers.flushes.flush, part(22, 2, 0, 2), TIER)
-            if not await met(nodes, moment, nodes["A"].line, late, "A"):
-                break
-        assert 10 < moment < 59
-
-    asyncio.run(work())
+    for moment in range(1, 60):
+        nodes = await borrowing(home / str(moment))
+        await nodes["C"].daemon.observe(TIER)
+        await nodes["A"].turn(), await nodes["B"].turn()
+        assert [type(one) for one in await nodes["A"].planned()][:1] == [Prune]
+        late = partial(nodes["C"].daemon.tiers.flushes.flush, part(22, 2, 0, 2), TIER)
+        if not await met(nodes, moment, nodes["A"].line, late, "A"):
+            break
+    assert 10 < moment < 59
 
 
-def test_a_flush_that_read_before_a_prune_names_nothing_after_it(home):
+async def test_a_flush_that_read_before_a_prune_names_nothing_after_it(home):
     """C's flush stops at each of its calls until A's prune is about to delete the chunks of step 21, and then goes on:
     it gives way, or the prune does."""
+    refused = 0
+    for moment in range(1, 60):
+        nodes = await borrowing(home / str(moment))
+        await nodes["C"].daemon.observe(TIER)
+        await nodes["A"].turn(), await nodes["B"].turn()
+        calls, stopped, go_on = itertools.count(1), asyncio.Event(), asyncio.Event()
 
-    async def work():
-        refused = 0
-        for moment in range(1, 60):
-            nodes = await borrowing(home / str(moment))
-            await nodes["C"].daemon.observe(TIER)
-            await nodes["A"].turn(), await nodes["B"].turn()
-            calls, stopped, go_on = itertools.count(1), asyncio.Event(), asyncio.Event()
+        async def stop(calls=calls, moment=moment, stopped=stopped, go_on=go_on) -> None:
+            if next(calls) == moment:
+                stopped.set()
+                await go_on.wait()
 
-            async def stop(calls=calls, moment=moment, stopped=stopped, go_on=go_on) -> None:
-                if next(calls) == moment:
-                    stopped.set()
-                    await go_on.wait()
+        nodes["C"].line.meanwhile = stop
+        late = asyncio.ensure_future(nodes["C"].daemon.tiers.flushes.flush(part(22, 2, 0, 2), TIER))
+        waiting = asyncio.ensure_future(stopped.wait())
+        await asyncio.wait([late, waiting], return_when=asyncio.FIRST_COMPLETED)
+        if late.done():
+            break
 
-            nodes["C"].line.meanwhile = stop
-            late = asyncio.ensure_future(nodes["C"].daemon.tiers.flushes.flush(part(22, 2, 0, 2), TIER))
-            waiting = asyncio.ensure_future(stopped.wait())
-            await asyncio.wait([late, waiting], return_when=asyncio.FIRST_COMPLETED)
-            if late.done():
-                break
+        async def let_on(line=nodes["A"].line, go_on=go_on, late=late) -> None:
+            nonlocal refused
+            if line.doing == "delete" and not [one for one in line.tier.checkpoints() if one.step == 21]:
+                go_on.set()
+                (result,) = await asyncio.gather(late, return_exceptions=True)
+                refused += isinstance(result, StoreUnavailable)
 
-            async def let_on(line=nodes["A"].line, go_on=go_on, late=late) -> None:
-                nonlocal refused
-                if line.doing == "delete" and not [one for one in line.tier.checkpoints() if one.step == 21]:
-                    go_on.set()
-                    (result,) = await asyncio.gather(late, return_exceptions=True)
-                    refused += isinstance(result, StoreUnavailable)
-
-            nodes["A"].line.meanwhile = let_on
-            await nodes["A"].daemon.tiers.prune([part(21).checkpoint], TIER)
-            go_on.set()
-            await asyncio.gather(late, return_exceptions=True)
-            nodes["A"].line.meanwhile = nodes["C"].line.meanwhile = None
-            await nodes.settle()
-            assert await nodes.offered() == [(2, 22)]
-        waiting.cancel()
-        assert 10 < moment < 59 and refused
-
-    asyncio.run(work())
+        nodes["A"].line.meanwhile = let_on
+        await nodes["A"].daemon.tiers.prune([part(21).checkpoint], TIER)
+        go_on.set()
+        await asyncio.gather(late, return_exceptions=True)
+        nodes["A"].line.meanwhile = nodes["C"].line.meanwhile = None
+        await nodes.settle()
+        assert await nodes.offered() == [(2, 22)]
+    waiting.cancel()
+    assert 10 < moment < 59 and refused

@@ -107,22 +107,19 @@ def test_a_file_that_cannot_be_read_is_named(spool):
         State(spool)
 
 
-def test_waiter_of_a_pause_continues_when_it_is_resumed_or_shortened(spool):
-    async def work():
-        state = State(spool)
-        for change in (state.end, lambda: state.begin(0.01)):
-            await state.begin(None)
-            waiting = [asyncio.ensure_future(state.wait()) for _ in range(3)]
-            await asyncio.sleep(0.05)
-            assert not any(one.done() for one in waiting)
-            await state.begin(3600)
-            await asyncio.sleep(0.05)
-            assert not any(one.done() for one in waiting)
-            await change()
-            async with asyncio.timeout(60):
-                await asyncio.gather(*waiting)
-
-    asyncio.run(work())
+async def test_waiter_of_a_pause_continues_when_it_is_resumed_or_shortened(spool):
+    state = State(spool)
+    for change in (state.end, lambda: state.begin(0.01)):
+        await state.begin(None)
+        waiting = [asyncio.ensure_future(state.wait()) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert not any(one.done() for one in waiting)
+        await state.begin(3600)
+        await asyncio.sleep(0.05)
+        assert not any(one.done() for one in waiting)
+        await change()
+        async with asyncio.timeout(60):
+            await asyncio.gather(*waiting)
 
 
 # -- the daemon -------------------------------------------------------------------------------------------------------
@@ -173,36 +170,32 @@ def test_a_pause_that_began_before_the_daemon_holds(spool):
     assert steps_on(asyncio.run(contents(store.inner))) == [1]
 
 
-def test_paused_flush_stops_after_its_chunks_in_hand_and_continues_where_it_was(spool):
+async def test_paused_flush_stops_after_its_chunks_in_hand_and_continues_where_it_was(spool):
     store = Double()
     pieces = {"weights.bin": os.urandom(30_000)}
+    async with running(reconciler(spool, {"tier": store})) as daemon:
+        begun, go = asyncio.Event(), asyncio.Event()
+        real = store.inner.put
 
-    async def work():
-        async with running(reconciler(spool, {"tier": store})) as daemon:
-            begun, go = asyncio.Event(), asyncio.Event()
-            real = store.inner.put
+        async def slow(key, data):
+            if is_chunk(key):
+                begun.set()
+                await go.wait()
+            return await real(key, data)
 
-            async def slow(key, data):
-                if is_chunk(key):
-                    begun.set()
-                    await go.wait()
-                return await real(key, data)
-
-            store.inner.put = slow
-            commit(spool, part(1), pieces)
-            daemon.wake()
-            await begun.wait()
-            await daemon.pause.begin(None)
-            go.set()
-            await asyncio.sleep(0.3)
-            assert 0 < len(store.puts(is_chunk)) < 30, "those in hand were finished, no others were begun"
-            assert not store.puts(is_manifest)
-            await daemon.pause.end()
-            await settle(daemon)
-            assert daemon.tiers.observed.has(part(1), "tier")
-            assert len(store.puts(is_chunk)) == len(set(store.puts(is_chunk))) == 30
-
-    asyncio.run(work())
+        store.inner.put = slow
+        commit(spool, part(1), pieces)
+        daemon.wake()
+        await begun.wait()
+        await daemon.pause.begin(None)
+        go.set()
+        await asyncio.sleep(0.3)
+        assert 0 < len(store.puts(is_chunk)) < 30, "those in hand were finished, no others were begun"
+        assert not store.puts(is_manifest)
+        await daemon.pause.end()
+        await settle(daemon)
+        assert daemon.tiers.observed.has(part(1), "tier")
+        assert len(store.puts(is_chunk)) == len(set(store.puts(is_chunk))) == 30
 
 
 def test_paused_a_tier_is_not_pruned_and_the_spool_is(spool):
@@ -292,14 +285,11 @@ def test_a_paused_daemon_with_a_backlog_does_not_end_idle(spool, store, backlog)
     assert bool(store.puts(is_manifest)) == backlog
 
 
-def test_changes_at_once_leave_file_and_memory_agreeing(spool):
-    async def work():
-        for _ in range(20):
-            state = State(spool)
-            await asyncio.gather(state.begin(None), state.begin(3600), state.end(), state.begin(100), state.end())
-            assert state.paused == State(spool).paused
-
-    asyncio.run(work())
+async def test_changes_at_once_leave_file_and_memory_agreeing(spool):
+    for _ in range(20):
+        state = State(spool)
+        await asyncio.gather(state.begin(None), state.begin(3600), state.end(), state.begin(100), state.end())
+        assert state.paused == State(spool).paused
 
 
 def test_a_clock_that_was_set_back_makes_no_pause_longer(spool, monkeypatch):

@@ -70,23 +70,19 @@ def test_a_tier_that_is_down_delays_only_itself_and_drains_when_it_is_back(spool
     assert first == second and steps_on(first) == [0, 1, 2, 3, 4]
 
 
-def test_a_tier_that_hangs_delays_only_itself(spool):
+async def test_a_tier_that_hangs_delays_only_itself(spool):
     """Even where it holds what the other tier lacks, and hangs after it was seen to."""
-
-    async def work():
-        hung, up = Double(), Double()
-        for step in range(3):
-            commit(spool, part(step))
-        async with running(reconciler(spool, {"hung": hung})) as daemon:
-            await settle(daemon)
-        async with running(reconciler(spool, {"hung": hung, "up": up})) as daemon:
-            up.error = StoreUnavailable("not yet")
-            await until(lambda: daemon.tiers.observed.has(part(2), "hung") and daemon.workers["up"].failures)
-            hung.delay, up.error = 3600.0, None
-            await until(lambda: all(daemon.tiers.observed.has(part(step), "up") for step in range(3)))
-        assert steps_on(await contents(up.inner)) == [0, 1, 2]
-
-    asyncio.run(work())
+    hung, up = Double(), Double()
+    for step in range(3):
+        commit(spool, part(step))
+    async with running(reconciler(spool, {"hung": hung})) as daemon:
+        await settle(daemon)
+    async with running(reconciler(spool, {"hung": hung, "up": up})) as daemon:
+        up.error = StoreUnavailable("not yet")
+        await until(lambda: daemon.tiers.observed.has(part(2), "hung") and daemon.workers["up"].failures)
+        hung.delay, up.error = 3600.0, None
+        await until(lambda: all(daemon.tiers.observed.has(part(step), "up") for step in range(3)))
+    assert steps_on(await contents(up.inner)) == [0, 1, 2]
 
 
 class HangsInPut(Double):
@@ -96,29 +92,23 @@ class HangsInPut(Double):
         await asyncio.sleep(3600)
 
 
-def test_part_that_hangs_on_a_tier_is_sent_to_the_other(spool):
-    async def work():
-        stuck, up = HangsInPut(), Double()
-        commit(spool, part(1))
-        async with running(reconciler(spool, {"stuck": stuck, "up": up})) as daemon:
-            await until(lambda: daemon.tiers.observed.has(part(1), "up"))
-            assert not daemon.tiers.observed.has(part(1), "stuck")
-
-    asyncio.run(work())
+async def test_part_that_hangs_on_a_tier_is_sent_to_the_other(spool):
+    stuck, up = HangsInPut(), Double()
+    commit(spool, part(1))
+    async with running(reconciler(spool, {"stuck": stuck, "up": up})) as daemon:
+        await until(lambda: daemon.tiers.observed.has(part(1), "up"))
+        assert not daemon.tiers.observed.has(part(1), "stuck")
 
 
-def test_refusing_tier_is_distinguished_and_tried_again(spool):
-    async def work():
-        store = Double()
-        store.error = StoreRefused("no such bucket")
-        commit(spool, part(1))
-        async with running(reconciler(spool, {"tier": store})) as daemon:
-            await until(lambda: daemon.workers["tier"].failures >= 2)
-            assert isinstance(daemon.workers["tier"].last_error, StoreRefused)
-            store.error = None
-            await until(lambda: daemon.tiers.observed.has(part(1), "tier"))
-
-    asyncio.run(work())
+async def test_refusing_tier_is_distinguished_and_tried_again(spool):
+    store = Double()
+    store.error = StoreRefused("no such bucket")
+    commit(spool, part(1))
+    async with running(reconciler(spool, {"tier": store})) as daemon:
+        await until(lambda: daemon.workers["tier"].failures >= 2)
+        assert isinstance(daemon.workers["tier"].last_error, StoreRefused)
+        store.error = None
+        await until(lambda: daemon.tiers.observed.has(part(1), "tier"))
 
 
 def test_lost_answers_and_flaky_calls_end_in_the_same_tier(spool):
@@ -138,20 +128,17 @@ def test_lost_answers_and_flaky_calls_end_in_the_same_tier(spool):
         assert asyncio.run(contents(store.inner)) == asyncio.run(contents(calm)), f"seed {seed}"
 
 
-def test_a_foreign_error_ends_no_worker(spool):
-    async def work():
-        store = Double()
-        store.error = ZeroDivisionError("a bug")
-        commit(spool, part(1))
-        async with running(reconciler(spool, {"tier": store})) as daemon:
-            await until(lambda: daemon.workers["tier"].failures >= 2)
-            store.error = None
-            await until(lambda: daemon.tiers.observed.has(part(1), "tier"))
-
-    asyncio.run(work())
+async def test_a_foreign_error_ends_no_worker(spool):
+    store = Double()
+    store.error = ZeroDivisionError("a bug")
+    commit(spool, part(1))
+    async with running(reconciler(spool, {"tier": store})) as daemon:
+        await until(lambda: daemon.workers["tier"].failures >= 2)
+        store.error = None
+        await until(lambda: daemon.tiers.observed.has(part(1), "tier"))
 
 
-def test_one_unreadable_manifest_in_the_spool_stops_nothing_else(spool, monkeypatch):
+async def test_one_unreadable_manifest_in_the_spool_stops_nothing_else(spool, monkeypatch):
     """EIO on one manifest: the others are flushed, and the one is neither quarantined nor forgotten."""
     for step in range(3):
         commit(spool, part(step))
@@ -164,19 +151,13 @@ def test_one_unreadable_manifest_in_the_spool_stops_nothing_else(spool, monkeypa
         return real(path, *rest, **options)
 
     monkeypatch.setattr(os, "open", failing)
-
-    async def work():
-        store = MemoryStore()
-        async with running(reconciler(spool, {"tier": store})) as daemon:
-            await until(
-                lambda: daemon.tiers.observed.has(part(0), "tier") and daemon.tiers.observed.has(part(2), "tier")
-            )
-            await asyncio.sleep(0.2)
-            assert spool.path(part(1)).is_dir() and not spool.quarantined()
-            monkeypatch.setattr(os, "open", real)
-            await until(lambda: daemon.wake() or daemon.tiers.observed.has(part(1), "tier"))
-
-    asyncio.run(work())
+    store = MemoryStore()
+    async with running(reconciler(spool, {"tier": store})) as daemon:
+        await until(lambda: daemon.tiers.observed.has(part(0), "tier") and daemon.tiers.observed.has(part(2), "tier"))
+        await asyncio.sleep(0.2)
+        assert spool.path(part(1)).is_dir() and not spool.quarantined()
+        monkeypatch.setattr(os, "open", real)
+        await until(lambda: daemon.wake() or daemon.tiers.observed.has(part(1), "tier"))
 
 
 def test_drain_flushes_a_part_that_was_committed_a_moment_before(spool):
@@ -191,17 +172,14 @@ def test_drain_flushes_a_part_that_was_committed_a_moment_before(spool):
     assert asyncio.run(work()) == [1]
 
 
-def test_a_drain_ends_in_time_when_a_tier_is_down(spool):
-    async def work():
-        store = Double()
-        store.error = StoreUnavailable("down")
-        commit(spool, part(1))
-        async with running(reconciler(spool, {"tier": store})) as daemon:
-            async with asyncio.timeout(60):
-                await daemon.drain(0.3)
-            assert daemon.backlog.parts() == {part(1)}
-
-    asyncio.run(work())
+async def test_a_drain_ends_in_time_when_a_tier_is_down(spool):
+    store = Double()
+    store.error = StoreUnavailable("down")
+    commit(spool, part(1))
+    async with running(reconciler(spool, {"tier": store})) as daemon:
+        async with asyncio.timeout(60):
+            await daemon.drain(0.3)
+        assert daemon.backlog.parts() == {part(1)}
 
 
 def test_part_that_no_tier_can_describe_holds_up_no_other_and_is_no_corruption(spool, monkeypatch):
@@ -240,76 +218,65 @@ def test_each_place_keeps_the_checkpoints_of_its_own_policy(spool):
     assert not list((spool.control / "trash").iterdir())
 
 
-def test_no_local_copy_is_deleted_while_no_tier_has_verified_it(spool):
-    async def work():
-        store = Double()
-        store.error = StoreUnavailable("down")
-        for step in range(6):
-            commit(spool, part(step))
-        async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
-            await until(lambda: daemon.workers["tier"].failures > 5)
-            daemon.wake()
-            await asyncio.sleep(0.2)
-            assert steps_in(spool) == list(range(6))
-            store.error = None
-            await settle(daemon)
-        assert steps_in(spool) == [5] and steps_on(await contents(store.inner)) == [5]
-
-    asyncio.run(work())
+async def test_no_local_copy_is_deleted_while_no_tier_has_verified_it(spool):
+    store = Double()
+    store.error = StoreUnavailable("down")
+    for step in range(6):
+        commit(spool, part(step))
+    async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
+        await until(lambda: daemon.workers["tier"].failures > 5)
+        daemon.wake()
+        await asyncio.sleep(0.2)
+        assert steps_in(spool) == list(range(6))
+        store.error = None
+        await settle(daemon)
+    assert steps_in(spool) == [5] and steps_on(await contents(store.inner)) == [5]
 
 
 @pytest.mark.parametrize("harm", ["remove", "truncate"])
-def test_local_copy_is_kept_when_its_copy_on_the_tier_has_lost_a_chunk(spool, harm):
+async def test_local_copy_is_kept_when_its_copy_on_the_tier_has_lost_a_chunk(spool, harm):
     """The tier is looked at once more before anything goes; what is gone from it is flushed again."""
-
-    async def work():
-        store = Double()
-        for step in range(3):
-            commit(spool, part(step))
+    store = Double()
+    for step in range(3):
+        commit(spool, part(step))
+    async with running(reconciler(spool, {"tier": store})) as daemon:
+        await settle(daemon)
+    victims = [key for key in await contents(store.inner) if is_chunk(key) and part(0).checkpoint.name in key]
+    if harm == "remove":
+        await store.inner.delete(victims[:1])
+    else:
+        await store.inner.put(victims[0], b"short")
+    store.calls = []
+    async with running(reconciler(spool, {"tier": store}, keep=100, keep_local=1)) as daemon:
+        await settle(daemon)
+        assert store.puts(is_chunk) == victims[:1]
+        assert daemon.tiers.observed.has(part(0), "tier")
+    assert steps_in(spool) == [2]
+    for step in (0, 1):
         async with running(reconciler(spool, {"tier": store})) as daemon:
-            await settle(daemon)
-        victims = [key for key in await contents(store.inner) if is_chunk(key) and part(0).checkpoint.name in key]
-        if harm == "remove":
-            await store.inner.delete(victims[:1])
-        else:
-            await store.inner.put(victims[0], b"short")
-        store.calls = []
-        async with running(reconciler(spool, {"tier": store}, keep=100, keep_local=1)) as daemon:
-            await settle(daemon)
-            assert store.puts(is_chunk) == victims[:1]
-            assert daemon.tiers.observed.has(part(0), "tier")
-        assert steps_in(spool) == [2]
-        for step in (0, 1):
-            async with running(reconciler(spool, {"tier": store})) as daemon:
-                await daemon.repairs.fetch(part(step))
-            assert read(spool, part(step)) == content(step)
-
-    asyncio.run(work())
+            await daemon.repairs.fetch(part(step))
+        assert read(spool, part(step)) == content(step)
 
 
-def test_only_the_part_that_has_lost_a_chunk_is_quarantined_of_its_checkpoint(spool):
+async def test_only_the_part_that_has_lost_a_chunk_is_quarantined_of_its_checkpoint(spool):
     """The other ranks' copies are right, and maybe the last ones by tomorrow (simulation, seed 1012)."""
-
-    async def work():
-        store = Double()
-        for step in range(2):
-            for rank in range(2):
-                commit(spool, part(step, rank=rank, world=2))
-        async with running(reconciler(spool, {"tier": store})) as daemon:
-            await settle(daemon)
-        old = part(0).checkpoint.name
-        victim = next(key for key in await contents(store.inner) if is_chunk(key) and f"{old}/00001/" in key)
-        await store.inner.delete([victim])
-        store.calls = []
-        async with running(reconciler(spool, {"tier": store}, keep=100, keep_local=1)) as daemon:
-            await settle(daemon)
-        assert store.puts(lambda key: "/quarantine/" in key) == [part(0, rank=1, world=2).quarantine_key]
-        assert store.puts(is_chunk) == [victim] and steps_in(spool) == [1, 1]
-
-    asyncio.run(work())
+    store = Double()
+    for step in range(2):
+        for rank in range(2):
+            commit(spool, part(step, rank=rank, world=2))
+    async with running(reconciler(spool, {"tier": store})) as daemon:
+        await settle(daemon)
+    old = part(0).checkpoint.name
+    victim = next(key for key in await contents(store.inner) if is_chunk(key) and f"{old}/00001/" in key)
+    await store.inner.delete([victim])
+    store.calls = []
+    async with running(reconciler(spool, {"tier": store}, keep=100, keep_local=1)) as daemon:
+        await settle(daemon)
+    assert store.puts(lambda key: "/quarantine/" in key) == [part(0, rank=1, world=2).quarantine_key]
+    assert store.puts(is_chunk) == [victim] and steps_in(spool) == [1, 1]
 
 
-def test_manifest_that_reads_wrong_once_is_not_quarantined(spool):
+async def test_manifest_that_reads_wrong_once_is_not_quarantined(spool):
     """A bit that flips on its way is no rot (simulation, seed 5060)."""
 
     class Flipping(Double):
@@ -324,173 +291,142 @@ def test_manifest_that_reads_wrong_once_is_not_quarantined(spool):
                 return flipped(bytes(found))
             return found
 
-    async def work():
-        store = Flipping(MemoryStore())
-        for step in range(3):
-            commit(spool, part(step))
-        async with running(reconciler(spool, {"tier": store})) as daemon:
-            await settle(daemon)
-        store.seen.clear()
-        async with running(reconciler(spool, {"tier": store}, keep=100, keep_local=1)) as daemon:
-            await settle(daemon)
-            assert not daemon.journal.counters["corruptions"]
-        assert store.puts(lambda key: "/quarantine/" in key) == [] and steps_in(spool) == [2]
-
-    asyncio.run(work())
+    store = Flipping(MemoryStore())
+    for step in range(3):
+        commit(spool, part(step))
+    async with running(reconciler(spool, {"tier": store})) as daemon:
+        await settle(daemon)
+    store.seen.clear()
+    async with running(reconciler(spool, {"tier": store}, keep=100, keep_local=1)) as daemon:
+        await settle(daemon)
+        assert not daemon.journal.counters["corruptions"]
+    assert store.puts(lambda key: "/quarantine/" in key) == [] and steps_in(spool) == [2]
 
 
-def test_part_that_is_being_restored_is_not_evicted(spool):
-    async def work():
-        store = MemoryStore()
-        for step in range(4):
-            commit(spool, part(step))
-        daemon = reconciler(spool, {"tier": store}, keep=1)
-        daemon.requests.held[part(0).checkpoint] += 1
-        async with running(daemon):
-            await settle(daemon)
-            assert steps_in(spool) == [0, 3]
-            daemon.requests.held.clear()
-            await settle(daemon)
-            assert steps_in(spool) == [3]
-
-    asyncio.run(work())
+async def test_part_that_is_being_restored_is_not_evicted(spool):
+    store = MemoryStore()
+    for step in range(4):
+        commit(spool, part(step))
+    daemon = reconciler(spool, {"tier": store}, keep=1)
+    daemon.requests.held[part(0).checkpoint] += 1
+    async with running(daemon):
+        await settle(daemon)
+        assert steps_in(spool) == [0, 3]
+        daemon.requests.held.clear()
+        await settle(daemon)
+        assert steps_in(spool) == [3]
 
 
-def test_a_pin_keeps_every_copy(spool):
-    async def work():
-        store = MemoryStore()
-        for step in range(5):
-            commit(spool, part(step))
-        spool.pin(part(1).checkpoint, pinned=True)
-        async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
-            await settle(daemon)
-            assert steps_in(spool) == [1, 4] and steps_on(await contents(store)) == [1, 4]
-            spool.pin(part(1).checkpoint, pinned=False)
-            await settle(daemon)
-            assert steps_in(spool) == [4] and steps_on(await contents(store)) == [4]
-
-    asyncio.run(work())
+async def test_a_pin_keeps_every_copy(spool):
+    store = MemoryStore()
+    for step in range(5):
+        commit(spool, part(step))
+    spool.pin(part(1).checkpoint, pinned=True)
+    async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
+        await settle(daemon)
+        assert steps_in(spool) == [1, 4] and steps_on(await contents(store)) == [1, 4]
+        spool.pin(part(1).checkpoint, pinned=False)
+        await settle(daemon)
+        assert steps_in(spool) == [4] and steps_on(await contents(store)) == [4]
 
 
-def test_an_incomplete_checkpoint_waits_for_its_other_rank(spool):
-    async def work():
-        store = MemoryStore()
-        for step in range(2):
-            commit(spool, part(step, rank=0, world=2))
-            commit(spool, part(step, rank=1, world=2))
-        commit(spool, part(2, rank=0, world=2))
-        async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
-            await settle(daemon)
-            assert {1, 2} <= set(steps_in(spool)) and {1, 2} <= set(steps_on(await contents(store)))
-            commit(spool, part(2, rank=1, world=2))
-            await settle(daemon)
-            assert set(steps_in(spool)) == {2} and set(steps_on(await contents(store))) == {2}
-
-    asyncio.run(work())
+async def test_an_incomplete_checkpoint_waits_for_its_other_rank(spool):
+    store = MemoryStore()
+    for step in range(2):
+        commit(spool, part(step, rank=0, world=2))
+        commit(spool, part(step, rank=1, world=2))
+    commit(spool, part(2, rank=0, world=2))
+    async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
+        await settle(daemon)
+        assert {1, 2} <= set(steps_in(spool)) and {1, 2} <= set(steps_on(await contents(store)))
+        commit(spool, part(2, rank=1, world=2))
+        await settle(daemon)
+        assert set(steps_in(spool)) == {2} and set(steps_on(await contents(store))) == {2}
 
 
-def test_leftovers_of_dead_writers_are_deleted_and_those_of_live_writers_kept(spool):
-    async def work():
-        live = spool.stage(part(1))
-        dead = spool.control / "stage" / "dead"
-        dead.mkdir()
-        (dead / "half").write_bytes(b"half")
-        (spool.control / "trash" / "half").mkdir()
-        async with running(reconciler(spool, {"tier": MemoryStore()})) as daemon:
-            await until(lambda: daemon.wake() or not dead.exists())
-            await settle(daemon)
-        assert live.path.is_dir() and not list((spool.control / "trash").iterdir())
-        live.abandon()
-
-    asyncio.run(work())
+async def test_leftovers_of_dead_writers_are_deleted_and_those_of_live_writers_kept(spool):
+    live = spool.stage(part(1))
+    dead = spool.control / "stage" / "dead"
+    dead.mkdir()
+    (dead / "half").write_bytes(b"half")
+    (spool.control / "trash" / "half").mkdir()
+    async with running(reconciler(spool, {"tier": MemoryStore()})) as daemon:
+        await until(lambda: daemon.wake() or not dead.exists())
+        await settle(daemon)
+    assert live.path.is_dir() and not list((spool.control / "trash").iterdir())
+    live.abandon()
 
 
-def test_manifest_that_cannot_be_repaired_yet_keeps_no_flush_waiting(spool):
+async def test_manifest_that_cannot_be_repaired_yet_keeps_no_flush_waiting(spool):
     """Nothing is pruned while it is not known what it names; that is no failure of the tier."""
-
-    async def work():
-        one, other = Double(), Double()
-        for step in range(4):
+    one, other = Double(), Double()
+    for step in range(4):
+        commit(spool, part(step))
+    async with running(reconciler(spool, {"one": one, "other": other})) as daemon:
+        await settle(daemon)
+    shutil.rmtree(spool.path(part(2)))
+    await one.inner.put(part(2).manifest_key, b"garbage")
+    other.error = StoreUnavailable("down")
+    async with running(reconciler(spool, {"one": one, "other": other}, keep=1)) as daemon:
+        await until(lambda: daemon.tiers.observed.places["one"])
+        for step in range(4, 8):
             commit(spool, part(step))
-        async with running(reconciler(spool, {"one": one, "other": other})) as daemon:
-            await settle(daemon)
-        shutil.rmtree(spool.path(part(2)))
-        await one.inner.put(part(2).manifest_key, b"garbage")
-        other.error = StoreUnavailable("down")
-        async with running(reconciler(spool, {"one": one, "other": other}, keep=1)) as daemon:
-            await until(lambda: daemon.tiers.observed.places["one"])
-            for step in range(4, 8):
-                commit(spool, part(step))
-                await until(lambda step=step: daemon.wake() or daemon.tiers.observed.has(part(step), "one"))
-                assert daemon.workers["one"].last_error is None
-
-    asyncio.run(work())
+            await until(lambda step=step: daemon.wake() or daemon.tiers.observed.has(part(step), "one"))
+            assert daemon.workers["one"].last_error is None
 
 
-def test_quarantined_part_is_flushed_again_without_its_bad_shared_chunk(spool):
+async def test_quarantined_part_is_flushed_again_without_its_bad_shared_chunk(spool):
     """The chunk that was proven bad may be one that another checkpoint names, too."""
     same = bytes(range(250)) * 4
-
-    async def work():
-        store = MemoryStore()
-        commit(spool, part(0), {"w": same})
-        async with running(reconciler(spool, {"tier": store})) as daemon:
-            await settle(daemon)
-            commit(spool, part(1), {"w": same + b"n" * 1000})
-            await settle(daemon)
-            (shared,) = [key for key in await contents(store) if is_chunk(key) and part(0).checkpoint.name in key]
-            right = bytes(await store.get(shared))
-            await flip(store, shared)
-            await quarantine(store, part(0))
-            await settle(daemon)
-            assert daemon.tiers.observed.has(part(0), "tier") and bytes(await store.get(shared)) == right
-
-    asyncio.run(work())
+    store = MemoryStore()
+    commit(spool, part(0), {"w": same})
+    async with running(reconciler(spool, {"tier": store})) as daemon:
+        await settle(daemon)
+        commit(spool, part(1), {"w": same + b"n" * 1000})
+        await settle(daemon)
+        (shared,) = [key for key in await contents(store) if is_chunk(key) and part(0).checkpoint.name in key]
+        right = bytes(await store.get(shared))
+        await flip(store, shared)
+        await quarantine(store, part(0))
+        await settle(daemon)
+        assert daemon.tiers.observed.has(part(0), "tier") and bytes(await store.get(shared)) == right
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_blocks_are_not_kept_for_a_writer_that_left_while_they_were_freed(spool, monkeypatch, leaves):
+async def test_blocks_are_not_kept_for_a_writer_that_left_while_they_were_freed(spool, monkeypatch, leaves):
     """Its end had looked for them too early, and nobody looked again. Seed 501 of `python -m faults kills`."""
+    large = {"weights.bin": bytes(1 << 20)}
+    for step in range(2):
+        commit(spool, part(step), large)
+    daemon = reconciler(spool, {"tier": MemoryStore()}, keep=1)
+    writers = {part(0).writer}
+    daemon.requests.writers = lambda: frozenset(writers)
+    remove = spool.remove
 
-    async def work():
-        large = {"weights.bin": bytes(1 << 20)}
-        for step in range(2):
-            commit(spool, part(step), large)
-        daemon = reconciler(spool, {"tier": MemoryStore()}, keep=1)
-        writers = {part(0).writer}
-        daemon.requests.writers = lambda: frozenset(writers)
-        remove = spool.remove
+    def left_meanwhile(parts, reuse):
+        if leaves:
+            writers.clear()
+            spool.drop_recycled(daemon.requests.writers())  # as its line's end does
+        remove(parts, reuse)
 
-        def left_meanwhile(parts, reuse):
-            if leaves:
-                writers.clear()
-                spool.drop_recycled(daemon.requests.writers())  # as its line's end does
-            remove(parts, reuse)
-
-        monkeypatch.setattr(spool, "remove", left_meanwhile)
-        async with running(daemon):
-            await settle(daemon)
-
-    asyncio.run(work())
+    monkeypatch.setattr(spool, "remove", left_meanwhile)
+    async with running(daemon):
+        await settle(daemon)
     assert steps_in(spool) == [1]
     assert (spool.recycled(part(2)) is None) == leaves
 
 
-def test_half_a_look_at_the_spool_is_no_look(tmp_path):
+async def test_half_a_look_at_the_spool_is_no_look(tmp_path):
     """Its file system goes away while it is looked at: nobody is told that what lay there is gone."""
-
-    async def whole() -> None:
-        spool = Spool(tmp_path / "spool")
-        commit(spool, part(1))
-        daemon = reconciler(spool, {"tier": MemoryStore()})
+    spool = Spool(tmp_path / "spool")
+    commit(spool, part(1))
+    daemon = reconciler(spool, {"tier": MemoryStore()})
+    await daemon.observe("local")
+    away = spool.root.rename(tmp_path / "away")
+    with pytest.raises(OSError):
         await daemon.observe("local")
-        away = spool.root.rename(tmp_path / "away")
-        with pytest.raises(OSError):
-            await daemon.observe("local")
-        assert daemon.inventory().spool.lists(part(1)) and not daemon.backlog.is_retired(part(1), "tier")
-        away.rename(spool.root)
-
-    asyncio.run(whole())
+    assert daemon.inventory().spool.lists(part(1)) and not daemon.backlog.is_retired(part(1), "tier")
+    away.rename(spool.root)
 
 
 def test_a_daemon_ends_in_order_where_its_sockets_cannot_be_removed(tmp_path, monkeypatch):
@@ -511,29 +447,25 @@ def test_a_daemon_ends_in_order_where_its_sockets_cannot_be_removed(tmp_path, mo
     assert str(spool.control) not in [os.readlink(fd) for fd in held if fd.is_symlink()]
 
 
-def test_part_that_a_rank_commits_while_other_parts_are_freed_is_still_listed(spool, monkeypatch):
+async def test_part_that_a_rank_commits_while_other_parts_are_freed_is_still_listed(spool, monkeypatch):
     """A waiter for that part would otherwise hear that it will not come, until the spool is looked at again."""
     freed, late = part(1, rank=0, world=2), part(1, rank=1, world=2)
     commit(spool, freed)
+    daemon = reconciler(spool, {"tier": Double()})
+    await daemon.observe(SPOOL)
 
-    async def work():
-        daemon = reconciler(spool, {"tier": Double()})
-        await daemon.observe(SPOOL)
+    async def lacking(parts):
+        if freed in parts:
+            commit(spool, late)
+            await daemon.observe(SPOOL)
 
-        async def lacking(parts):
-            if freed in parts:
-                commit(spool, late)
-                await daemon.observe(SPOOL)
-
-        monkeypatch.setattr(daemon.tiers, "lacking", lacking)
-        monkeypatch.setattr(daemon.tiers.observed, "has", lambda part, tier: True)
-        assert await daemon._pruner.release(freed.checkpoint, ())
-        place = daemon.inventory().spool
-        assert place.lists(late) and not place.lists(freed) and not spool.has(freed)
-        assert await daemon._pruner.release(late.checkpoint, ())
-        assert not daemon.inventory().spool.checkpoints
-
-    asyncio.run(work())
+    monkeypatch.setattr(daemon.tiers, "lacking", lacking)
+    monkeypatch.setattr(daemon.tiers.observed, "has", lambda part, tier: True)
+    assert await daemon._pruner.release(freed.checkpoint, ())
+    place = daemon.inventory().spool
+    assert place.lists(late) and not place.lists(freed) and not spool.has(freed)
+    assert await daemon._pruner.release(late.checkpoint, ())
+    assert not daemon.inventory().spool.checkpoints
 
 
 def test_a_spool_that_can_remember_nothing_more_is_flushed_all_the_same(spool, monkeypatch, caplog):

@@ -81,55 +81,43 @@ async def ask(link: Link, request, timeout: float = 20.0):
     return await asyncio.to_thread(link.ask, request, timeout)
 
 
-def test_a_tier_that_was_added_is_flushed_to_and_nobody_is_dropped(node, spool, said):
+async def test_a_tier_that_was_added_is_flushed_to_and_nobody_is_dropped(node, spool, said):
     commit(spool, part(1))
-
-    async def work():
-        async with node.serving():
-            attached = Link(spool)
-            await ask(attached, Attach())
-            await until(lambda: node.manifests("a") == 1)
-            node.configure("a", "b")
-            await reload(said)
-            await until(lambda: node.manifests("b") == 1)
-            assert attached.alive()
-            status = (await ask(attached, Status()))["status"]
-            assert status["trainers"] == 1 and [one["name"] for one in status["tiers"]] == ["a", "b"]
-            with pytest.raises(SpoolHeld), Spool(spool.root).lock():
-                pass
-            attached.close()
-
-    asyncio.run(work())
+    async with node.serving():
+        attached = Link(spool)
+        await ask(attached, Attach())
+        await until(lambda: node.manifests("a") == 1)
+        node.configure("a", "b")
+        await reload(said)
+        await until(lambda: node.manifests("b") == 1)
+        assert attached.alive()
+        status = (await ask(attached, Status()))["status"]
+        assert status["trainers"] == 1 and [one["name"] for one in status["tiers"]] == ["a", "b"]
+        with pytest.raises(SpoolHeld), Spool(spool.root).lock():
+            pass
+        attached.close()
 
 
-def test_handed_over_snapshots_survive_a_reload(node, spool, said):
+async def test_handed_over_snapshots_survive_a_reload(node, spool, said):
     """Its connection lives on: the next save is the daemon's, too, from the same memory."""
-
-    async def work():
-        async with node.serving():
-            ckpt = await asyncio.to_thread(tierd.Checkpointer, spool.root, "run")
-            for step in range(4):
-                save = await asyncio.to_thread(ckpt.save, step, tensors(step))
-                await reload(said)
-                await asyncio.to_thread(save.wait, "a", 60)
-            assert ckpt.stats.handed_over == 4
-            await asyncio.to_thread(ckpt.close)
-
-    asyncio.run(work())
+    async with node.serving():
+        ckpt = await asyncio.to_thread(tierd.Checkpointer, spool.root, "run")
+        for step in range(4):
+            save = await asyncio.to_thread(ckpt.save, step, tensors(step))
+            await reload(said)
+            await asyncio.to_thread(save.wait, "a", 60)
+        assert ckpt.stats.handed_over == 4
+        await asyncio.to_thread(ckpt.close)
 
 
-def test_changed_retention_is_obeyed(node, spool, said):
+async def test_changed_retention_is_obeyed(node, spool, said):
     for step in range(3):
         commit(spool, part(step))
-
-    async def work():
-        async with node.serving():
-            await until(lambda: node.manifests("a") == 3)
-            node.configure("a", more="retention = { keep_last = 1 }", each="retention = { keep_last = 1 }")
-            await reload(said)
-            await until(lambda: node.manifests("a") == 1 and steps_in(spool) == [2])
-
-    asyncio.run(work())
+    async with node.serving():
+        await until(lambda: node.manifests("a") == 3)
+        node.configure("a", more="retention = { keep_last = 1 }", each="retention = { keep_last = 1 }")
+        await reload(said)
+        await until(lambda: node.manifests("a") == 1 and steps_in(spool) == [2])
 
 
 BROKEN = {
@@ -146,24 +134,21 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_configuration_that_cannot_be_used_changes_nothing_and_is_logged(node, spool, said, kind):
-    async def work():
-        async with node.serving():
-            text = BROKEN[kind]
-            node.file.write_text(text.replace("SPOOL", str(spool.root))) if text else node.file.unlink()
-            await reload(said, "the configuration is not reloaded, nothing is changed: ")
-            [error] = said("is not reloaded")
-            assert error.levelno == logging.ERROR
-            commit(spool, part(1))
-            await until(lambda: node.manifests("a") == 1)
-            node.configure("a", "b")
-            await reload(said)  # and the next one that can be used is taken up
-            await until(lambda: node.manifests("b") == 1)
-
-    asyncio.run(work())
+async def test_a_configuration_that_cannot_be_used_changes_nothing_and_is_logged(node, spool, said, kind):
+    async with node.serving():
+        text = BROKEN[kind]
+        node.file.write_text(text.replace("SPOOL", str(spool.root))) if text else node.file.unlink()
+        await reload(said, "the configuration is not reloaded, nothing is changed: ")
+        [error] = said("is not reloaded")
+        assert error.levelno == logging.ERROR
+        commit(spool, part(1))
+        await until(lambda: node.manifests("a") == 1)
+        node.configure("a", "b")
+        await reload(said)  # and the next one that can be used is taken up
+        await until(lambda: node.manifests("b") == 1)
 
 
-def test_removed_tier_is_left_alone_and_its_waiter_gets_an_error(node, spool, said, monkeypatch):
+async def test_removed_tier_is_left_alone_and_its_waiter_gets_an_error(node, spool, said, monkeypatch):
     stores = {"a": Double(), "b": Double()}
     stores["b"].error = StoreUnavailable("503")
 
@@ -174,45 +159,38 @@ def test_removed_tier_is_left_alone_and_its_waiter_gets_an_error(node, spool, sa
     node.configure("a", "b")
     commit(spool, part(1))
 
-    async def work():
-        async with node.serving():
-            waiting = asyncio.ensure_future(ask(Link(spool), Wait(part=part(1), tier="b", timeout_s=60)))
-            await until(lambda: said("b: failing"))
-            node.configure("a")
-            await reload(said)
-            with pytest.raises(ConfigError, match="no tier of that name; it has local, a"):
-                await waiting
-            status = (await ask(Link(spool), Status()))["status"]
-            assert [one["name"] for one in status["tiers"]] == ["a"] and not status["alerts"]
-
-    asyncio.run(work())
+    async with node.serving():
+        waiting = asyncio.ensure_future(ask(Link(spool), Wait(part=part(1), tier="b", timeout_s=60)))
+        await until(lambda: said("b: failing"))
+        node.configure("a")
+        await reload(said)
+        with pytest.raises(ConfigError, match="no tier of that name; it has local, a"):
+            await waiting
+        status = (await ask(Link(spool), Status()))["status"]
+        assert [one["name"] for one in status["tiers"]] == ["a"] and not status["alerts"]
 
 
-def test_a_changed_key_is_read_again(node, spool, said):
+async def test_a_changed_key_is_read_again(node, spool, said):
     key = node.file.parent / "key"
     key.touch(0o600)
     key.write_text(secrets.token_hex(32))
     node.configure("a")
-
-    async def work():
-        async with node.serving():
-            node.configure("a", "b", each="")
-            text = node.file.read_text() + f'key_file = "{key}"\n'
-            node.file.write_text(text)
-            key.chmod(0o644)
-            await reload(said, "nothing is changed: ")
-            key.chmod(0o600)
-            await reload(said)
-            commit(spool, part(1))
-            assert (
-                not node.manifests("b")
-                or b'"run"' not in next((node.file.parent / "b").glob("run/manifests/*/*")).read_bytes()
-            )
-
-    asyncio.run(work())
+    async with node.serving():
+        node.configure("a", "b", each="")
+        text = node.file.read_text() + f'key_file = "{key}"\n'
+        node.file.write_text(text)
+        key.chmod(0o644)
+        await reload(said, "nothing is changed: ")
+        key.chmod(0o600)
+        await reload(said)
+        commit(spool, part(1))
+        assert (
+            not node.manifests("b")
+            or b'"run"' not in next((node.file.parent / "b").glob("run/manifests/*/*")).read_bytes()
+        )
 
 
-def test_watch_still_shows_other_nodes_that_it_lives_after_a_reload(node, spool, said, tmp_path, monkeypatch):
+async def test_watch_still_shows_other_nodes_that_it_lives_after_a_reload(node, spool, said, tmp_path, monkeypatch):
     """With the stores of the new configuration, because those of the former one are closed."""
     timed(monkeypatch, watch_s=0.02, silent_s=0.2, idle_renew_s=0.1)
     (tmp_path / "out").mkdir()
@@ -221,61 +199,51 @@ def test_watch_still_shows_other_nodes_that_it_lives_after_a_reload(node, spool,
     def records() -> list[str]:
         return [path.read_text() for path in (tmp_path / "a").glob("run/watching/*.json")]
 
-    async def work():
-        async with node.serving():
-            await until(records)
-            await reload(said)
-            for _ in range(3):
-                before = records()
-                await until(lambda before=before: records() != before)
-        [ended] = records()
-        assert '"ended":true' in ended
-
-    asyncio.run(work())
+    async with node.serving():
+        await until(records)
+        await reload(said)
+        for _ in range(3):
+            before = records()
+            await until(lambda before=before: records() != before)
+    [ended] = records()
+    assert '"ended":true' in ended
 
 
-def test_receivers_are_those_of_the_new_configuration(node, spool, said):
+async def test_receivers_are_those_of_the_new_configuration(node, spool, said):
     reported = node.file.parent / "told"
     script = f"import sys; open({str(reported)!r}, 'a').write(sys.stdin.read())"
-
-    async def work():
-        async with node.serving():
-            command = f'[[notify]]\ncommand = ["{sys.executable}", "-c", "{script}"]\nevents = ["flushed"]\n'
-            node.configure("a")
-            node.file.write_text(node.file.read_text() + command)
-            await reload(said)
-            commit(spool, part(1))
-            await until(lambda: reported.exists() and '"flushed"' in reported.read_text())
-            assert [one["name"] for one in (await ask(Link(spool), Status()))["status"]["notify"]] == ["notify[0]"]
-
-    asyncio.run(work())
+    async with node.serving():
+        command = f'[[notify]]\ncommand = ["{sys.executable}", "-c", "{script}"]\nevents = ["flushed"]\n'
+        node.configure("a")
+        node.file.write_text(node.file.read_text() + command)
+        await reload(said)
+        commit(spool, part(1))
+        await until(lambda: reported.exists() and '"flushed"' in reported.read_text())
+        assert [one["name"] for one in (await ask(Link(spool), Status()))["status"]["notify"]] == ["notify[0]"]
 
 
-def test_the_alert_of_a_receiver_that_was_taken_out_ends(node, spool, said, monkeypatch):
+async def test_the_alert_of_a_receiver_that_was_taken_out_ends(node, spool, said, monkeypatch):
     timed(monkeypatch, notify_again_s=0.01)
 
     async def alerts() -> list[str]:
         return [one["place"] for one in (await ask(Link(spool), Status()))["status"]["alerts"]]
 
-    async def work():
-        node.configure("a")
-        without = node.file.read_text()
-        failing = f'[[notify]]\ncommand = ["{sys.executable}", "-c", "exit(1)"]\nevents = ["flushed"]\n'
-        node.file.write_text(without + failing)
-        async with node.serving():
-            for step in range(3):
-                commit(spool, part(step))
-            await until(lambda: said("notify[0]: failing"))
-            assert await alerts() == ["notify[0]"]
-            node.file.write_text(without)
-            await reload(said)
-            await until(lambda: said("notify[0]: works again"))
-            assert not await alerts()
-
-    asyncio.run(work())
+    node.configure("a")
+    without = node.file.read_text()
+    failing = f'[[notify]]\ncommand = ["{sys.executable}", "-c", "exit(1)"]\nevents = ["flushed"]\n'
+    node.file.write_text(without + failing)
+    async with node.serving():
+        for step in range(3):
+            commit(spool, part(step))
+        await until(lambda: said("notify[0]: failing"))
+        assert await alerts() == ["notify[0]"]
+        node.file.write_text(without)
+        await reload(said)
+        await until(lambda: said("notify[0]: works again"))
+        assert not await alerts()
 
 
-def test_a_restore_that_is_under_way_ends_with_the_stores_that_it_began_with(node, spool, said, monkeypatch):
+async def test_a_restore_that_is_under_way_ends_with_the_stores_that_it_began_with(node, spool, said, monkeypatch):
     stores: list[Double] = []
     inner = Double().inner
     go_on = asyncio.Event()
@@ -301,26 +269,23 @@ def test_a_restore_that_is_under_way_ends_with_the_stores_that_it_began_with(nod
     monkeypatch.setattr(service, "open_tiers", opened)
     files = commit(spool, part(1))
 
-    async def work():
-        async with node.serving():
-            await ask(Link(spool), Wait(part=part(1), tier="a"))
-            stores[0].held = True
-            shutil.rmtree(spool.path(part(1)))
-            link = Link(spool)
-            fetching = asyncio.ensure_future(ask(link, Fetch(part=part(1))))
-            await until(lambda: stores[0].waits)
-            await reload(said)
-            assert len(stores) == 2 and not stores[0].closed and not fetching.done()
-            go_on.set()
-            assert (await fetching)["tiers"] == ["a"]
-            assert read(spool, part(1)) == files
-            await until(lambda: stores[0].closed)
-            link.close()
-
-    asyncio.run(work())
+    async with node.serving():
+        await ask(Link(spool), Wait(part=part(1), tier="a"))
+        stores[0].held = True
+        shutil.rmtree(spool.path(part(1)))
+        link = Link(spool)
+        fetching = asyncio.ensure_future(ask(link, Fetch(part=part(1))))
+        await until(lambda: stores[0].waits)
+        await reload(said)
+        assert len(stores) == 2 and not stores[0].closed and not fetching.done()
+        go_on.set()
+        assert (await fetching)["tiers"] == ["a"]
+        assert read(spool, part(1)) == files
+        await until(lambda: stores[0].closed)
+        link.close()
 
 
-def test_a_flush_that_takes_long_is_cut_off_and_gone_on_with(node, spool, said, monkeypatch):
+async def test_a_flush_that_takes_long_is_cut_off_and_gone_on_with(node, spool, said, monkeypatch):
     timed(monkeypatch, in_hand_s=0.1)
     stores: list[Double] = []
 
@@ -332,13 +297,10 @@ def test_a_flush_that_takes_long_is_cut_off_and_gone_on_with(node, spool, said, 
     monkeypatch.setattr(service, "open_tiers", opened)
     commit(spool, part(1))
 
-    async def work():
-        async with node.serving():
-            await until(lambda: stores[0].calls)
-            await reload(said)
-            await until(lambda: stores[1].puts(lambda key: "/manifests/" in key))
-
-    asyncio.run(work())
+    async with node.serving():
+        await until(lambda: stores[0].calls)
+        await reload(said)
+        await until(lambda: stores[1].puts(lambda key: "/manifests/" in key))
 
 
 def test_sighup_during_the_start_reloads_when_the_daemon_is_up(tmp_path):

@@ -39,78 +39,63 @@ async def filled(spool: Spool, store: Counting, checkpoints: int, ranks: int) ->
 
 
 @pytest.mark.parametrize(("checkpoints", "ranks", "mine"), [(4, 3, {0}), (3, 5, {2, 3}), (2, 2, set())])
-def test_a_look(spool, checkpoints, ranks, mine):
+async def test_a_look(spool, checkpoints, ranks, mine):
     """LIST: pages(N·W) + what lies behind, at first also the chunks; GET: what speaks, and what is of a local rank."""
-
-    async def work():
-        store = Counting(first=2, page=5)
-        await filled(spool, store, checkpoints, ranks)
-        eye = TierObserver(store)
-        listing = store.pages(checkpoints * ranks) + 1
-        place = await eye.observe({RUN}, {RUN: mine})
-        chunks = store.pages(checkpoints * ranks * C)  # fewer than a page a checkpoint: one listing of all
-        assert store.taken() == {"LIST": listing + chunks, "GET": checkpoints * len(mine | {0})}
-        assert all(seen.usable for seen in place.checkpoints.values()) and len(place.checkpoints) == checkpoints
-        assert await eye.observe({RUN}, {RUN: mine}) == place
-        assert store.taken() == {"LIST": listing}
-
-    asyncio.run(work())
+    store = Counting(first=2, page=5)
+    await filled(spool, store, checkpoints, ranks)
+    eye = TierObserver(store)
+    listing = store.pages(checkpoints * ranks) + 1
+    place = await eye.observe({RUN}, {RUN: mine})
+    chunks = store.pages(checkpoints * ranks * C)  # fewer than a page a checkpoint: one listing of all
+    assert store.taken() == {"LIST": listing + chunks, "GET": checkpoints * len(mine | {0})}
+    assert all(seen.usable for seen in place.checkpoints.values()) and len(place.checkpoints) == checkpoints
+    assert await eye.observe({RUN}, {RUN: mine}) == place
+    assert store.taken() == {"LIST": listing}
 
 
 @pytest.mark.parametrize("page", [1, 1000])
-def test_a_flush(spool, page):
+async def test_a_flush(spool, page):
     """C + 2 PUT; GET: 1 for the base, and C + 1 where the server does not verify; LIST: 5 and the chunks twice."""
-
-    async def work():
-        store = Counting(page, page)
-        about = store.pages(2)  # the listing of the README and the tier's identity
-        await filled(spool, store, 2, 2)
-        tiers = Tiers(config(spool, "tier"), spool, {"tier": store}, TierPause(spool))
-        await tiers.observed.observe("tier", {RUN}, {RUN: {0}})
-        store.taken()
-        commit(spool, part(2, rank=0, world=2))
-        await tiers.flushes.flush(part(2, rank=0, world=2), "tier")
-        assert store.taken() == {"PUT": C + 2, "GET": C + 2, "LIST": 4 + about + 2 * store.pages(C), "DELETE": 2}
-        await flush(spool, part(2, rank=0, world=2), Route(store))  # again: what lies there is compared
-        assert store.taken() == {"PUT": 2, "GET": C + 1, "LIST": 2 + about + 2 * store.pages(C), "DELETE": 2}
-        await store.delete([key for key in await contents(store) if part(2).checkpoint.name in key])
-        store.taken()
-        await flush(spool, part(2, rank=0, world=2), Route(store))
-        assert store.taken() == {"PUT": C + 2, "GET": C + 1, "LIST": 3 + about + store.pages(C), "DELETE": 2}
-
-    asyncio.run(work())
+    store = Counting(page, page)
+    about = store.pages(2)  # the listing of the README and the tier's identity
+    await filled(spool, store, 2, 2)
+    tiers = Tiers(config(spool, "tier"), spool, {"tier": store}, TierPause(spool))
+    await tiers.observed.observe("tier", {RUN}, {RUN: {0}})
+    store.taken()
+    commit(spool, part(2, rank=0, world=2))
+    await tiers.flushes.flush(part(2, rank=0, world=2), "tier")
+    assert store.taken() == {"PUT": C + 2, "GET": C + 2, "LIST": 4 + about + 2 * store.pages(C), "DELETE": 2}
+    await flush(spool, part(2, rank=0, world=2), Route(store))  # again: what lies there is compared
+    assert store.taken() == {"PUT": 2, "GET": C + 1, "LIST": 2 + about + 2 * store.pages(C), "DELETE": 2}
+    await store.delete([key for key in await contents(store) if part(2).checkpoint.name in key])
+    store.taken()
+    await flush(spool, part(2, rank=0, world=2), Route(store))
+    assert store.taken() == {"PUT": C + 2, "GET": C + 1, "LIST": 3 + about + store.pages(C), "DELETE": 2}
 
 
-def test_a_restore_of_one_rank(spool, tmp_path):
+async def test_a_restore_of_one_rank(spool, tmp_path):
     """GET: the manifest and every chunk; LIST: none."""
-
-    async def work():
-        store = Counting()
-        await filled(spool, store, 3, 2)
-        fresh = Spool(tmp_path / "fresh")
-        await fetch(fresh, part(2, rank=1, world=2), {"tier": store}, Budget(), Progress())
-        assert store.taken() == {"GET": 1 + C}
-
-    asyncio.run(work())
+    store = Counting()
+    await filled(spool, store, 3, 2)
+    fresh = Spool(tmp_path / "fresh")
+    await fetch(fresh, part(2, rank=1, world=2), {"tier": store}, Budget(), Progress())
+    assert store.taken() == {"GET": 1 + C}
 
 
 @pytest.mark.parametrize(("checkpoints", "ranks"), [(4, 3), (3, 6)])
-def test_prune_reads_each_survivor_once_and_the_next_prune_reads_none_of_them(spool, checkpoints, ranks):
-    async def work():
-        store = Counting(first=2, page=5)
-        await filled(spool, store, checkpoints, ranks)
-        known = Manifests(store)
-        for left in range(checkpoints - 1, 0, -1):
-            step = checkpoints - 1 - left
-            assert (await prune(store, [part(step).checkpoint], known=known)).gone
-            pages = store.pages
-            listed, found = pages((left + 1) * ranks), store.taken()
-            chunks = pages(ranks * C + 1)  # the first of the next checkpoint ends the listing
-            assert found.pop("GET", 0) == (checkpoints * ranks if step == 0 else 0)
-            assert found.pop("LIST") == 3 + listed * (2 if step == 0 else 1) + chunks
-            assert found == {"PUT": 1, "DELETE": 3}
-
-    asyncio.run(work())
+async def test_prune_reads_each_survivor_once_and_the_next_prune_reads_none_of_them(spool, checkpoints, ranks):
+    store = Counting(first=2, page=5)
+    await filled(spool, store, checkpoints, ranks)
+    known = Manifests(store)
+    for left in range(checkpoints - 1, 0, -1):
+        step = checkpoints - 1 - left
+        assert (await prune(store, [part(step).checkpoint], known=known)).gone
+        pages = store.pages
+        listed, found = pages((left + 1) * ranks), store.taken()
+        chunks = pages(ranks * C + 1)  # the first of the next checkpoint ends the listing
+        assert found.pop("GET", 0) == (checkpoints * ranks if step == 0 else 0)
+        assert found.pop("LIST") == 3 + listed * (2 if step == 0 else 1) + chunks
+        assert found == {"PUT": 1, "DELETE": 3}
 
 
 def changing(step: int) -> dict[str, bytes]:
@@ -133,198 +118,166 @@ def counted(daemon: Reconciler, store: Counting) -> list[tuple[int, dict[str, in
     return passes
 
 
-def test_a_prune_reads_no_survivor_however_many_there_are(spool):
+async def test_a_prune_reads_no_survivor_however_many_there_are(spool):
     """40 checkpoints that borrow from each other, then `keep_last` is lowered: at most 3 GETs and 8 LISTs a pass."""
+    store = Counting()
+    for step in range(40):
+        commit(spool, part(step), changing(step))
+        await converge(spool, {"tier": store}, keep=100)
+    assert sum(is_manifest(key) for key in await contents(store)) == 40
+    passes = []
+    for keep in (20, 3):  # each by a daemon that was just started
+        daemon = reconciler(spool, {"tier": store}, keep=keep, keep_local=100)
+        found = counted(daemon, store)
+        async with running(daemon):
+            await settle(daemon)
+        assert daemon.journal.counters["pruned"] == sum(gone for gone, _ in found)
+        passes += found
+    assert [gone for gone, _ in passes] == [20, 17], "one pass for all that goes"
+    for _, cost in passes:
+        assert cost.get("GET", 0) <= 3 and cost["LIST"] <= 8, f"a pass of prunes costs {cost}"
 
-    async def work():
-        store = Counting()
-        for step in range(40):
-            commit(spool, part(step), changing(step))
-            await converge(spool, {"tier": store}, keep=100)
-        assert sum(is_manifest(key) for key in await contents(store)) == 40
-        passes = []
-        for keep in (20, 3):  # each by a daemon that was just started
-            daemon = reconciler(spool, {"tier": store}, keep=keep, keep_local=100)
-            found = counted(daemon, store)
-            async with running(daemon):
+
+async def test_a_prune_behind_each_save_costs_the_same_beside_many_as_beside_few(spool):
+    most = []
+    for keep in (3, 12):
+        store, home = Counting(), Spool(spool.root.parent / f"{keep}")
+        daemon = reconciler(home, {"tier": store}, keep=keep, keep_local=100)
+        passes = counted(daemon, store)
+        async with running(daemon):
+            for step in range(keep + 5):
+                commit(home, part(step), changing(step))
+                daemon.wake()
                 await settle(daemon)
-            assert daemon.journal.counters["pruned"] == sum(gone for gone, _ in found)
-            passes += found
-        assert [gone for gone, _ in passes] == [20, 17], "one pass for all that goes"
-        for _, cost in passes:
-            assert cost.get("GET", 0) <= 3 and cost["LIST"] <= 8, f"a pass of prunes costs {cost}"
-
-    asyncio.run(work())
+        assert sum(gone for gone, _ in passes) == 5
+        most.append(max(cost.get("GET", 0) for _, cost in passes))
+        assert all(cost["LIST"] <= 8 for _, cost in passes), passes
+    assert most[0] == most[1] <= 3, f"GETs of a prune: {most}"
 
 
-def test_a_prune_behind_each_save_costs_the_same_beside_many_as_beside_few(spool):
-    async def work():
-        most = []
-        for keep in (3, 12):
-            store, home = Counting(), Spool(spool.root.parent / f"{keep}")
-            daemon = reconciler(home, {"tier": store}, keep=keep, keep_local=100)
-            passes = counted(daemon, store)
-            async with running(daemon):
-                for step in range(keep + 5):
-                    commit(home, part(step), changing(step))
-                    daemon.wake()
-                    await settle(daemon)
-            assert sum(gone for gone, _ in passes) == 5
-            most.append(max(cost.get("GET", 0) for _, cost in passes))
-            assert all(cost["LIST"] <= 8 for _, cost in passes), passes
-        assert most[0] == most[1] <= 3, f"GETs of a prune: {most}"
-
-    asyncio.run(work())
-
-
-def test_a_prune_deletes_nothing_past_a_manifest_that_cannot_be_read_and_makes_it_known(spool):
+async def test_a_prune_deletes_nothing_past_a_manifest_that_cannot_be_read_and_makes_it_known(spool):
     """Of another rank, so that no look of this daemon reads it: by its name the newer checkpoint counts as complete."""
-
-    async def work():
-        store = Counting()
-        await filled(spool, store, 2, 3)
-        bad = part(1, rank=2, world=3)
-        await store.put(bad.manifest_key, b"garbage")
-        before, eye = await contents(store), TierObserver(store)
-        place = await eye.observe({RUN}, {RUN: {0}})
-        assert place.has(bad) and place.checkpoints[bad.checkpoint].usable
-        with pytest.raises(ManifestError):
-            await prune(store, [part(0).checkpoint], known=eye.manifests)
-        assert await contents(store) == before
-        place = await eye.observe({RUN}, {RUN: {0}})
-        assert place.lists(bad) and not place.has(bad) and not place.checkpoints[bad.checkpoint].usable
-        assert not await eye.manifests.are_usable(bad.checkpoint)
-        assert await eye.manifests.are_usable(part(0).checkpoint)
-
-    asyncio.run(work())
+    store = Counting()
+    await filled(spool, store, 2, 3)
+    bad = part(1, rank=2, world=3)
+    await store.put(bad.manifest_key, b"garbage")
+    before, eye = await contents(store), TierObserver(store)
+    place = await eye.observe({RUN}, {RUN: {0}})
+    assert place.has(bad) and place.checkpoints[bad.checkpoint].usable
+    with pytest.raises(ManifestError):
+        await prune(store, [part(0).checkpoint], known=eye.manifests)
+    assert await contents(store) == before
+    place = await eye.observe({RUN}, {RUN: {0}})
+    assert place.lists(bad) and not place.has(bad) and not place.checkpoints[bad.checkpoint].usable
+    assert not await eye.manifests.are_usable(bad.checkpoint)
+    assert await eye.manifests.are_usable(part(0).checkpoint)
 
 
-def test_chunks_that_another_ranks_manifest_names_are_not_pruned_again_and_again(spool, tmp_path):
+async def test_chunks_that_another_ranks_manifest_names_are_not_pruned_again_and_again(spool, tmp_path):
     """The base checkpoint is gone; that rank 1's manifest names its chunks, no look of rank 0's daemon has read."""
     same, other = {"w": b"s" * 900}, Spool(tmp_path / "other")
-
-    async def work():
-        store = Counting()
-        for step in range(2):
-            commit(spool, part(step, rank=0, world=2))
-            commit(other, part(step, rank=1, world=2), same)
-        options = {"keep": 100, "rescan": "60s"}
-        for where, rank in ((spool, 0), (other, 1)):
-            await flush(where, part(0, rank=rank, world=2), Route(store))
-        await converge(other, {"tier": store}, **options)
-        await converge(spool, {"tier": store}, **options)
-        async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
-            await settle(daemon)
-            names = {key.split("/")[2] for key in await contents(store) if is_chunk(key)}
-            assert names == {part(step).checkpoint.name for step in range(2)}  # one is kept, and what it borrows
-            pruned = daemon.journal.counters["pruned"]
-            daemon.tiers._observers["tier"]._listed.clear()  # as after ten minutes
-            await settle(daemon)
-            place = daemon.tiers.observed.places["tier"]
-            assert part(0).checkpoint in place.owners & place.bases
-            assert daemon.journal.counters["pruned"] == pruned
-
-    asyncio.run(work())
+    store = Counting()
+    for step in range(2):
+        commit(spool, part(step, rank=0, world=2))
+        commit(other, part(step, rank=1, world=2), same)
+    options = {"keep": 100, "rescan": "60s"}
+    for where, rank in ((spool, 0), (other, 1)):
+        await flush(where, part(0, rank=rank, world=2), Route(store))
+    await converge(other, {"tier": store}, **options)
+    await converge(spool, {"tier": store}, **options)
+    async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
+        await settle(daemon)
+        names = {key.split("/")[2] for key in await contents(store) if is_chunk(key)}
+        assert names == {part(step).checkpoint.name for step in range(2)}  # one is kept, and what it borrows
+        pruned = daemon.journal.counters["pruned"]
+        daemon.tiers._observers["tier"]._listed.clear()  # as after ten minutes
+        await settle(daemon)
+        place = daemon.tiers.observed.places["tier"]
+        assert part(0).checkpoint in place.owners & place.bases
+        assert daemon.journal.counters["pruned"] == pruned
 
 
-def test_checkpoint_whose_lowest_manifest_is_corrupt_still_names_the_origin_of_its_attempt(spool):
-    async def work():
-        store = Counting()
-        for rank in (0, 1):
-            commit(spool, part(9, 2, rank, 2), origin=part(3).checkpoint)
-            await flush(spool, part(9, 2, rank, 2), Route(store))
-        await store.put(part(9, 2, 0, 2).manifest_key, b"garbage")
-        seen = (await TierObserver(store).observe({RUN})).checkpoints[part(9, 2).checkpoint]
-        assert list(seen.defects) == [part(9, 2, 0, 2)]
-        assert [facts.origin for facts in seen.facts.values()] == [part(3).checkpoint]
-
-    asyncio.run(work())
+async def test_checkpoint_whose_lowest_manifest_is_corrupt_still_names_the_origin_of_its_attempt(spool):
+    store = Counting()
+    for rank in (0, 1):
+        commit(spool, part(9, 2, rank, 2), origin=part(3).checkpoint)
+        await flush(spool, part(9, 2, rank, 2), Route(store))
+    await store.put(part(9, 2, 0, 2).manifest_key, b"garbage")
+    seen = (await TierObserver(store).observe({RUN})).checkpoints[part(9, 2).checkpoint]
+    assert list(seen.defects) == [part(9, 2, 0, 2)]
+    assert [facts.origin for facts in seen.facts.values()] == [part(3).checkpoint]
 
 
-def test_those_who_ask_while_a_look_is_under_way_share_the_next(spool):
+async def test_those_who_ask_while_a_look_is_under_way_share_the_next(spool):
     """Eight ranks of a node ask for candidates at once: two looks, the second begun after all of them had asked."""
+    store = Counting()
+    await filled(spool, store, 1, 1)
+    tiers = Tiers(config(spool, "tier"), spool, {"tier": store}, TierPause(spool))
+    asked = [asyncio.ensure_future(tiers.observed.observe("tier", {RUN}, {})) for _ in range(8)]
+    await asyncio.gather(*asked)
+    first = store.taken()["LIST"]
+    await asyncio.gather(*(tiers.observed.observe("tier", {RUN}, {}) for _ in range(8)))
+    assert first == 3 and store.taken() == {"LIST": 2}
 
-    async def work():
-        store = Counting()
-        await filled(spool, store, 1, 1)
-        tiers = Tiers(config(spool, "tier"), spool, {"tier": store}, TierPause(spool))
-        asked = [asyncio.ensure_future(tiers.observed.observe("tier", {RUN}, {})) for _ in range(8)]
-        await asyncio.gather(*asked)
-        first = store.taken()["LIST"]
-        await asyncio.gather(*(tiers.observed.observe("tier", {RUN}, {}) for _ in range(8)))
-        assert first == 3 and store.taken() == {"LIST": 2}
-
-        begun = asyncio.ensure_future(tiers.observed.observe("tier", {RUN}, {}))
-        for _ in range(100):
-            await asyncio.sleep(0)
-            if tiers.observed._observing["tier"]:
-                break
-        late = [asyncio.ensure_future(tiers.observed.observe("tier", {RUN}, {})) for _ in range(8)]
-        await asyncio.gather(begun, *late)
-        assert store.taken() == {"LIST": 4}
-
-    asyncio.run(work())
+    begun = asyncio.ensure_future(tiers.observed.observe("tier", {RUN}, {}))
+    for _ in range(100):
+        await asyncio.sleep(0)
+        if tiers.observed._observing["tier"]:
+            break
+    late = [asyncio.ensure_future(tiers.observed.observe("tier", {RUN}, {})) for _ in range(8)]
+    await asyncio.gather(begun, *late)
+    assert store.taken() == {"LIST": 4}
 
 
 @pytest.mark.parametrize(("world", "between"), [(1, 0), (2, 1)])
-def test_a_daemon_looks_between_two_flushes_only_where_other_nodes_may_send(spool, world, between):
+async def test_a_daemon_looks_between_two_flushes_only_where_other_nodes_may_send(spool, world, between):
     """Until `rescan`, what a daemon did to a tier is all that can have changed of what it alone sends."""
+    store, parts = Counting(), 5
+    for step in range(parts):
+        commit(spool, part(step, rank=0, world=world))
+    daemon = reconciler(spool, {"tier": store})
+    observations, real = [], daemon.tiers.observed.observe
 
-    async def work():
-        store, parts = Counting(), 5
-        for step in range(parts):
-            commit(spool, part(step, rank=0, world=world))
-        daemon = reconciler(spool, {"tier": store})
-        observations, real = [], daemon.tiers.observed.observe
+    async def observe(*arguments):
+        observations.append(daemon.journal.counters["flushed"])
+        await real(*arguments)
 
-        async def observe(*arguments):
-            observations.append(daemon.journal.counters["flushed"])
-            await real(*arguments)
-
-        daemon.tiers.observed.observe = observe
-        async with running(daemon):
-            await until(lambda: daemon.journal.counters["flushed"] == parts)
-        assert [observations.count(number) for number in range(1, parts)] == [between] * (parts - 1)
-
-    asyncio.run(work())
+    daemon.tiers.observed.observe = observe
+    async with running(daemon):
+        await until(lambda: daemon.journal.counters["flushed"] == parts)
+    assert [observations.count(number) for number in range(1, parts)] == [between] * (parts - 1)
 
 
 @pytest.mark.parametrize("covered", [True, False])
-def test_a_look_that_takes_long_is_good_enough_to_send_by_but_not_to_delete_by(spool, covered):
+async def test_a_look_that_takes_long_is_good_enough_to_send_by_but_not_to_delete_by(spool, covered):
     """Also while the spool's copy of what is pruned cannot go yet: that is the spool's tier worker's concern alone."""
+    store = Counting()
+    for step in range(4):
+        commit(spool, part(step))
+    daemon = reconciler(spool, {"tier": store}, keep=2)
+    if not covered:
+        daemon.tiers.lacking = lambda parts: asyncio.sleep(0, ())
+    took = []
 
-    async def work():
-        store = Counting()
-        for step in range(4):
-            commit(spool, part(step))
-        daemon = reconciler(spool, {"tier": store}, keep=2)
-        if not covered:
-            daemon.tiers.lacking = lambda parts: asyncio.sleep(0, ())
-        took = []
+    def observation_took_long(*_):
+        took.append(1)
+        daemon.tiers.observed._took["tier"] = 3600.0
 
-        def observation_took_long(*_):
-            took.append(1)
-            daemon.tiers.observed._took["tier"] = 3600.0
+    real = daemon.tiers.observed.observe
 
-        real = daemon.tiers.observed.observe
+    async def observe(*arguments):
+        await real(*arguments)
+        observation_took_long()
 
-        async def observe(*arguments):
-            await real(*arguments)
-            observation_took_long()
-
-        daemon.tiers.observed.observe = observe
-        async with running(daemon):
-            await until(
-                lambda: daemon.tiers.observed.has(part(3), "tier") and daemon.tiers.observed.has(part(2), "tier")
-            )
-            assert len(took) == 1
-            commit(spool, part(4))
-            daemon.wake()  # an event is heeded at once
-            await until(lambda: daemon.tiers.observed.has(part(4), "tier"))
-            await until(lambda: not daemon.tiers.observed.has(part(2), "tier"))  # pruned
-            assert len(took) == 2  # what was done to a tier is known without a look
-
-    asyncio.run(work())
+    daemon.tiers.observed.observe = observe
+    async with running(daemon):
+        await until(lambda: daemon.tiers.observed.has(part(3), "tier") and daemon.tiers.observed.has(part(2), "tier"))
+        assert len(took) == 1
+        commit(spool, part(4))
+        daemon.wake()  # an event is heeded at once
+        await until(lambda: daemon.tiers.observed.has(part(4), "tier"))
+        await until(lambda: not daemon.tiers.observed.has(part(2), "tier"))  # pruned
+        assert len(took) == 2  # what was done to a tier is known without a look
 
 
 def test_another_tier_that_wants_a_checkpoint_is_asked_for_each_part_once(spool):

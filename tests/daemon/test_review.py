@@ -32,27 +32,24 @@ from tierd.daemon.transfer.route import Route
 from tierd.spool.spool import Spool
 
 
-def test_a_codec_that_is_not_known_is_no_corruption(spool, tmp_path):
-    async def work():
-        store = Double()
-        commit(spool, part(1))
-        await flush(spool, part(1), Route(store))
-        manifest = decode(bytes(await store.get(part(1).manifest_key)))
-        file = manifest.files[-1]
-        chunk = file.chunks[0]
-        key = chunk.stored.key.rsplit(".", 1)[0] + ".bp1"
-        odd = msgspec.structs.replace(chunk, stored=msgspec.structs.replace(chunk.stored, codec="bp1", key=key))
-        await store.put(f"run/{key}", await store.get(f"run/{chunk.stored.key}"))
-        await store.delete([f"run/{chunk.stored.key}"])  # or it would be found in this form
-        files = (*manifest.files[:-1], msgspec.structs.replace(file, chunks=(odd, *file.chunks[1:])))
-        await store.put(part(1).manifest_key, seal(msgspec.structs.replace(manifest, files=files)))
-        fresh = Spool(tmp_path / "fresh")
-        daemon = reconciler(fresh, {"tier": store})
-        with pytest.raises(StoreUnavailable, match="bp1"):
-            await daemon.repairs.fetch(part(1))
-        assert [key async for key in _keys(store) if is_manifest(key)] == [part(1).manifest_key]
-
-    asyncio.run(work())
+async def test_a_codec_that_is_not_known_is_no_corruption(spool, tmp_path):
+    store = Double()
+    commit(spool, part(1))
+    await flush(spool, part(1), Route(store))
+    manifest = decode(bytes(await store.get(part(1).manifest_key)))
+    file = manifest.files[-1]
+    chunk = file.chunks[0]
+    key = chunk.stored.key.rsplit(".", 1)[0] + ".bp1"
+    odd = msgspec.structs.replace(chunk, stored=msgspec.structs.replace(chunk.stored, codec="bp1", key=key))
+    await store.put(f"run/{key}", await store.get(f"run/{chunk.stored.key}"))
+    await store.delete([f"run/{chunk.stored.key}"])  # or it would be found in this form
+    files = (*manifest.files[:-1], msgspec.structs.replace(file, chunks=(odd, *file.chunks[1:])))
+    await store.put(part(1).manifest_key, seal(msgspec.structs.replace(manifest, files=files)))
+    fresh = Spool(tmp_path / "fresh")
+    daemon = reconciler(fresh, {"tier": store})
+    with pytest.raises(StoreUnavailable, match="bp1"):
+        await daemon.repairs.fetch(part(1))
+    assert [key async for key in _keys(store) if is_manifest(key)] == [part(1).manifest_key]
 
 
 async def _keys(store):
@@ -84,7 +81,7 @@ def test_little_room_takes_no_pinned_copy(spool):
     assert not plan(Inventory(pinned, {"tier": tier}, free=0.1), tight, {}, 0.0)
 
 
-def test_a_part_that_the_disk_does_not_give_holds_up_no_other(spool, monkeypatch):
+async def test_a_part_that_the_disk_does_not_give_holds_up_no_other(spool, monkeypatch):
     read = source_module.read_recent_chunk
 
     def failing(path, file, index, memory):
@@ -93,20 +90,16 @@ def test_a_part_that_the_disk_does_not_give_holds_up_no_other(spool, monkeypatch
         return read(path, file, index, memory)
 
     monkeypatch.setattr(source_module, "read_recent_chunk", failing)
-
-    async def work():
-        store = Double()
-        for step in (1, 2, 3, 4):
-            commit(spool, part(step))
-        async with running(reconciler(spool, {"tier": store})) as daemon:
-            await until(lambda: all(daemon.tiers.observed.has(part(step), "tier") for step in (1, 2, 3)))
-            assert not daemon.tiers.observed.has(part(4), "tier")
-        assert not spool.quarantined()
-
-    asyncio.run(work())
+    store = Double()
+    for step in (1, 2, 3, 4):
+        commit(spool, part(step))
+    async with running(reconciler(spool, {"tier": store})) as daemon:
+        await until(lambda: all(daemon.tiers.observed.has(part(step), "tier") for step in (1, 2, 3)))
+        assert not daemon.tiers.observed.has(part(4), "tier")
+    assert not spool.quarantined()
 
 
-def test_part_that_is_deleted_while_it_is_flushed_is_not_called_corrupt(spool, monkeypatch):
+async def test_part_that_is_deleted_while_it_is_flushed_is_not_called_corrupt(spool, monkeypatch):
     read = source_module.read_recent_chunk
 
     def racing(path, file, index, memory):
@@ -114,200 +107,169 @@ def test_part_that_is_deleted_while_it_is_flushed_is_not_called_corrupt(spool, m
         return read(path, file, index, memory)
 
     monkeypatch.setattr(source_module, "read_recent_chunk", racing)
-
-    async def work():
-        store = Double()
-        commit(spool, part(1))
-        daemon = reconciler(spool, {"tier": store})
-        await daemon.observe("tier")
-        await daemon._flusher.flush(part(1), "tier")
-        assert not daemon.journal.counters["corruptions"]
-        assert not [event for event in daemon.journal.events if event.what == "corrupt"]
-
-    asyncio.run(work())
+    store = Double()
+    commit(spool, part(1))
+    daemon = reconciler(spool, {"tier": store})
+    await daemon.observe("tier")
+    await daemon._flusher.flush(part(1), "tier")
+    assert not daemon.journal.counters["corruptions"]
+    assert not [event for event in daemon.journal.events if event.what == "corrupt"]
 
 
-def test_part_that_is_committed_while_the_tiers_are_asked_is_kept(spool):
+async def test_part_that_is_committed_while_the_tiers_are_asked_is_kept(spool):
     """Nobody was asked about it: it may be nowhere else."""
     late = part(1, rank=1, world=2)
-
-    async def work():
-        store = Double()
-        for step in (1, 2):
-            commit(spool, part(step, world=2))
-        daemon = reconciler(spool, {"tier": store}, keep=5, keep_local=1)
-        for step in (2, 1):
-            await daemon.observe("tier")
-            await daemon._flusher.flush(part(step, world=2), "tier")
+    store = Double()
+    for step in (1, 2):
+        commit(spool, part(step, world=2))
+    daemon = reconciler(spool, {"tier": store}, keep=5, keep_local=1)
+    for step in (2, 1):
         await daemon.observe("tier")
-        (prune,) = plan(daemon.inventory(), daemon.config, {}, 0.0)
-        assert isinstance(prune, Prune) and (prune.tier, prune.checkpoint) == (SPOOL, late.checkpoint)
+        await daemon._flusher.flush(part(step, world=2), "tier")
+    await daemon.observe("tier")
+    (prune,) = plan(daemon.inventory(), daemon.config, {}, 0.0)
+    assert isinstance(prune, Prune) and (prune.tier, prune.checkpoint) == (SPOOL, late.checkpoint)
 
-        def commit_late(operation, key):
-            if operation == "get" and not spool.has(late):
-                commit(spool, late)
+    def commit_late(operation, key):
+        if operation == "get" and not spool.has(late):
+            commit(spool, late)
 
-        store.before = commit_late
-        await daemon._loop.act(prune)
-        assert spool.parts() == [late, part(2, world=2)] and spool.manifest(late).part == late
-        assert daemon.journal.counters["pruned"] == 1
-
-    asyncio.run(work())
+    store.before = commit_late
+    await daemon._loop.act(prune)
+    assert spool.parts() == [late, part(2, world=2)] and spool.manifest(late).part == late
+    assert daemon.journal.counters["pruned"] == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_flush_that_ends_during_a_look_takes_nothing_from_it(spool, tmp_path, fails):
+async def test_a_flush_that_ends_during_a_look_takes_nothing_from_it(spool, tmp_path, fails):
     """The look saw what others flushed, or that the tier does not answer; and what was just flushed is not lost."""
     other, own = part(1, rank=1, world=2), part(2, world=2)
+    store, gate = Double(), asyncio.Event()
+    daemon = reconciler(spool, {"tier": store})
+    commit(spool, part(1, world=2))
+    await daemon.observe("tier")
+    await daemon._flusher.flush(part(1, world=2), "tier")
+    theirs = Spool(tmp_path / "other")
+    commit(theirs, other)
+    await flush(theirs, other, Route(store.inner))
+    commit(spool, own)
+    await daemon.observe("local")
+    real = daemon.tiers._observers["tier"].observe
 
-    async def work():
-        store, gate = Double(), asyncio.Event()
-        daemon = reconciler(spool, {"tier": store})
-        commit(spool, part(1, world=2))
-        await daemon.observe("tier")
-        await daemon._flusher.flush(part(1, world=2), "tier")
-        theirs = Spool(tmp_path / "other")
-        commit(theirs, other)
-        await flush(theirs, other, Route(store.inner))
-        commit(spool, own)
-        await daemon.observe("local")
-        real = daemon.tiers._observers["tier"].observe
-
-        async def slow(*args, **options):
-            place = await real(*args, **options)
-            await gate.wait()
-            if fails:
-                raise StoreUnavailable("no route")
-            return place
-
-        daemon.tiers._observers["tier"].observe = slow
-        asked = asyncio.ensure_future(daemon.observe("tier"))
-        await until(lambda: sum(call == ("scan", "run/") for call in store.calls) == 2)
-        await daemon._flusher.flush(own, "tier")
-        assert daemon.tiers.observed.has(own, "tier")
-        gate.set()
+    async def slow(*args, **options):
+        place = await real(*args, **options)
+        await gate.wait()
         if fails:
-            with pytest.raises(StoreUnavailable):
-                await asked
-            assert daemon.tiers.observed.places["tier"] is None
-        else:
+            raise StoreUnavailable("no route")
+        return place
+
+    daemon.tiers._observers["tier"].observe = slow
+    asked = asyncio.ensure_future(daemon.observe("tier"))
+    await until(lambda: sum(call == ("scan", "run/") for call in store.calls) == 2)
+    await daemon._flusher.flush(own, "tier")
+    assert daemon.tiers.observed.has(own, "tier")
+    gate.set()
+    if fails:
+        with pytest.raises(StoreUnavailable):
             await asked
-            assert daemon.tiers.observed.has(other, "tier") and daemon.tiers.observed.has(own, "tier")
-
-    asyncio.run(work())
-
-
-def test_a_look_that_is_passed_over_says_nothing_of_how_long_looks_take(spool):
-    async def work():
-        daemon = reconciler(spool, {"tier": Double()})
-        await daemon.observe("tier")
-        real, gates = daemon.tiers._observers["tier"].observe, [asyncio.Event(), asyncio.Event()]
-        waiting = iter(gates)
-
-        async def slow(*args, **options):
-            await next(waiting).wait()
-            return await real(*args, **options)
-
-        daemon.tiers._observers["tier"].observe = slow
-        older = asyncio.ensure_future(daemon.observe("tier"))
-        await until(lambda: daemon.tiers.observed._observing["tier"] == 1)
-        newer = asyncio.ensure_future(daemon.observe("tier"))
-        await until(lambda: daemon.tiers.observed._observing["tier"] == 2)
-        gates[1].set()
-        await newer
-        known = daemon.tiers.observed._took["tier"], daemon.tiers.observed._since["tier"]
-        gates[0].set()
-        await older
-        assert (daemon.tiers.observed._took["tier"], daemon.tiers.observed._since["tier"]) == known
-
-    asyncio.run(work())
+        assert daemon.tiers.observed.places["tier"] is None
+    else:
+        await asked
+        assert daemon.tiers.observed.has(other, "tier") and daemon.tiers.observed.has(own, "tier")
 
 
-def test_manifest_of_a_newer_tierd_in_a_prune_is_remembered_and_stops_the_prune(spool):
+async def test_a_look_that_is_passed_over_says_nothing_of_how_long_looks_take(spool):
+    daemon = reconciler(spool, {"tier": Double()})
+    await daemon.observe("tier")
+    real, gates = daemon.tiers._observers["tier"].observe, [asyncio.Event(), asyncio.Event()]
+    waiting = iter(gates)
+
+    async def slow(*args, **options):
+        await next(waiting).wait()
+        return await real(*args, **options)
+
+    daemon.tiers._observers["tier"].observe = slow
+    older = asyncio.ensure_future(daemon.observe("tier"))
+    await until(lambda: daemon.tiers.observed._observing["tier"] == 1)
+    newer = asyncio.ensure_future(daemon.observe("tier"))
+    await until(lambda: daemon.tiers.observed._observing["tier"] == 2)
+    gates[1].set()
+    await newer
+    known = daemon.tiers.observed._took["tier"], daemon.tiers.observed._since["tier"]
+    gates[0].set()
+    await older
+    assert (daemon.tiers.observed._took["tier"], daemon.tiers.observed._since["tier"]) == known
+
+
+async def test_manifest_of_a_newer_tierd_in_a_prune_is_remembered_and_stops_the_prune(spool):
     """Else the same prune is planned, reads it, and fails, for ever."""
     odd = part(1, rank=1, world=2)
-
-    async def work():
-        store = Double()
-        daemon = reconciler(spool, {"tier": store}, keep=1)
-        for step in (1, 2):
-            for rank in (0, 1):
-                which = part(step, rank=rank, world=2)
-                commit(spool, which)
-                await flush(spool, which, Route(store))
-                if rank:  # another node saves it, whose manifests are read only by a prune
-                    spool.remove([which])
-                    (
-                        spool.control / "saved" / which.checkpoint.run / f"{which.checkpoint.attempt}.{which.name}"
-                    ).unlink()
-        manifest = decode(bytes(await store.get(odd.manifest_key)))
-        await store.put(odd.manifest_key, seal(msgspec.structs.replace(manifest, version=99)))
-        before = await contents(store)
-        await daemon.observe("tier")
-        prune = next(action for action in plan(daemon.inventory(), daemon.config, {}, 0.0) if action.tier == "tier")
-        assert isinstance(prune, Prune) and prune.checkpoint == odd.checkpoint
-        await daemon._loop.act(prune)
-        await daemon.observe("tier")
-        assert [type(why) for _, why in daemon.tiers.observed.places["tier"].defects()] == [FormatTooNew]
-        assert not [one for one in plan(daemon.inventory(), daemon.config, {}, 0.0) if one.tier == "tier"]
-        assert await contents(store) == before
-
-    asyncio.run(work())
+    store = Double()
+    daemon = reconciler(spool, {"tier": store}, keep=1)
+    for step in (1, 2):
+        for rank in (0, 1):
+            which = part(step, rank=rank, world=2)
+            commit(spool, which)
+            await flush(spool, which, Route(store))
+            if rank:  # another node saves it, whose manifests are read only by a prune
+                spool.remove([which])
+                (spool.control / "saved" / which.checkpoint.run / f"{which.checkpoint.attempt}.{which.name}").unlink()
+    manifest = decode(bytes(await store.get(odd.manifest_key)))
+    await store.put(odd.manifest_key, seal(msgspec.structs.replace(manifest, version=99)))
+    before = await contents(store)
+    await daemon.observe("tier")
+    prune = next(action for action in plan(daemon.inventory(), daemon.config, {}, 0.0) if action.tier == "tier")
+    assert isinstance(prune, Prune) and prune.checkpoint == odd.checkpoint
+    await daemon._loop.act(prune)
+    await daemon.observe("tier")
+    assert [type(why) for _, why in daemon.tiers.observed.places["tier"].defects()] == [FormatTooNew]
+    assert not [one for one in plan(daemon.inventory(), daemon.config, {}, 0.0) if one.tier == "tier"]
+    assert await contents(store) == before
 
 
-def test_listing_that_ends_late_forgets_no_manifest_that_a_newer_listing_read(spool):
-    async def work():
-        store, gate = Double(), asyncio.Event()
-        known = Manifests(store)
-        scan = store.scan
+async def test_listing_that_ends_late_forgets_no_manifest_that_a_newer_listing_read(spool):
+    store, gate = Double(), asyncio.Event()
+    known = Manifests(store)
+    scan = store.scan
 
-        async def slow(prefix, after=""):
-            async for info in scan(prefix, after):
-                yield info
-            await gate.wait()
+    async def slow(prefix, after=""):
+        async for info in scan(prefix, after):
+            yield info
+        await gate.wait()
 
-        store.scan = slow
-        older = asyncio.ensure_future(known.observe("run", {0}))
-        await until(lambda: ("scan", "run/manifests/") in store.calls)
-        store.scan = scan
-        commit(spool, part(1))
-        await flush(spool, part(1), Route(store))
-        assert await known.observe("run", {0})
-        gate.set()
-        assert not await older
-        store.calls.clear()
-        assert await known.observe("run", {0})
-        assert not [call for call in store.calls if call[0] == "get"], "what was read once is not read again"
-
-    asyncio.run(work())
+    store.scan = slow
+    older = asyncio.ensure_future(known.observe("run", {0}))
+    await until(lambda: ("scan", "run/manifests/") in store.calls)
+    store.scan = scan
+    commit(spool, part(1))
+    await flush(spool, part(1), Route(store))
+    assert await known.observe("run", {0})
+    gate.set()
+    assert not await older
+    store.calls.clear()
+    assert await known.observe("run", {0})
+    assert not [call for call in store.calls if call[0] == "get"], "what was read once is not read again"
 
 
-def test_listings_forget_deleted_manifests(spool):
-    async def work():
-        store = Double()
-        for step in range(6):
-            commit(spool, part(step))
-        async with running(reconciler(spool, {"tier": store}, keep=2)) as daemon:
-            await settle(daemon)
-        assert len(daemon.tiers._observers["tier"].manifests._read) == 2
-
-    asyncio.run(work())
+async def test_listings_forget_deleted_manifests(spool):
+    store = Double()
+    for step in range(6):
+        commit(spool, part(step))
+    async with running(reconciler(spool, {"tier": store}, keep=2)) as daemon:
+        await settle(daemon)
+    assert len(daemon.tiers._observers["tier"].manifests._read) == 2
 
 
-def test_both_copies_wrong_is_still_corruption(spool):
+async def test_both_copies_wrong_is_still_corruption(spool):
     """The other side of the above: what is proven stays proven."""
-
-    async def work():
-        store = Double()
-        commit(spool, part(1))
-        path = spool.path(part(1)) / "weights.bin"
-        path.write_bytes(bytes(len(path.read_bytes())))
-        daemon = reconciler(spool, {"tier": store})
-        with pytest.raises(CorruptChunk):
-            await daemon.repairs.fetch(part(1))
-        assert list(spool.quarantined()) == [part(1)]
-
-    asyncio.run(work())
+    store = Double()
+    commit(spool, part(1))
+    path = spool.path(part(1)) / "weights.bin"
+    path.write_bytes(bytes(len(path.read_bytes())))
+    daemon = reconciler(spool, {"tier": store})
+    with pytest.raises(CorruptChunk):
+        await daemon.repairs.fetch(part(1))
+    assert list(spool.quarantined()) == [part(1)]
 
 
 def test_nothing_is_pruned_where_a_newer_tierd_writes(spool):
@@ -369,7 +331,7 @@ def test_parts_of_two_histories_under_one_attempt_are_no_checkpoint(spool):
         Restorer(spool, "run", Ranks(1, 2), tiers=False).restore(None, None)
 
 
-def test_checkpoints_that_retire_a_last_copy_are_read_on_their_own_timeline_too(spool, monkeypatch):
+async def test_checkpoints_that_retire_a_last_copy_are_read_on_their_own_timeline_too(spool, monkeypatch):
     """Steps 2 and 3 retire step 1; the newest ones are another launch's that went another way."""
     asked = []
 
@@ -377,13 +339,10 @@ def test_checkpoints_that_retire_a_last_copy_are_read_on_their_own_timeline_too(
         asked.append((int(checkpoint.attempt[-8:]), checkpoint.step))
         return True
 
-    async def work():
-        monkeypatch.setattr("tierd.daemon.tiers.manifests.Manifests.are_usable", are_usable)
-        commit(spool, part(1))
-        daemon = reconciler(spool, {"tier": Double()}, keep=2)
-        newer = [part(2), part(3), part(4, 2), part(5, 2)]
-        daemon.tiers.observed.places["tier"] = Place.of(dict.fromkeys(newer, ManifestFacts.of(spool.manifest(part(1)))))
-        assert await daemon.tiers.are_past(part(1).checkpoint, daemon.inventory())
-
-    asyncio.run(work())
+    monkeypatch.setattr("tierd.daemon.tiers.manifests.Manifests.are_usable", are_usable)
+    commit(spool, part(1))
+    daemon = reconciler(spool, {"tier": Double()}, keep=2)
+    newer = [part(2), part(3), part(4, 2), part(5, 2)]
+    daemon.tiers.observed.places["tier"] = Place.of(dict.fromkeys(newer, ManifestFacts.of(spool.manifest(part(1)))))
+    assert await daemon.tiers.are_past(part(1).checkpoint, daemon.inventory())
     assert asked == [(1, 2), (1, 3), (2, 4), (2, 5)]

@@ -25,20 +25,17 @@ async def flushed(spool, stores) -> None:
         os.utime(path, ns=(then, then))
 
 
-def test_no_copy_is_deleted_because_of_a_checkpoint_that_was_removed_since(spool):
-    async def work():
-        stores = {"tier": MemoryStore()}
-        await flushed(spool, stores)
-        daemon = reconciler(spool, stores, keep=9, keep_local=1)
-        for name in ("tier", SPOOL):
-            await daemon.observe(name)
-        action = await daemon._loop._agenda.next_action(daemon.workers[SPOOL])
-        assert isinstance(action, Prune) and action.checkpoint == part(1).checkpoint
-        shutil.rmtree(spool.path(part(2)))
-        action = await daemon._loop._agenda.next_action(daemon.workers[SPOOL])
-        assert not isinstance(action, Prune)
-
-    asyncio.run(work())
+async def test_no_copy_is_deleted_because_of_a_checkpoint_that_was_removed_since(spool):
+    stores = {"tier": MemoryStore()}
+    await flushed(spool, stores)
+    daemon = reconciler(spool, stores, keep=9, keep_local=1)
+    for name in ("tier", SPOOL):
+        await daemon.observe(name)
+    action = await daemon._loop._agenda.next_action(daemon.workers[SPOOL])
+    assert isinstance(action, Prune) and action.checkpoint == part(1).checkpoint
+    shutil.rmtree(spool.path(part(2)))
+    action = await daemon._loop._agenda.next_action(daemon.workers[SPOOL])
+    assert not isinstance(action, Prune)
 
 
 def test_a_new_part_is_sent_after_a_sparing_look_alone(spool, monkeypatch):
@@ -56,30 +53,27 @@ def test_a_new_part_is_sent_after_a_sparing_look_alone(spool, monkeypatch):
     assert asked and not [path for path in asked if path.endswith((part(1).checkpoint.name, part(2).checkpoint.name))]
 
 
-def test_a_part_removed_by_hand_while_it_was_sent_is_not_sent_again_and_again(spool, monkeypatch):
-    async def work():
-        stores, tries = {"tier": MemoryStore()}, []
-        await flushed(spool, stores)
-        daemon = reconciler(spool, stores)
-        async with running(daemon):
-            await settle(daemon)
-            flush = daemon.tiers.flushes.flush
+async def test_a_part_removed_by_hand_while_it_was_sent_is_not_sent_again_and_again(spool, monkeypatch):
+    stores, tries = {"tier": MemoryStore()}, []
+    await flushed(spool, stores)
+    daemon = reconciler(spool, stores)
+    async with running(daemon):
+        await settle(daemon)
+        flush = daemon.tiers.flushes.flush
 
-            async def removed(which, tier, spread=None):
-                tries.append(which)
-                if len(tries) == 1:
-                    then = time.time_ns() - 60_000_000_000
-                    for path in (spool.root / RUN, spool.path(which).parent):
-                        os.utime(path, ns=(then, then))
-                    await daemon.observe("tier")  # from now on it counts as settled
-                    shutil.rmtree(spool.path(which))
-                return await flush(which, tier, spread)
+        async def removed(which, tier, spread=None):
+            tries.append(which)
+            if len(tries) == 1:
+                then = time.time_ns() - 60_000_000_000
+                for path in (spool.root / RUN, spool.path(which).parent):
+                    os.utime(path, ns=(then, then))
+                await daemon.observe("tier")  # from now on it counts as settled
+                shutil.rmtree(spool.path(which))
+            return await flush(which, tier, spread)
 
-            monkeypatch.setattr(daemon.tiers.flushes, "flush", removed)
-            commit(spool, part(3))
-            daemon.wake()
-            await until(lambda: tries)
-            await settle(daemon)
-            assert len(tries) <= 2
-
-    asyncio.run(work())
+        monkeypatch.setattr(daemon.tiers.flushes, "flush", removed)
+        commit(spool, part(3))
+        daemon.wake()
+        await until(lambda: tries)
+        await settle(daemon)
+        assert len(tries) <= 2

@@ -131,27 +131,24 @@ def test_room_under_a_quota_counts_the_deleted_bytes(spool, monkeypatch):
         assert runs(spool) == [("run", 2), ("run", 3)]
 
 
-def test_a_copy_that_cannot_be_removed_holds_up_no_other(spool, monkeypatch):
-    async def work() -> None:
-        stores = {"tier": Double()}
-        for run in ("a", "b"):
-            for step in range(4):
-                commit(spool, part(step, run=run))
-        await converge(spool, stores, keep_local=100)
-        rename, stuck = Path.rename, spool.path(part(0, run="a"))
+async def test_a_copy_that_cannot_be_removed_holds_up_no_other(spool, monkeypatch):
+    stores = {"tier": Double()}
+    for run in ("a", "b"):
+        for step in range(4):
+            commit(spool, part(step, run=run))
+    await converge(spool, stores, keep_local=100)
+    rename, stuck = Path.rename, spool.path(part(0, run="a"))
 
-        def refuse(path, target):
-            if path == stuck:
-                raise PermissionError(errno.EACCES, "Permission denied", str(path))
-            return rename(path, target)
+    def refuse(path, target):
+        if path == stuck:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return rename(path, target)
 
-        monkeypatch.setattr(Path, "rename", refuse)
-        async with running(reconciler(spool, stores, keep_local=2)) as daemon:
-            await until(lambda: runs(spool) == [("a", 0), ("a", 2), ("a", 3), ("b", 2), ("b", 3)])
-            await daemon.room.make("b", 1 << 50)
-            assert runs(spool) == [("a", 0)]
-
-    asyncio.run(work())
+    monkeypatch.setattr(Path, "rename", refuse)
+    async with running(reconciler(spool, stores, keep_local=2)) as daemon:
+        await until(lambda: runs(spool) == [("a", 0), ("a", 2), ("a", 3), ("b", 2), ("b", 3)])
+        await daemon.room.make("b", 1 << 50)
+        assert runs(spool) == [("a", 0)]
 
 
 def test_disk_without_inodes_gives_up_a_copy_although_it_has_space(spool, monkeypatch):

@@ -54,26 +54,22 @@ def observed_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("observed_first")
-def test_saves_and_restores_of_a_trainer_are_measured(tmp_path: Path) -> None:
+async def test_saves_and_restores_of_a_trainer_are_measured(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool")
-
-    async def work() -> None:
-        async with serving(spool, tmp_path / "tier") as http:
-            await asyncio.to_thread(train, spool)
-            async with asyncio.timeout(60):
-                while True:
-                    text = (await get(http.address, "/metrics")).body.decode()
-                    if (
-                        sample(text, 'tierd_restores_total{run="run"}') == 1
-                        and sample(text, 'tierd_last_durable_step{run="run",tier="disk"}') == 2
-                    ):
-                        break
-                    await asyncio.sleep(0.2)
-            assert sample(text, 'tierd_saves_total{run="run"}') == 2
-            assert sample(text, 'tierd_save_blocked_seconds_count{run="run"}') == 2
-            blocked = sample(text, 'tierd_save_blocked_seconds_sum{run="run"}')
-            durable = sample(text, 'tierd_save_durable_seconds_sum{run="run",tier="local"}')
-            assert blocked is not None and durable is not None and 0 < blocked < durable
-            assert sample(text, 'tierd_save_durable_seconds_count{run="run",tier="local"}') == 2
-
-    asyncio.run(work())
+    async with serving(spool, tmp_path / "tier") as http:
+        await asyncio.to_thread(train, spool)
+        async with asyncio.timeout(60):
+            while True:
+                text = (await get(http.address, "/metrics")).body.decode()
+                if (
+                    sample(text, 'tierd_restores_total{run="run"}') == 1
+                    and sample(text, 'tierd_last_durable_step{run="run",tier="disk"}') == 2
+                ):
+                    break
+                await asyncio.sleep(0.2)
+        assert sample(text, 'tierd_saves_total{run="run"}') == 2
+        assert sample(text, 'tierd_save_blocked_seconds_count{run="run"}') == 2
+        blocked = sample(text, 'tierd_save_blocked_seconds_sum{run="run"}')
+        durable = sample(text, 'tierd_save_durable_seconds_sum{run="run",tier="local"}')
+        assert blocked is not None and durable is not None and 0 < blocked < durable
+        assert sample(text, 'tierd_save_durable_seconds_count{run="run",tier="local"}') == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -18,19 +17,15 @@ from tierd.stores.file import FileStore
 pytestmark = [pytest.mark.loaders, pytest.mark.timeout(300)]
 
 
-def test_from_pretrained_loads_the_shards_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_from_pretrained_loads_the_shards_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=500, n_positions=32)
     saved = transformers.GPT2LMHeadModel(config)
-
-    async def save() -> None:
-        (tmp_path / "tier").mkdir()
-        store = FileStore(tmp_path / "tier")
-        await put(Spool(tmp_path / "spool"), part(3), {"model": saved.state_dict(), "step": 3}, store)
-        await store.aclose()
-
-    asyncio.run(save())
+    (tmp_path / "tier").mkdir()
+    store = FileStore(tmp_path / "tier")
+    await put(Spool(tmp_path / "spool"), part(3), {"model": saved.state_dict(), "step": 3}, store)
+    await store.aclose()
     monkeypatch.setattr(writers, "SHARD_BYTES", 40_000)
     with tierd.open(f"file://{tmp_path / 'tier'}", "run") as reader:
         reader.export(tmp_path / "hf", "hf", only="model")

@@ -225,21 +225,17 @@ def test_shards_become_whole_tensors(tmp_path, monkeypatch, slab):
 # -- of DCP -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_of_dcp_is_exported_too(tmp_path):
+async def test_a_run_of_dcp_is_exported_too(tmp_path):
     (tmp_path / "tier").mkdir()
     wanted = state()
     wanted["note"].pop("array")
     with tierd.Checkpointer(tmp_path / "spool", RUN, to=[]) as ckpt:
         dcp.save(wanted, storage_writer=tierd.dcp.StorageWriter(ckpt, 5))
         ckpt.restore()
-
-    async def flushed() -> None:
-        store, spool = FileStore(tmp_path / "tier"), Spool(tmp_path / "spool")
-        for which in spool.parts():
-            await flush(spool, which, Route(store))
-        await store.aclose()
-
-    asyncio.run(flushed())
+    store, spool = FileStore(tmp_path / "tier"), Spool(tmp_path / "spool")
+    for which in spool.parts():
+        await flush(spool, which, Route(store))
+    await store.aclose()
     tier = tmp_path / "tier"
     found = load_file(exported(tier, "hf", only="model") / "model.safetensors")
     assert all(equal(found[name], one) for name, one in wanted["model"].items())

@@ -225,16 +225,12 @@ DIFFERENT = [
     [(*pair, (0, 300)[index % 2]) for index, pair in enumerate(DIFFERENT)]
     + [(*DIFFERENT[5], shift) for shift in (0, 1)],
 )
-def test_entries_are_the_same_only_if_every_bit_of_them_is(spool, mine, theirs, shift):
+async def test_entries_are_the_same_only_if_every_bit_of_them_is(spool, mine, theirs, shift):
     """Also where the same tensor lies elsewhere in another rank's file, and in other chunks."""
     store, first = MemoryStore(), torch.arange(600.0)
-
-    async def work() -> None:
-        for rank, value in enumerate((mine, theirs)):
-            state = {"first": first, "value": value, "size": torch.ones(40 + shift * rank), "z": torch.arange(2000)}
-            await put(spool, part(1, rank=rank, world=2), state, store)
-
-    asyncio.run(work())
+    for rank, value in enumerate((mine, theirs)):
+        state = {"first": first, "value": value, "size": torch.ones(40 + shift * rank), "z": torch.arange(2000)}
+        await put(spool, part(1, rank=rank, world=2), state, store)
     with reader(tier=store) as opened:
         state = {"first": None, "z": None}
         opened.restore(state, only=("first", "z"))
@@ -243,14 +239,10 @@ def test_entries_are_the_same_only_if_every_bit_of_them_is(spool, mine, theirs, 
             opened.restore({"value": None}, only="value")
 
 
-def test_entry_that_is_equal_on_all_ranks_needs_no_rank(spool):
+async def test_entry_that_is_equal_on_all_ranks_needs_no_rank(spool):
     store = MemoryStore()
-
-    async def work() -> None:
-        for rank in range(3):
-            await put(spool, part(1, rank=rank, world=3), {"model": torch.ones(9000), "n": 3}, store)
-
-    asyncio.run(work())
+    for rank in range(3):
+        await put(spool, part(1, rank=rank, world=3), {"model": torch.ones(9000), "n": 3}, store)
     state = {"model": None, "n": 0}
     with reader(tier=store) as opened:
         assert opened.restore(state).world_size == 3
@@ -678,18 +670,14 @@ def test_open_refuses_invalid_arguments_at_once(tmp_path):
         opened.restore(into())
 
 
-def test_the_how_to_evaluates_elsewhere(tmp_path, spool, capsys):
+async def test_the_how_to_evaluates_elsewhere(tmp_path, spool, capsys):
     (tmp_path / "tier").mkdir()
     model = torch.nn.Linear(3, 2)
-
-    async def work() -> None:
-        store = FileStore(tmp_path / "tier")
-        for rank in range(4):
-            state = {"model": model, "rng": torch.tensor(rank)}
-            await put(spool, part(1, rank=rank, world=4, run="llama-7b"), state, store, metrics={"val_loss": 0.5})
-        await store.aclose()
-
-    asyncio.run(work())
+    store = FileStore(tmp_path / "tier")
+    for rank in range(4):
+        state = {"model": model, "rng": torch.tensor(rank)}
+        await put(spool, part(1, rank=rank, world=4, run="llama-7b"), state, store, metrics={"val_loss": 0.5})
+    await store.aclose()
     page = (Path(tierd.__file__).parent.parent / "docs" / "howto" / "evaluate.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
     other = torch.nn.Linear(3, 2)

@@ -259,38 +259,34 @@ class Asked:
             raise AssertionError(f"it did not come to hold: {condition}") from None
 
 
-def test_a_broken_tier_raises_its_alert_and_the_dashboard_has_data(spool: Spool, tmp_path: Path) -> None:  # noqa: F811
+async def test_a_broken_tier_raises_its_alert_and_the_dashboard_has_data(spool: Spool, tmp_path: Path) -> None:  # noqa: F811
     commit(spool, part(10))
     tier, away = tmp_path / "tier", tmp_path / "away"
     panels = json.loads((SYSTEMD / "grafana.json").read_text())["panels"]
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    async with serving(spool, tier) as http:
+        assert http.address is not None
+        with prometheus(tmp_path, http.address) as address:
+            asked = Asked(address)
+            await asked.wait(lambda: asked.result('up{job="tierd"} == 1'))
+            await asked.wait(lambda: asked.result('tierd_last_durable_step{tier="disk"} == 10'))
+            for expression in expressions:
+                shown = expression.replace("$instance", ".*").replace("$run", ".*")
+                if "tierd_save_blocked_seconds" in shown:  # no trainer has saved here
+                    assert await asked.result(shown) == []
+                else:
+                    await asked.wait(partial(asked.result, shown))
+            assert await asked.firing("TierdAlert") == []
+            tier.rename(away)
+            commit(spool, part(20))
+            await asked.wait(lambda: asked.firing("TierdAlert"))
+            assert await asked.firing("TierdAlert") == ["disk"]
+            await asked.wait(partial(asked.result, 'tierd_tier_reachable{tier="disk"} == 0'))
+            await asked.wait(partial(asked.result, 'tierd_pending_parts{tier="disk"} > 0'))
+            away.rename(tier)
+            await asked.wait(lambda: asked.result('tierd_last_durable_step{tier="disk"} == 20'))
 
-    async def work() -> None:
-        async with serving(spool, tier) as http:
-            assert http.address is not None
-            with prometheus(tmp_path, http.address) as address:
-                asked = Asked(address)
-                await asked.wait(lambda: asked.result('up{job="tierd"} == 1'))
-                await asked.wait(lambda: asked.result('tierd_last_durable_step{tier="disk"} == 10'))
-                for expression in expressions:
-                    shown = expression.replace("$instance", ".*").replace("$run", ".*")
-                    if "tierd_save_blocked_seconds" in shown:  # no trainer has saved here
-                        assert await asked.result(shown) == []
-                    else:
-                        await asked.wait(partial(asked.result, shown))
-                assert await asked.firing("TierdAlert") == []
-                tier.rename(away)
-                commit(spool, part(20))
-                await asked.wait(lambda: asked.firing("TierdAlert"))
-                assert await asked.firing("TierdAlert") == ["disk"]
-                await asked.wait(partial(asked.result, 'tierd_tier_reachable{tier="disk"} == 0'))
-                await asked.wait(partial(asked.result, 'tierd_pending_parts{tier="disk"} > 0'))
-                away.rename(tier)
-                await asked.wait(lambda: asked.result('tierd_last_durable_step{tier="disk"} == 20'))
+            async def over() -> bool:
+                return not await asked.firing("TierdAlert")
 
-                async def over() -> bool:
-                    return not await asked.firing("TierdAlert")
-
-                await asked.wait(over)
-
-    asyncio.run(work())
+            await asked.wait(over)

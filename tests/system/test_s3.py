@@ -354,24 +354,20 @@ class Proxy:
 
 @pytest.mark.parametrize("end", ["close", "reset", "stall"])
 @pytest.mark.parametrize("limit", [0, 100, 5_000, 1_000_000])
-def test_an_answer_that_breaks_off_is_unavailable(url: StoreUrl, end: str, limit: int) -> None:
+async def test_an_answer_that_breaks_off_is_unavailable(url: StoreUrl, end: str, limit: int) -> None:
     data = random.Random(8).randbytes(2 << 20)
-
-    async def whole() -> None:
-        proxy = Proxy(str(url.endpoint))
-        async with proxy.running():
-            limits = S3Limits(connections=2, answer_s=1, stall_s=1)
-            store = S3Store(replace(url, endpoint=f"http://127.0.0.1:{proxy.port}"), limits)
-            await store.put("k", data)
-            proxy.limit, proxy.end = limit, end
-            for _ in range(3):  # more often than the pool has connections: none may stay taken
-                with pytest.raises(StoreUnavailable):
-                    await asyncio.wait_for(store.get("k"), 60)
-            proxy.limit = None
-            assert await asyncio.wait_for(store.get("k"), 60) == data
-            await store.aclose()
-
-    asyncio.run(whole())
+    proxy = Proxy(str(url.endpoint))
+    async with proxy.running():
+        limits = S3Limits(connections=2, answer_s=1, stall_s=1)
+        store = S3Store(replace(url, endpoint=f"http://127.0.0.1:{proxy.port}"), limits)
+        await store.put("k", data)
+        proxy.limit, proxy.end = limit, end
+        for _ in range(3):  # more often than the pool has connections: none may stay taken
+            with pytest.raises(StoreUnavailable):
+                await asyncio.wait_for(store.get("k"), 60)
+        proxy.limit = None
+        assert await asyncio.wait_for(store.get("k"), 60) == data
+        await store.aclose()
 
 
 def test_cancelled_gets_give_their_connections_back(url: StoreUrl) -> None:

@@ -134,18 +134,15 @@ def test_the_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
 # -- a daemon ---------------------------------------------------------------------------------------------------------
 
 
-def test_loopback_answers_nobody_who_was_sent_by_another_name(spool, tmp_path) -> None:
-    async def work() -> None:
-        async with serving(spool, tmp_path / "tier") as http:
-            for path in ("/", "/metrics", "/status", "/runs", "/healthz", "/readyz", "/other"):
-                found = await get(http.address, path, host="evil.example")
-                assert found.status == 421 and spool.root.name.encode() not in found.body
-            assert (await get(http.address, "/status", host=None)).status in (400, 421)
-            two = b"GET /status HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n"
-            assert (await sent(http.address, two)).status == 400  # aiohttp's answer
-            assert (await get(http.address, "/status")).status == 200
-
-    asyncio.run(work())
+async def test_loopback_answers_nobody_who_was_sent_by_another_name(spool, tmp_path) -> None:
+    async with serving(spool, tmp_path / "tier") as http:
+        for path in ("/", "/metrics", "/status", "/runs", "/healthz", "/readyz", "/other"):
+            found = await get(http.address, path, host="evil.example")
+            assert found.status == 421 and spool.root.name.encode() not in found.body
+        assert (await get(http.address, "/status", host=None)).status in (400, 421)
+        two = b"GET /status HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n"
+        assert (await sent(http.address, two)).status == 400  # aiohttp's answer
+        assert (await get(http.address, "/status")).status == 200
 
 
 def test_without_the_token_only_probes_are_answered(spool, tmp_path, caplog) -> None:
@@ -173,18 +170,14 @@ def test_without_the_token_only_probes_are_answered(spool, tmp_path, caplog) -> 
     assert TOKEN not in caplog.text
 
 
-def test_over_tls(spool, tmp_path) -> None:
+async def test_over_tls(spool, tmp_path) -> None:
     authority = Authority(tmp_path)
     chain = authority.chain("127.0.0.1")
-
-    async def work() -> None:
-        table = f'listen = "127.0.0.1:0"\ncert_file = "{chain}"\nkey_file = "{chain}"'
-        async with serving(spool, tmp_path / "tier", http=table) as http:
-            context = ssl.create_default_context(cafile=str(authority.bundle))
-            assert (await get(http.address, "/healthz", tls=context)).body == b"ok\n"
-            assert (await get(http.address, "/healthz")).status == 0  # no TLS
-
-    asyncio.run(work())
+    table = f'listen = "127.0.0.1:0"\ncert_file = "{chain}"\nkey_file = "{chain}"'
+    async with serving(spool, tmp_path / "tier", http=table) as http:
+        context = ssl.create_default_context(cafile=str(authority.bundle))
+        assert (await get(http.address, "/healthz", tls=context)).body == b"ok\n"
+        assert (await get(http.address, "/healthz")).status == 0  # no TLS
 
 
 def test_nothing_of_a_request_is_logged(spool, tmp_path, caplog) -> None:
@@ -215,66 +208,51 @@ def test_nothing_of_a_request_is_logged(spool, tmp_path, caplog) -> None:
     ],
     ids=range(8),
 )
-def test_malformed_request_is_refused_without_an_echo_of_it(spool, tmp_path, data, caplog, monkeypatch) -> None:
+async def test_malformed_request_is_refused_without_an_echo_of_it(spool, tmp_path, data, caplog, monkeypatch) -> None:
     timed(monkeypatch, http_lifetime_s=1.0)
-
-    async def work() -> None:
-        async with serving(spool, tmp_path / "tier") as http:
-            found = await sent(http.address, data)
-            assert found.status in (0, 400, 505) and found.body in (b"", b"not understood\n")
-            assert not found.status or found.headers["x-content-type-options"] == "nosniff"
-            assert (await get(http.address, "/healthz")).status == 200
-
-    asyncio.run(work())
+    async with serving(spool, tmp_path / "tier") as http:
+        found = await sent(http.address, data)
+        assert found.status in (0, 400, 505) and found.body in (b"", b"not understood\n")
+        assert not found.status or found.headers["x-content-type-options"] == "nosniff"
+        assert (await get(http.address, "/healthz")).status == 200
     assert "xxxx" not in caplog.text and "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "CONNECT", "TRACE"])
-def test_only_reading_is_allowed(spool, tmp_path, method) -> None:
-    async def work() -> None:
-        async with serving(spool, tmp_path / "tier") as http:
-            target = "localhost:80" if method == "CONNECT" else "/status"
-            found = await get(http.address, target, method=method)
-            assert found.status in (400, 405) and b"spool" not in found.body
-
-    asyncio.run(work())
+async def test_only_reading_is_allowed(spool, tmp_path, method) -> None:
+    async with serving(spool, tmp_path / "tier") as http:
+        target = "localhost:80" if method == "CONNECT" else "/status"
+        found = await get(http.address, target, method=method)
+        assert found.status in (400, 405) and b"spool" not in found.body
 
 
-def test_silent_clients_take_all_connections_for_a_moment_only(spool, tmp_path, monkeypatch) -> None:
+async def test_silent_clients_take_all_connections_for_a_moment_only(spool, tmp_path, monkeypatch) -> None:
     """Neither those that send nothing, nor those that send ever more, nor those that read nothing."""
     timed(monkeypatch, http_lifetime_s=0.5)
-
-    async def work() -> None:
-        async with serving(spool, tmp_path / "tier") as http:
-            idle = [await asyncio.open_connection(*http.address) for _ in range(2 * CONNECTIONS)]
-            for _, writer in idle[CONNECTIONS // 2 :]:
-                writer.write(b"GET / HTTP/1.1\r\nHost: local")
-            found = await get(http.address, "/healthz")  # served after those before it were cut off
-            assert found.status == 200
-            for reader, writer in idle:
-                async with asyncio.timeout(60):
-                    assert await _end(reader) in (b"", b"not understood\n")
-                writer.close()
-
-    asyncio.run(work())
+    async with serving(spool, tmp_path / "tier") as http:
+        idle = [await asyncio.open_connection(*http.address) for _ in range(2 * CONNECTIONS)]
+        for _, writer in idle[CONNECTIONS // 2 :]:
+            writer.write(b"GET / HTTP/1.1\r\nHost: local")
+        found = await get(http.address, "/healthz")  # served after those before it were cut off
+        assert found.status == 200
+        for reader, writer in idle:
+            async with asyncio.timeout(60):
+                assert await _end(reader) in (b"", b"not understood\n")
+            writer.close()
 
 
-def test_a_client_that_reads_nothing_is_cut_off(spool, tmp_path, monkeypatch) -> None:
+async def test_a_client_that_reads_nothing_is_cut_off(spool, tmp_path, monkeypatch) -> None:
     timed(monkeypatch, http_lifetime_s=0.5)
     monkeypatch.setattr(server, "PAGE", bytes(8_000_000))  # more than the kernel takes for a client
-
-    async def work() -> None:
-        async with serving(spool, tmp_path / "tier") as http:
-            deaf = [socket.socket() for _ in range(CONNECTIONS)]
-            for client in deaf:
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
-                client.connect(http.address)
-                client.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert (await get(http.address, "/healthz")).status == 200
-            for client in deaf:
-                client.close()
-
-    asyncio.run(work())
+    async with serving(spool, tmp_path / "tier") as http:
+        deaf = [socket.socket() for _ in range(CONNECTIONS)]
+        for client in deaf:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+            client.connect(http.address)
+            client.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await get(http.address, "/healthz")).status == 200
+        for client in deaf:
+            client.close()
 
 
 async def _end(reader: asyncio.StreamReader) -> bytes:
@@ -284,7 +262,7 @@ async def _end(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-def test_no_more_connections_are_served_than_there_are_slots(spool, tmp_path, monkeypatch) -> None:
+async def test_no_more_connections_are_served_than_there_are_slots(spool, tmp_path, monkeypatch) -> None:
     answering, most = 0, 0
     real = Shared.get
 
@@ -300,36 +278,29 @@ def test_no_more_connections_are_served_than_there_are_slots(spool, tmp_path, mo
 
     monkeypatch.setattr(Shared, "get", counted)
 
-    async def work() -> None:
-        async with serving(spool, tmp_path / "tier") as http:
-            found = await asyncio.gather(*(get(http.address, "/status") for _ in range(3 * CONNECTIONS)))
-            assert {one.status for one in found} == {200}
-        assert 1 < most <= CONNECTIONS
-
-    asyncio.run(work())
+    async with serving(spool, tmp_path / "tier") as http:
+        found = await asyncio.gather(*(get(http.address, "/status") for _ in range(3 * CONNECTIONS)))
+        assert {one.status for one in found} == {200}
+    assert 1 < most <= CONNECTIONS
 
 
-def test_silent_clients_give_way_to_a_probe(spool, tmp_path, monkeypatch) -> None:
+async def test_silent_clients_give_way_to_a_probe(spool, tmp_path, monkeypatch) -> None:
     """Those with half a request, and those that announce a body; each would hold its connection for its lifetime."""
     timed(monkeypatch, http_lifetime_s=600.0)
-
-    async def work() -> None:
-        async with serving(spool, tmp_path / "tier") as http:
-            body = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
-            held = [await asyncio.open_connection(*http.address) for _ in range(2 * CONNECTIONS)]  # no more fit
-            try:
-                for number, (_, writer) in enumerate(held):
-                    writer.write(body if number % 3 == 2 else b"GET /h")
-                async with asyncio.timeout(60):
-                    assert (await get(http.address, "/healthz")).body == b"ok\n"
-            finally:
-                for _, writer in held:
-                    writer.transport.abort()
-
-    asyncio.run(work())
+    async with serving(spool, tmp_path / "tier") as http:
+        body = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+        held = [await asyncio.open_connection(*http.address) for _ in range(2 * CONNECTIONS)]  # no more fit
+        try:
+            for number, (_, writer) in enumerate(held):
+                writer.write(body if number % 3 == 2 else b"GET /h")
+            async with asyncio.timeout(60):
+                assert (await get(http.address, "/healthz")).body == b"ok\n"
+        finally:
+            for _, writer in held:
+                writer.transport.abort()
 
 
-def test_a_slow_answer_does_not_give_way(spool, tmp_path, monkeypatch) -> None:
+async def test_a_slow_answer_does_not_give_way(spool, tmp_path, monkeypatch) -> None:
     """The client has sent its request; that others wait is no reason to leave it without an answer."""
     timed(monkeypatch, http_grace_s=0.05)
     real = Shared.get
@@ -340,9 +311,6 @@ def test_a_slow_answer_does_not_give_way(spool, tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(Shared, "get", slow)
 
-    async def work() -> None:
-        async with serving(spool, tmp_path / "tier") as http:
-            found = await asyncio.gather(*(get(http.address, "/status") for _ in range(2 * CONNECTIONS)))
-            assert {one.status for one in found} == {200}
-
-    asyncio.run(work())
+    async with serving(spool, tmp_path / "tier") as http:
+        found = await asyncio.gather(*(get(http.address, "/status") for _ in range(2 * CONNECTIONS)))
+        assert {one.status for one in found} == {200}

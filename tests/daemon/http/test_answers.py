@@ -19,54 +19,47 @@ from tierd.daemon.http.views import Shared
 # -- JSON, probes, page -----------------------------------------------------------------------------------------------
 
 
-def test_status_and_runs(spool, tmp_path) -> None:
+async def test_status_and_runs(spool, tmp_path) -> None:
     commit(spool, part(1))
     commit(spool, part(2, launch=2), origin=part(1).checkpoint)
-
-    async def work() -> None:
-        async with serving(spool, tmp_path / "tier") as http:
-            async with asyncio.timeout(60):
-                while True:
-                    found = await get(http.address, "/runs")
-                    runs = json.loads(found.body)
-                    if [len(one["copies"]) for one in runs["checkpoints"]] == [2, 2]:
-                        break
-                    await asyncio.sleep(0.2)
-            assert found.headers["content-type"] == "application/json"
-            newest, oldest = runs["checkpoints"]
-            assert newest["resumed_from"] == f"000000000001.{attempt(1)}" and oldest["resumed_from"] is None
-            assert [(one["place"], one["state"]) for one in newest["copies"]] == [
-                ("local", "committed"),
-                ("disk", "verified"),
-            ]
-            assert runs["held"] == runs["in_flight"] == runs["unreached"] == []
-            status = json.loads((await get(http.address, "/status")).body)
-            assert status["running"] and status["problems"] == [] and status["spool"] == str(spool.root)
-            assert [one["name"] for one in status["tiers"]] == ["disk"]
-            head = await get(http.address, "/status", method="HEAD")
-            assert (head.status, head.body) == (200, b"") and int(head.headers["content-length"]) > 100
-
-    asyncio.run(work())
+    async with serving(spool, tmp_path / "tier") as http:
+        async with asyncio.timeout(60):
+            while True:
+                found = await get(http.address, "/runs")
+                runs = json.loads(found.body)
+                if [len(one["copies"]) for one in runs["checkpoints"]] == [2, 2]:
+                    break
+                await asyncio.sleep(0.2)
+        assert found.headers["content-type"] == "application/json"
+        newest, oldest = runs["checkpoints"]
+        assert newest["resumed_from"] == f"000000000001.{attempt(1)}" and oldest["resumed_from"] is None
+        assert [(one["place"], one["state"]) for one in newest["copies"]] == [
+            ("local", "committed"),
+            ("disk", "verified"),
+        ]
+        assert runs["held"] == runs["in_flight"] == runs["unreached"] == []
+        status = json.loads((await get(http.address, "/status")).body)
+        assert status["running"] and status["problems"] == [] and status["spool"] == str(spool.root)
+        assert [one["name"] for one in status["tiers"]] == ["disk"]
+        head = await get(http.address, "/status", method="HEAD")
+        assert (head.status, head.body) == (200, b"") and int(head.headers["content-length"]) > 100
 
 
-def test_probes(spool, tmp_path, monkeypatch) -> None:
-    async def work() -> None:
-        async with serving(spool, tmp_path / "tier") as http:
-            assert (await get(http.address, "/healthz")).body == b"ok\n"
-            async with asyncio.timeout(60):
-                while (await get(http.address, "/readyz")).status != 200:
-                    await asyncio.sleep(0.05)
-            assert http._views is not None
-            http._views._reconciler._phase.draining = True
-            found = await get(http.address, "/readyz")
-            assert (found.status, found.body) == (503, b"not ready\n")
-            http._views._reconciler._phase.draining = False
-            assert (await get(http.address, "/other")).status == 404
-
-    asyncio.run(work())
+async def test_probes(spool, tmp_path, monkeypatch) -> None:
+    async with serving(spool, tmp_path / "tier") as http:
+        assert (await get(http.address, "/healthz")).body == b"ok\n"
+        async with asyncio.timeout(60):
+            while (await get(http.address, "/readyz")).status != 200:
+                await asyncio.sleep(0.05)
+        assert http._views is not None
+        http._views._reconciler._phase.draining = True
+        found = await get(http.address, "/readyz")
+        assert (found.status, found.body) == (503, b"not ready\n")
+        http._views._reconciler._phase.draining = False
+        assert (await get(http.address, "/other")).status == 404
 
 
-def test_answers_are_shared() -> None:
+async def test_answers_are_shared() -> None:
     """However many ask, an answer is computed once a second."""
     calls = 0
 
@@ -76,32 +69,26 @@ def test_answers_are_shared() -> None:
         await asyncio.sleep(0)
         return b"answer"
 
-    async def work() -> None:
-        shared = Shared(counted)
-        assert set(await asyncio.gather(*(shared.get() for _ in range(50)))) == {b"answer"}
-
-    asyncio.run(work())
+    shared = Shared(counted)
+    assert set(await asyncio.gather(*(shared.get() for _ in range(50)))) == {b"answer"}
     assert calls == 1
 
 
-def test_the_page_runs_only_its_own_script(spool, tmp_path) -> None:
-    async def work() -> None:
-        async with serving(spool, tmp_path / "tier") as http:
-            found = await get(http.address, "/")
-        page, policy = found.body.decode(), found.headers["content-security-policy"]
-        (script,), (style,) = (
-            re.findall(r"<script>(.*?)</script>", page, re.S),
-            re.findall(r"<style>(.*?)</style>", page, re.S),
-        )
-        for kind, text in (("script-src", script), ("style-src", style)):
-            digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-            assert f"{kind} 'sha256-{digest}'" in policy
-        assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
-        assert found.headers["x-frame-options"] == "DENY" and found.headers["cache-control"] == "no-store"
-        assert not re.search(r"\bon[a-z]+=|style=|(src|href)=\"(https?:)?//", page)
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", script)
-
-    asyncio.run(work())
+async def test_the_page_runs_only_its_own_script(spool, tmp_path) -> None:
+    async with serving(spool, tmp_path / "tier") as http:
+        found = await get(http.address, "/")
+    page, policy = found.body.decode(), found.headers["content-security-policy"]
+    (script,), (style,) = (
+        re.findall(r"<script>(.*?)</script>", page, re.S),
+        re.findall(r"<style>(.*?)</style>", page, re.S),
+    )
+    for kind, text in (("script-src", script), ("style-src", style)):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{kind} 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+    assert found.headers["x-frame-options"] == "DENY" and found.headers["cache-control"] == "no-store"
+    assert not re.search(r"\bon[a-z]+=|style=|(src|href)=\"(https?:)?//", page)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", script)
 
 
 # -- what is loaded ---------------------------------------------------------------------------------------------------

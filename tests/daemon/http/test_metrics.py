@@ -81,45 +81,39 @@ def test_planted_metric_name_is_detected(name: str, kind: str) -> None:
     assert faults(name, kind, (), "some help")
 
 
-def test_metrics_of_a_daemon(spool, tmp_path) -> None:
+async def test_metrics_of_a_daemon(spool, tmp_path) -> None:
     commit(spool, part(3))
-
-    async def work() -> None:
-        async with serving(spool, tmp_path / "tier") as http:
-            async with asyncio.timeout(60):
-                while True:
-                    found = await get(http.address, "/metrics")
-                    values = read(found.body)
-                    if values.get(("tierd_flush_seconds_count", "run", "disk")):
-                        break
-                    await asyncio.sleep(0.2)
-            assert found.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
-            assert found.body.endswith(b"# EOF\n")
-            assert (
-                values["tierd_last_durable_step", "run", "disk"]
-                == values["tierd_last_durable_step", "run", "local"]
-                == 3
-            )
-            assert values["tierd_last_durable_age_seconds", "run", "disk"] > 0
-            assert values["tierd_flush_raw_bytes_total", "run", "disk"] > 2000
-            assert values["tierd_flush_seconds_sum", "run", "disk"] > 0
-            assert values["tierd_pending_parts", "run", "disk"] == values["tierd_pending_bytes", "run", "disk"] == 0
-            assert values["tierd_tier_reachable", "disk"] == 1 and values["tierd_active_alerts", "disk"] == 0
-            assert values["tierd_store_requests_total", "put", "disk"] >= 4
-            assert values["tierd_store_requests_total", "list", "disk"] >= 1
-            assert 0 < values["tierd_spool_free_bytes",] <= values["tierd_spool_size_bytes",]
-            families = {family.name: family for family in parse(found.body.decode())}
-            assert set(families) >= {name.removesuffix("_total") for name in FAMILIES}
-            assert {name for name in families if name.startswith("tierd_")} == {
-                name.removesuffix("_total") for name in FAMILIES
-            }
-            for name, family in FAMILIES.items():
-                one = families[name.removesuffix("_total")]
-                assert (one.type, one.documentation) == (family.kind, family.means)
-                assert {it.name for it in one.samples} <= set(samples(name))
-                assert all(tuple(it.labels) == tuple(sorted(family.labels)) for it in one.samples) or one.samples == []
-
-    asyncio.run(work())
+    async with serving(spool, tmp_path / "tier") as http:
+        async with asyncio.timeout(60):
+            while True:
+                found = await get(http.address, "/metrics")
+                values = read(found.body)
+                if values.get(("tierd_flush_seconds_count", "run", "disk")):
+                    break
+                await asyncio.sleep(0.2)
+        assert found.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+        assert found.body.endswith(b"# EOF\n")
+        assert (
+            values["tierd_last_durable_step", "run", "disk"] == values["tierd_last_durable_step", "run", "local"] == 3
+        )
+        assert values["tierd_last_durable_age_seconds", "run", "disk"] > 0
+        assert values["tierd_flush_raw_bytes_total", "run", "disk"] > 2000
+        assert values["tierd_flush_seconds_sum", "run", "disk"] > 0
+        assert values["tierd_pending_parts", "run", "disk"] == values["tierd_pending_bytes", "run", "disk"] == 0
+        assert values["tierd_tier_reachable", "disk"] == 1 and values["tierd_active_alerts", "disk"] == 0
+        assert values["tierd_store_requests_total", "put", "disk"] >= 4
+        assert values["tierd_store_requests_total", "list", "disk"] >= 1
+        assert 0 < values["tierd_spool_free_bytes",] <= values["tierd_spool_size_bytes",]
+        families = {family.name: family for family in parse(found.body.decode())}
+        assert set(families) >= {name.removesuffix("_total") for name in FAMILIES}
+        assert {name for name in families if name.startswith("tierd_")} == {
+            name.removesuffix("_total") for name in FAMILIES
+        }
+        for name, family in FAMILIES.items():
+            one = families[name.removesuffix("_total")]
+            assert (one.type, one.documentation) == (family.kind, family.means)
+            assert {it.name for it in one.samples} <= set(samples(name))
+            assert all(tuple(it.labels) == tuple(sorted(family.labels)) for it in one.samples) or one.samples == []
 
 
 def event(what: str, run: str = "run", place: str = "local", **more: object) -> Event:
@@ -171,25 +165,21 @@ def test_events_are_summed_by_run_and_place() -> None:
     assert not any(tally.times.values())
 
 
-def test_only_runs_in_the_spool_have_series_and_not_too_many(spool, tmp_path) -> None:
+async def test_only_runs_in_the_spool_have_series_and_not_too_many(spool, tmp_path) -> None:
     for number in range(102):
         commit(spool, part(1, launch=number + 1, run=f"run-{number}"), {"a": b""})
-
-    async def work() -> None:
-        async with serving(spool, tmp_path / "tier") as http:
-            gone = PartId(part(1, run="gone").checkpoint, 0, 1)
-            http.heard(event("persisted", gone.checkpoint.run))
-            async with asyncio.timeout(60):
-                while True:
-                    values = read((await get(http.address, "/metrics")).body)
-                    if values["tierd_runs",] == 102:
-                        break
-                    await asyncio.sleep(0.2)
-            runs = {key[1] for key in values if len(key) > 1 and key[0] == "tierd_last_durable_step"}
-            assert runs == {f"run-{number}" for number in range(2, 102)}  # the 100 with the newest launches
-            assert not any("gone" in key for key in values)
-
-    asyncio.run(work())
+    async with serving(spool, tmp_path / "tier") as http:
+        gone = PartId(part(1, run="gone").checkpoint, 0, 1)
+        http.heard(event("persisted", gone.checkpoint.run))
+        async with asyncio.timeout(60):
+            while True:
+                values = read((await get(http.address, "/metrics")).body)
+                if values["tierd_runs",] == 102:
+                    break
+                await asyncio.sleep(0.2)
+        runs = {key[1] for key in values if len(key) > 1 and key[0] == "tierd_last_durable_step"}
+        assert runs == {f"run-{number}" for number in range(2, 102)}  # the 100 with the newest launches
+        assert not any("gone" in key for key in values)
 
 
 def test_every_counter_of_a_run_begins_at_zero() -> None:
@@ -234,28 +224,24 @@ def test_times_of_a_save_reach_the_event(spool) -> None:
     )
 
 
-def test_counters_of_a_run_begin_at_zero_so_that_an_alert_sees_the_first_event(spool, tmp_path) -> None:
+async def test_counters_of_a_run_begin_at_zero_so_that_an_alert_sees_the_first_event(spool, tmp_path) -> None:
     commit(spool, part(1))
-
-    async def work() -> None:
-        async with serving(spool, tmp_path / "tier") as http:
-            before: dict[tuple[str, ...], float] = {}
-            async with asyncio.timeout(60):
-                while ("tierd_save_failures_total", "run") not in before:  # the spool was not observed yet
-                    before = read((await get(http.address, "/metrics")).body)
-            for one in (event("persist failed"), event("fell back"), event("quarantined", place="disk")):
-                http.heard(one)
-            after = before
-            async with asyncio.timeout(60):
-                while after["tierd_save_failures_total", "run"] == 0:  # an answer is up to a second old
-                    after = read((await get(http.address, "/metrics")).body)
-                    await asyncio.sleep(0.05)
-            for sample in (
-                ("tierd_save_failures_total", "run"),
-                ("tierd_restore_fallbacks_total", "run"),
-                ("tierd_quarantined_copies_total", "run", "disk"),
-            ):
-                assert (before[sample], after[sample]) == (0, 1), sample
-            assert after["tierd_quarantined_copies_total", "run", "local"] == 0
-
-    asyncio.run(work())
+    async with serving(spool, tmp_path / "tier") as http:
+        before: dict[tuple[str, ...], float] = {}
+        async with asyncio.timeout(60):
+            while ("tierd_save_failures_total", "run") not in before:  # the spool was not observed yet
+                before = read((await get(http.address, "/metrics")).body)
+        for one in (event("persist failed"), event("fell back"), event("quarantined", place="disk")):
+            http.heard(one)
+        after = before
+        async with asyncio.timeout(60):
+            while after["tierd_save_failures_total", "run"] == 0:  # an answer is up to a second old
+                after = read((await get(http.address, "/metrics")).body)
+                await asyncio.sleep(0.05)
+        for sample in (
+            ("tierd_save_failures_total", "run"),
+            ("tierd_restore_fallbacks_total", "run"),
+            ("tierd_quarantined_copies_total", "run", "disk"),
+        ):
+            assert (before[sample], after[sample]) == (0, 1), sample
+        assert after["tierd_quarantined_copies_total", "run", "local"] == 0

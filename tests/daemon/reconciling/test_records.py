@@ -15,7 +15,7 @@ from tierd.daemon.reconciling import records
 from tierd.daemon.tiers.heads import following
 
 
-def test_of_two_tiers_that_are_done_at_the_same_time_both_heads_are_remembered(monkeypatch):
+async def test_of_two_tiers_that_are_done_at_the_same_time_both_heads_are_remembered(monkeypatch):
     saved = solo(Place(), checkpoint(1, 1))
 
     def tier(by: str) -> Place:
@@ -26,9 +26,5 @@ def test_of_two_tiers_that_are_done_at_the_same_time_both_heads_are_remembered(m
     setup = SimpleNamespace(live=live, config=made, spool=SimpleNamespace(control=None))
     monkeypatch.setattr(records, "remember", lambda *_: time.sleep(0.05))
     kept = records.RunRecords(setup)
-
-    async def work() -> None:
-        await asyncio.gather(kept._remember("a", ["r"]), kept._remember("b", ["r"]))
-
-    asyncio.run(work())
+    await asyncio.gather(kept._remember("a", ["r"]), kept._remember("b", ["r"]))
     assert sorted(live.place.heads["r"][0].tiers) == ["/tier/0", "/tier/1"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 from pathlib import Path
@@ -33,30 +32,23 @@ def quarantined(spool: Spool) -> dict[str, bytes]:
     return data
 
 
-def test_a_quarantined_part_that_proves_right_is_used_again(spool, quarantined):
-    async def work():
-        store = MemoryStore()
-        daemon = await converge(spool, {"tier": store}, **KEEP)
-        assert events(daemon, "released") == [str(part(1))] and not spool.quarantined()
-        assert not daemon.journal.quarantined
-        assert steps_on(await contents(store)) == [1, 2, 3]
-
-    asyncio.run(work())
+async def test_a_quarantined_part_that_proves_right_is_used_again(spool, quarantined):
+    store = MemoryStore()
+    daemon = await converge(spool, {"tier": store}, **KEEP)
+    assert events(daemon, "released") == [str(part(1))] and not spool.quarantined()
+    assert not daemon.journal.quarantined
+    assert steps_on(await contents(store)) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("victim", ["weights.bin", MANIFEST_NAME])
-def test_a_quarantined_part_that_is_wrong_is_deleted(spool, quarantined, victim):
+async def test_a_quarantined_part_that_is_wrong_is_deleted(spool, quarantined, victim):
     corrupt(spool.control / "quarantine" / part(1).path / victim)
-
-    async def work():
-        daemon = await converge(spool, {"tier": MemoryStore()}, **KEEP)
-        assert not events(daemon, "released") and not spool.quarantined() and not spool.has(part(1))
-
-    asyncio.run(work())
+    daemon = await converge(spool, {"tier": MemoryStore()}, **KEEP)
+    assert not events(daemon, "released") and not spool.quarantined() and not spool.has(part(1))
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O error"), OSError(errno.EMFILE, "too many open files")])
-def test_a_quarantined_part_that_cannot_be_read_is_kept(spool, quarantined, monkeypatch, error):
+async def test_a_quarantined_part_that_cannot_be_read_is_kept(spool, quarantined, monkeypatch, error):
     home, preadv = spool.control / "quarantine" / part(1).path, os.preadv
 
     def failing(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
@@ -65,13 +57,9 @@ def test_a_quarantined_part_that_cannot_be_read_is_kept(spool, quarantined, monk
         return preadv(fd, buffers, offset, flags)
 
     monkeypatch.setattr(os, "preadv", failing)
-
-    async def work():
-        async with running(reconciler(spool, {"tier": MemoryStore()}, **KEEP)) as daemon:
-            await until(lambda: daemon.journal.counters["errors"] > 2)
-            assert spool.quarantined() and not events(daemon, "released")
-
-    asyncio.run(work())
+    async with running(reconciler(spool, {"tier": MemoryStore()}, **KEEP)) as daemon:
+        await until(lambda: daemon.journal.counters["errors"] > 2)
+        assert spool.quarantined() and not events(daemon, "released")
 
 
 def test_a_part_that_was_saved_again_is_not_replaced_by_its_quarantined_copy(spool, quarantined):

@@ -35,24 +35,17 @@ def test_answer_that_arrived_while_the_loop_was_stopped_counts():
     assert asyncio.run(work()) == "there"
 
 
-def test_each_answer_begins_the_time_anew():
-    async def work() -> None:
-        async with awake_timeout(2.0) as begin_anew:
-            for _ in range(8):
-                await asyncio.sleep(0.5)
-                begin_anew()
-
-    asyncio.run(work())
+async def test_each_answer_begins_the_time_anew():
+    async with awake_timeout(2.0) as begin_anew:
+        for _ in range(8):
+            await asyncio.sleep(0.5)
+            begin_anew()
 
 
-def test_nothing_ends_a_block_that_has_ended():
+async def test_nothing_ends_a_block_that_has_ended():
     failed = []
-
-    async def work() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
-        async with awake_timeout(0.05):
-            pass
-        await asyncio.sleep(0.5)
-
-    asyncio.run(work())
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+    async with awake_timeout(0.05):
+        pass
+    await asyncio.sleep(0.5)
     assert failed == []

@@ -208,38 +208,34 @@ def test_no_manifest_ever_lacks_a_chunk(seed, tmp_path):
 
 @pytest.mark.parametrize("folder", ["manifests", "flushing"])
 @pytest.mark.parametrize("gone", [False, True], ids=["there", "deleted meanwhile"])
-def test_prune_deletes_nothing_beside_a_manifest_that_is_listed_and_missing(spool, folder, gone):
+async def test_prune_deletes_nothing_beside_a_manifest_that_is_listed_and_missing(spool, folder, gone):
     """It may name the chunks that the prune is about to delete."""
+    store = Double()
+    for step in (1, 2):
+        commit(spool, part(step))
+    await converge(spool, {"tier": store})
+    objects = store.inner.objects
+    if folder == "flushing":
+        raw = objects[part(2).manifest_key][0]
+        await store.inner.delete([part(2).manifest_key])
+        naming = intents.naming(store, part(2), raw, [], "aaaaaaaa")
+        await naming.__aenter__()
+    chunks = {key for key in objects if "/chunks/" in key}
 
-    async def work() -> None:
-        store = Double()
-        for step in (1, 2):
-            commit(spool, part(step))
-        await converge(spool, {"tier": store})
-        objects = store.inner.objects
-        if folder == "flushing":
-            raw = objects[part(2).manifest_key][0]
-            await store.inner.delete([part(2).manifest_key])
-            naming = intents.naming(store, part(2), raw, [], "aaaaaaaa")
-            await naming.__aenter__()
-        chunks = {key for key in objects if "/chunks/" in key}
+    def miss(operation: str, key: str) -> None:
+        if operation == "get" and f"/{folder}/{part(2).checkpoint.name}" in key:
+            if gone and key in objects:
+                del objects[key]
+                store.inner.keys.remove(key)
+            raise ObjectNotFound(key)
 
-        def miss(operation: str, key: str) -> None:
-            if operation == "get" and f"/{folder}/{part(2).checkpoint.name}" in key:
-                if gone and key in objects:
-                    del objects[key]
-                    store.inner.keys.remove(key)
-                raise ObjectNotFound(key)
-
-        store.before = miss
-        if gone:
-            assert (await prune(store, [part(1).checkpoint])).gone
-            return
-        with pytest.raises(StoreUnavailable, match="is listed, but cannot be found"):
-            await prune(store, [part(1).checkpoint])
-        assert part(1).manifest_key in objects and chunks <= objects.keys()
-
-    asyncio.run(work())
+    store.before = miss
+    if gone:
+        assert (await prune(store, [part(1).checkpoint])).gone
+        return
+    with pytest.raises(StoreUnavailable, match="is listed, but cannot be found"):
+        await prune(store, [part(1).checkpoint])
+    assert part(1).manifest_key in objects and chunks <= objects.keys()
 
 
 def test_a_flush_that_has_ended_leaves_another_nodes_intent_of_the_same_part():
@@ -272,39 +268,31 @@ def test_a_flush_takes_its_intent_back_where_a_listing_does_not_show_it_yet():
     assert asyncio.run(left()) == []
 
 
-def test_announcement_of_a_node_lasts_during_its_flush_and_counts_for_other_nodes():
+async def test_announcement_of_a_node_lasts_during_its_flush_and_counts_for_other_nodes():
     store, own = MemoryStore(), part(1).checkpoint
-
-    async def work():
-        async with announcements.announcing(store, own, "aaaaaaaa"):
-            assert await announcements.announced(store, RUN, "bbbbbbbb") == {own: {"aaaaaaaa"}}
-            assert await announcements.announced(store, RUN, "aaaaaaaa") == {}
-            await intents.sweep(
-                store, RUN, "aaaaaaaa", replace(YOUNG, own_stale_ms=0)
-            )  # a flush may take longer than a quarter of an hour
-            assert await announcements.announced(store, RUN, "bbbbbbbb") == {own: {"aaaaaaaa"}}
-        assert await contents(store) == {}
-        await store.put(f"{RUN}/flushing/{own.name}/sending.{0:012x}-aaaaaaaa", b"")  # of 1970
-        assert await announcements.announced(store, RUN, "bbbbbbbb") == {}
-        await intents.sweep(store, RUN, "bbbbbbbb")
-        assert await contents(store) == {}
-
-    asyncio.run(work())
+    async with announcements.announcing(store, own, "aaaaaaaa"):
+        assert await announcements.announced(store, RUN, "bbbbbbbb") == {own: {"aaaaaaaa"}}
+        assert await announcements.announced(store, RUN, "aaaaaaaa") == {}
+        await intents.sweep(
+            store, RUN, "aaaaaaaa", replace(YOUNG, own_stale_ms=0)
+        )  # a flush may take longer than a quarter of an hour
+        assert await announcements.announced(store, RUN, "bbbbbbbb") == {own: {"aaaaaaaa"}}
+    assert await contents(store) == {}
+    await store.put(f"{RUN}/flushing/{own.name}/sending.{0:012x}-aaaaaaaa", b"")  # of 1970
+    assert await announcements.announced(store, RUN, "bbbbbbbb") == {}
+    await intents.sweep(store, RUN, "bbbbbbbb")
+    assert await contents(store) == {}
 
 
-def test_a_mark_from_far_ahead_holds_nothing_up():
+async def test_a_mark_from_far_ahead_holds_nothing_up():
     """By a clock that was wrong, or by somebody who wants to."""
     store, own = MemoryStore(), part(1).checkpoint
-
-    async def work():
-        await store.put(f"{RUN}/pruning/{own.name}.ffffffffffff-00000000", b"")
-        async with intents.naming(store, part(2), b"manifest", [own], "aaaaaaaa"):
-            pass
-        assert (await intents.sweep(store, RUN, "aaaaaaaa"))[0]
-        assert not (await prune(store, [own])).gone
-        assert not [info.key async for info in store.scan(f"{RUN}/pruning/")]
-
-    asyncio.run(work())
+    await store.put(f"{RUN}/pruning/{own.name}.ffffffffffff-00000000", b"")
+    async with intents.naming(store, part(2), b"manifest", [own], "aaaaaaaa"):
+        pass
+    assert (await intents.sweep(store, RUN, "aaaaaaaa"))[0]
+    assert not (await prune(store, [own])).gone
+    assert not [info.key async for info in store.scan(f"{RUN}/pruning/")]
 
 
 @pytest.mark.parametrize("age", [USUAL.own_stale_ms - 1, USUAL.own_stale_ms])
@@ -354,7 +342,7 @@ def test_a_mark_from_before_the_clock_was_set_back_a_day_holds_up_its_own_node_a
     assert asyncio.run(work()) == [False, True, False]
 
 
-def test_leftover_of_a_prune_under_a_name_that_still_shares_chunks_is_deleted_when_its_mark_is_over(
+async def test_leftover_of_a_prune_under_a_name_that_still_shares_chunks_is_deleted_when_its_mark_is_over(
     spool, quick, monkeypatch
 ):
     """The manifest is gone, a chunk that nobody names is not, and a later checkpoint borrows another one of there."""
@@ -364,24 +352,21 @@ def test_leftover_of_a_prune_under_a_name_that_still_shares_chunks_is_deleted_wh
         if operation == "delete" and "/chunks/" in key:
             raise StoreUnavailable("cut off")
 
-    async def work() -> None:
-        for step in (1, 2):
-            commit(spool, part(step), {"same": bytes(CHUNK), "other": bytes([step]) * CHUNK})
-            if step == 1:
-                await converge(spool, {"tier": store}, keep=1)
-        store.before = refuse
-        async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
-            await until(lambda: ("delete", part(1).manifest_key) in store.calls and daemon.workers["tier"].last_error)
-        store.before = None
-        timed(monkeypatch, own_stale_ms=0)
-        await converge(spool, {"tier": store}, keep=1)
-        keys = [key for key in await contents(store.inner) if key.startswith(RUN)]
-        (manifest,) = [decode(bytes(await store.inner.get(key))) for key in keys if is_manifest(key)]
-        named = {f"{RUN}/{chunk.stored.key}" for chunk in manifest.chunks() if chunk.stored}
-        assert {key for key in keys if not is_manifest(key)} == named, "or a chunk, or a mark, is left"
-        assert manifest.owners == {part(1).checkpoint, part(2).checkpoint}
-
-    asyncio.run(work())
+    for step in (1, 2):
+        commit(spool, part(step), {"same": bytes(CHUNK), "other": bytes([step]) * CHUNK})
+        if step == 1:
+            await converge(spool, {"tier": store}, keep=1)
+    store.before = refuse
+    async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
+        await until(lambda: ("delete", part(1).manifest_key) in store.calls and daemon.workers["tier"].last_error)
+    store.before = None
+    timed(monkeypatch, own_stale_ms=0)
+    await converge(spool, {"tier": store}, keep=1)
+    keys = [key for key in await contents(store.inner) if key.startswith(RUN)]
+    (manifest,) = [decode(bytes(await store.inner.get(key))) for key in keys if is_manifest(key)]
+    named = {f"{RUN}/{chunk.stored.key}" for chunk in manifest.chunks() if chunk.stored}
+    assert {key for key in keys if not is_manifest(key)} == named, "or a chunk, or a mark, is left"
+    assert manifest.owners == {part(1).checkpoint, part(2).checkpoint}
 
 
 def most_in_memory(survivors: int) -> int:

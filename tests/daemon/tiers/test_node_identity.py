@@ -67,70 +67,59 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
 
 
-def test_clone_that_prunes_more_deletes_nothing_that_the_living_node_keeps(tmp_path, monkeypatch, caplog):
+async def test_clone_that_prunes_more_deletes_nothing_that_the_living_node_keeps(tmp_path, monkeypatch, caplog):
     """The clone replaced the other node's record by its own, and deleted what that node keeps."""
     timed(monkeypatch, shared_id_s=1.0)
-
-    async def play() -> None:
-        store, first = MemoryStore(), Spool(tmp_path / "first")
-        for step in range(1, 6):
-            save(first, step, 1)
-        async with running(reconciler(first, {"tier": store}, keep=5, keep_local=100)) as a:
+    store, first = MemoryStore(), Spool(tmp_path / "first")
+    for step in range(1, 6):
+        save(first, step, 1)
+    async with running(reconciler(first, {"tier": store}, keep=5, keep_local=100)) as a:
+        await settle(a)
+        second = cloned(first, tmp_path / "second")
+        assert node_id(second.root) == a.tiers.who
+        save(second, 6, 2)
+        async with running(reconciler(second, {"tier": store}, keep=1, keep_local=100)) as b:
+            await settle(b)
+            assert await listed(store) == [1, 2, 3, 4, 5, 6] or await listed(store) == [2, 3, 4, 5, 6]
+            await until_apart({"a": a, "b": b})
+            assert any("another node has the id" in why for why in a.journal.warnings.values())
             await settle(a)
-            second = cloned(first, tmp_path / "second")
-            assert node_id(second.root) == a.tiers.who
-            save(second, 6, 2)
-            async with running(reconciler(second, {"tier": store}, keep=1, keep_local=100)) as b:
-                await settle(b)
-                assert await listed(store) == [1, 2, 3, 4, 5, 6] or await listed(store) == [2, 3, 4, 5, 6]
-                await until_apart({"a": a, "b": b})
-                assert any("another node has the id" in why for why in a.journal.warnings.values())
-                await settle(a)
-                await asyncio.sleep(1.5)  # until the clone's hold is over
-                b.wake()
-                await settle(b)
-                assert await listed(store) == [2, 3, 4, 5, 6]
-                assert await recorded_by(store) == {a.tiers.who, b.tiers.who}
-
-    asyncio.run(play())
+            await asyncio.sleep(1.5)  # until the clone's hold is over
+            b.wake()
+            await settle(b)
+            assert await listed(store) == [2, 3, 4, 5, 6]
+            assert await recorded_by(store) == {a.tiers.who, b.tiers.who}
     assert "another node has the id" in caplog.text
 
 
-def test_node_that_was_restarted_elsewhere_keeps_its_id_and_prunes_after_the_hold(tmp_path, monkeypatch):
+async def test_node_that_was_restarted_elsewhere_keeps_its_id_and_prunes_after_the_hold(tmp_path, monkeypatch):
     timed(monkeypatch, shared_id_s=0.5)
+    store, spool = MemoryStore(), Spool(tmp_path / "spool")
+    for step in range(1, 6):
+        save(spool, step, 1)
+    async with running(reconciler(spool, {"tier": store}, keep=5, keep_local=100)) as before:
+        await settle(before)
+    (spool.control / "boot").write_text("0" * 32)  # as after a reboot
+    async with running(reconciler(spool, {"tier": store}, keep=1, keep_local=100)) as daemon:
+        await settle(daemon)
+        assert await listed(store) == [1, 2, 3, 4, 5]
+        end_s = time.monotonic() + BOUND_S
+        while await listed(store) != [5]:
+            assert time.monotonic() < end_s
+            daemon.wake()
+            await asyncio.sleep(0.1)
+        assert daemon.tiers.who == before.tiers.who and await recorded_by(store) == {daemon.tiers.who}
+    assert not is_elsewhere(spool.root)
 
-    async def play() -> None:
-        store, spool = MemoryStore(), Spool(tmp_path / "spool")
-        for step in range(1, 6):
-            save(spool, step, 1)
-        async with running(reconciler(spool, {"tier": store}, keep=5, keep_local=100)) as before:
-            await settle(before)
-        (spool.control / "boot").write_text("0" * 32)  # as after a reboot
-        async with running(reconciler(spool, {"tier": store}, keep=1, keep_local=100)) as daemon:
+
+async def test_restart_on_the_same_boot_obeys_a_poorer_policy_at_once(tmp_path):
+    store, spool = MemoryStore(), Spool(tmp_path / "spool")
+    for step in range(1, 6):
+        save(spool, step, 1)
+    for keep in (5, 1):
+        async with running(reconciler(spool, {"tier": store}, keep=keep, keep_local=100)) as daemon:
             await settle(daemon)
-            assert await listed(store) == [1, 2, 3, 4, 5]
-            end_s = time.monotonic() + BOUND_S
-            while await listed(store) != [5]:
-                assert time.monotonic() < end_s
-                daemon.wake()
-                await asyncio.sleep(0.1)
-            assert daemon.tiers.who == before.tiers.who and await recorded_by(store) == {daemon.tiers.who}
-        assert not is_elsewhere(spool.root)
-
-    asyncio.run(play())
-
-
-def test_restart_on_the_same_boot_obeys_a_poorer_policy_at_once(tmp_path):
-    async def play() -> None:
-        store, spool = MemoryStore(), Spool(tmp_path / "spool")
-        for step in range(1, 6):
-            save(spool, step, 1)
-        for keep in (5, 1):
-            async with running(reconciler(spool, {"tier": store}, keep=keep, keep_local=100)) as daemon:
-                await settle(daemon)
-        assert await listed(store) == [5]
-
-    asyncio.run(play())
+    assert await listed(store) == [5]
 
 
 def test_new_id_is_kept_and_that_of_an_earlier_version_may_be_a_copy(tmp_path):

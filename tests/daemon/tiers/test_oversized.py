@@ -25,44 +25,36 @@ from tierd.stores.s3.s3_store import S3Store
 
 
 @pytest.mark.parametrize("size", [MAX_MANIFEST_SIZE + 1, LARGEST + 1, 1 << 40])
-def test_manifest_of_any_size_is_unusable_and_takes_little_memory(spool, tmp_path, size):
+async def test_manifest_of_any_size_is_unusable_and_takes_little_memory(spool, tmp_path, size):
     root = tmp_path / "tier"
     root.mkdir()
     for step in (1, 2):
         commit(spool, part(step))
-
-    async def work():
-        store = FileStore(root)
-        await converge(spool, {"tier": store})
-        os.truncate(root / part(2).manifest_key, size)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        fresh = Spool(tmp_path / "fresh")
-        daemon = reconciler(fresh, {"tier": store})
-        await daemon.observe("tier")
-        with pytest.raises(CorruptChunk):  # proven, by every copy that there is
-            await daemon.repairs.fetch(part(2))
-        await daemon.repairs.fetch(part(1))
-        assert read(fresh, part(1)) == read(spool, part(1))
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 200 << 10  # kB
-        await converge(spool, {"tier": store})  # quarantined, and put anew from the spool
-        assert decode(bytes(await store.get(part(2).manifest_key)), part(2)).step == 2
-        await store.aclose()
-
-    asyncio.run(work())
+    store = FileStore(root)
+    await converge(spool, {"tier": store})
+    os.truncate(root / part(2).manifest_key, size)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    fresh = Spool(tmp_path / "fresh")
+    daemon = reconciler(fresh, {"tier": store})
+    await daemon.observe("tier")
+    with pytest.raises(CorruptChunk):  # proven, by every copy that there is
+        await daemon.repairs.fetch(part(2))
+    await daemon.repairs.fetch(part(1))
+    assert read(fresh, part(1)) == read(spool, part(1))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 200 << 10  # kB
+    await converge(spool, {"tier": store})  # quarantined, and put anew from the spool
+    assert decode(bytes(await store.get(part(2).manifest_key)), part(2)).step == 2
+    await store.aclose()
 
 
-def test_error_of_a_manifest_is_kept_without_the_bytes_that_were_read(spool):
+async def test_error_of_a_manifest_is_kept_without_the_bytes_that_were_read(spool):
     commit(spool, part(1))
-
-    async def work():
-        store = MemoryStore()
-        daemon = await converge(spool, {"tier": store})
-        await store.put(part(1).manifest_key, bytes(1000))
-        await daemon.observe("tier")
-        [(_, why)] = daemon.tiers.observed.places["tier"].defects()
-        assert type(why) is ManifestError and why.__traceback__ is why.__context__ is why.__cause__ is None
-
-    asyncio.run(work())
+    store = MemoryStore()
+    daemon = await converge(spool, {"tier": store})
+    await store.put(part(1).manifest_key, bytes(1000))
+    await daemon.observe("tier")
+    [(_, why)] = daemon.tiers.observed.places["tier"].defects()
+    assert type(why) is ManifestError and why.__traceback__ is why.__context__ is why.__cause__ is None
 
 
 @pytest.mark.parametrize("repaired", [True, False])
@@ -107,23 +99,19 @@ def test_an_object_that_is_deleted_before_it_is_read_again_leaves_the_refusal():
     assert [operation for operation, _ in double.calls] == ["get", "scan", "get"]
 
 
-def test_an_object_larger_than_any_of_tierds_is_not_read(tmp_path, monkeypatch):
+async def test_an_object_larger_than_any_of_tierds_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setattr("tierd.stores.base.LARGEST", 1000)
     (tmp_path / "large").write_bytes(bytes(1001))
     (tmp_path / "small").write_bytes(bytes(1000))
-
-    async def work():
-        with serving(Bucket()) as bucket:
-            bucket.objects = {"p/large": bytes(1001), "p/small": bytes(1000)}
-            for store in (FileStore(tmp_path), S3Store(parse_url(bucket.url()))):
-                assert len(await store.get("small")) == 1000
-                with pytest.raises(CorruptChunk, match="1001 bytes"):
-                    await store.get("large")
-                with pytest.raises(ManifestError, match="1001 bytes"):
-                    await read_manifest(store, None, "large")
-                assert len(await store.get("large", memoryview(bytearray(1001)))) == 1001  # by who said how much
-                await store.aclose()
-
-    asyncio.run(work())
+    with serving(Bucket()) as bucket:
+        bucket.objects = {"p/large": bytes(1001), "p/small": bytes(1000)}
+        for store in (FileStore(tmp_path), S3Store(parse_url(bucket.url()))):
+            assert len(await store.get("small")) == 1000
+            with pytest.raises(CorruptChunk, match="1001 bytes"):
+                await store.get("large")
+            with pytest.raises(ManifestError, match="1001 bytes"):
+                await read_manifest(store, None, "large")
+            assert len(await store.get("large", memoryview(bytearray(1001)))) == 1001  # by who said how much
+            await store.aclose()

@@ -172,7 +172,7 @@ def test_a_directory_is_listed_once_and_a_bucket_by_pages(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("wrap", ["plain", "retrying", "limited", "encrypted"])
-def test_directories_are_the_names_that_a_listing_shows(tmp_path: Path, wrap: str) -> None:
+async def test_directories_are_the_names_that_a_listing_shows(tmp_path: Path, wrap: str) -> None:
     (tmp_path / "tier").mkdir()
     inner = FileStore(tmp_path / "tier")
     store: Store = {
@@ -181,18 +181,14 @@ def test_directories_are_the_names_that_a_listing_shows(tmp_path: Path, wrap: st
         "limited": lambda: LimitedStore(inner, 10**9, None),
         "encrypted": lambda: EncryptedStore(inner, Key(b"k" * 32)),
     }[wrap]()
-
-    async def work() -> None:
-        key = f"a/chunks/{part(1).checkpoint.name}/00000/{'ab' * 16}.raw"
-        for one in (key, "a/pins/x", "b/pins/y", "README.md"):
-            await store.put(one, b"x")
-        for prefix in ("", "a/", "a/chunks/", "none/"):
-            assert set(await directories(store, prefix) or ()) == await listed_names(store, prefix)
-        hidden = await directories(store, key.rpartition("/")[0] + "/")
-        assert hidden == (None if wrap == "encrypted" else [key.rpartition("/")[2]])
-        assert await directories(MemoryStore(), "") is None
-
-    asyncio.run(work())
+    key = f"a/chunks/{part(1).checkpoint.name}/00000/{'ab' * 16}.raw"
+    for one in (key, "a/pins/x", "b/pins/y", "README.md"):
+        await store.put(one, b"x")
+    for prefix in ("", "a/", "a/chunks/", "none/"):
+        assert set(await directories(store, prefix) or ()) == await listed_names(store, prefix)
+    hidden = await directories(store, key.rpartition("/")[0] + "/")
+    assert hidden == (None if wrap == "encrypted" else [key.rpartition("/")[2]])
+    assert await directories(MemoryStore(), "") is None
 
 
 def test_the_command_shows_a_line_a_run_and_adds_the_spools_steps(tmp_path: Path, capsys, monkeypatch) -> None:

@@ -47,7 +47,7 @@ def quarantine_there(store: Double, *parts) -> None:
 
 
 @pytest.mark.parametrize("what", ["a pin", "pin_by_another_node", "a launch that resumed from it"])
-def test_checkpoint_that_becomes_wanted_before_its_deletion_begins_is_kept(spool, what):
+async def test_checkpoint_that_becomes_wanted_before_its_deletion_begins_is_kept(spool, what):
     def act() -> None:
         if what == "a pin":
             spool.pin(part(1).checkpoint, pinned=True)
@@ -57,205 +57,178 @@ def test_checkpoint_that_becomes_wanted_before_its_deletion_begins_is_kept(spool
             commit(spool, part(2, launch=2), origin=part(1).checkpoint)
 
     store = Double()
-
-    async def work():
-        for step in range(6):
-            commit(spool, part(step))
-        await converge(spool, {"tier": store})
-        marks = once_marked(store, act)
-        async with running(reconciler(spool, {"tier": store}, keep=2, keep_local=100)) as daemon:
-            await until(lambda: daemon.journal.counters["pruned"])
-            await settle(daemon)
-        assert any(part(1).checkpoint.name in key for key in marks), "it was not even to be deleted"
-        gone = [step for operation, key in store.calls if operation == "delete" for step in steps_on([key])]
-        assert 0 in gone, "the others of the pass go all the same"
-        assert 1 not in gone
-        assert not [key for key in store.inner.objects if "/pruning/" in key], "marks are left"
-
-    asyncio.run(work())
+    for step in range(6):
+        commit(spool, part(step))
+    await converge(spool, {"tier": store})
+    marks = once_marked(store, act)
+    async with running(reconciler(spool, {"tier": store}, keep=2, keep_local=100)) as daemon:
+        await until(lambda: daemon.journal.counters["pruned"])
+        await settle(daemon)
+    assert any(part(1).checkpoint.name in key for key in marks), "it was not even to be deleted"
+    gone = [step for operation, key in store.calls if operation == "delete" for step in steps_on([key])]
+    assert 0 in gone, "the others of the pass go all the same"
+    assert 1 not in gone
+    assert not [key for key in store.inner.objects if "/pruning/" in key], "marks are left"
 
 
-def test_a_launch_that_another_node_began_ends_the_pass(spool, tmp_path):
+async def test_a_launch_that_another_node_began_ends_the_pass(spool, tmp_path):
     """It may have resumed from a checkpoint that is about to go, and its node prunes from now on."""
     other = type(spool)(tmp_path / "other")
+    store, theirs = Double(), Double()
+    for step in range(6):
+        commit(spool, part(step))
+    await converge(spool, {"tier": store})
+    commit(other, part(2, launch=2), origin=part(1).checkpoint)
+    await converge(other, {"tier": theirs})
+    new = {key: data for key, data in theirs.inner.objects.items() if part(2, launch=2).checkpoint.name in key}
 
-    async def work():
-        store, theirs = Double(), Double()
-        for step in range(6):
-            commit(spool, part(step))
-        await converge(spool, {"tier": store})
-        commit(other, part(2, launch=2), origin=part(1).checkpoint)
-        await converge(other, {"tier": theirs})
-        new = {key: data for key, data in theirs.inner.objects.items() if part(2, launch=2).checkpoint.name in key}
-
-        marks = once_marked(store, lambda: put_there(store, new))
-        async with running(reconciler(spool, {"tier": store}, keep=2, keep_local=100)) as daemon:
-            await until(lambda: marks)
-            await settle(daemon)
-        left = [key for key in store.inner.objects if is_manifest(key)]
-        assert len(left) == 7, left
-
-    asyncio.run(work())
+    marks = once_marked(store, lambda: put_there(store, new))
+    async with running(reconciler(spool, {"tier": store}, keep=2, keep_local=100)) as daemon:
+        await until(lambda: marks)
+        await settle(daemon)
+    left = [key for key in store.inner.objects if is_manifest(key)]
+    assert len(left) == 7, left
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["whole", "one_rank"])
-def test_nothing_is_deleted_because_of_checkpoints_that_were_deleted_meanwhile(spool, ranks):
-    async def work():
-        store = Double()
-        for step in range(6):
-            for rank in (0, 1):
-                commit(spool, part(step, rank=rank, world=2))
-        await converge(spool, {"tier": store}, keep_local=2)
-        newest = [part(step, rank=rank, world=2) for step in (4, 5) for rank in (0, 1)]
+async def test_nothing_is_deleted_because_of_checkpoints_that_were_deleted_meanwhile(spool, ranks):
+    store = Double()
+    for step in range(6):
+        for rank in (0, 1):
+            commit(spool, part(step, rank=rank, world=2))
+    await converge(spool, {"tier": store}, keep_local=2)
+    newest = [part(step, rank=rank, world=2) for step in (4, 5) for rank in (0, 1)]
 
-        def lose() -> None:
-            quarantine_there(store, *[one for one in newest if one.rank in ranks])
-            spool.remove(newest)
+    def lose() -> None:
+        quarantine_there(store, *[one for one in newest if one.rank in ranks])
+        spool.remove(newest)
 
-        marks = once_marked(store, lose)
-        async with running(reconciler(spool, {"tier": store}, keep=2, keep_local=2)) as daemon:
-            await until(lambda: daemon.journal.counters["pruned"])
-            await settle(daemon)
-        assert any(part(3).checkpoint.name in key for key in marks), "it was not even to be deleted"
-        assert {2, 3} <= set(steps_on(store.inner.objects)) and 1 not in steps_on(store.inner.objects)
-
-    asyncio.run(work())
+    marks = once_marked(store, lose)
+    async with running(reconciler(spool, {"tier": store}, keep=2, keep_local=2)) as daemon:
+        await until(lambda: daemon.journal.counters["pruned"])
+        await settle(daemon)
+    assert any(part(3).checkpoint.name in key for key in marks), "it was not even to be deleted"
+    assert {2, 3} <= set(steps_on(store.inner.objects)) and 1 not in steps_on(store.inner.objects)
 
 
-def test_one_loss_is_enough_to_end_a_pass(spool):
+async def test_one_loss_is_enough_to_end_a_pass(spool):
     """Flushes and pins wait for its marks while it reads, and somebody may have deleted a thousand parts."""
     lost = [part(2, rank=rank, world=4 * READERS) for rank in range(4 * READERS)]
-
-    async def work():
-        store = Double()
-        for one in (part(1), *lost):
-            commit(spool, one)
-        await converge(spool, {"tier": store})
-        daemon = reconciler(spool, {"tier": store})
-        daemon.requests.interest.add(RUN)
-        await daemon.observe("tier")
-        quarantine_there(store, *lost)
-        store.calls.clear()
-        store.delay = 0.001
-        done = await prune(store, {part(1).checkpoint}, seen=daemon.inventory().tiers["tier"])
-        assert done.is_stale and not done.gone
-        keys = {one.manifest_key for one in lost}
-        assert 0 < sum(operation == "get" and key in keys for operation, key in store.calls) <= READERS
-
-    asyncio.run(work())
+    store = Double()
+    for one in (part(1), *lost):
+        commit(spool, one)
+    await converge(spool, {"tier": store})
+    daemon = reconciler(spool, {"tier": store})
+    daemon.requests.interest.add(RUN)
+    await daemon.observe("tier")
+    quarantine_there(store, *lost)
+    store.calls.clear()
+    store.delay = 0.001
+    done = await prune(store, {part(1).checkpoint}, seen=daemon.inventory().tiers["tier"])
+    assert done.is_stale and not done.gone
+    keys = {one.manifest_key for one in lost}
+    assert 0 < sum(operation == "get" and key in keys for operation, key in store.calls) <= READERS
 
 
 @pytest.mark.parametrize("what", ["gone", "corrupt", "no_answer"])
-def test_tier_is_asked_before_another_tier_deletes_its_wanted_checkpoints(spool, what):
+async def test_tier_is_asked_before_another_tier_deletes_its_wanted_checkpoints(spool, what):
     """`far` is in one long flush, so what the daemon knows of it is old."""
+    near, far, gate = Double(), Double(), asyncio.Event()
+    policies = RetentionPolicy(keep_last=4), RetentionPolicy(keep_last=1000)
+    node = of_tiers(spool, {"near": near, "far": far}, policies)
+    async with running(node):
+        for step in range(4):
+            commit(spool, part(step))
+        await settle(node)
+        put = far.put
 
-    async def work():
-        near, far, gate = Double(), Double(), asyncio.Event()
-        policies = RetentionPolicy(keep_last=4), RetentionPolicy(keep_last=1000)
-        node = of_tiers(spool, {"near": near, "far": far}, policies)
-        async with running(node):
-            for step in range(4):
-                commit(spool, part(step))
-            await settle(node)
-            put = far.put
+        async def slow(key, data):
+            if is_chunk(key):
+                await gate.wait()
+            return await put(key, data)
 
-            async def slow(key, data):
-                if is_chunk(key):
-                    await gate.wait()
-                return await put(key, data)
+        def unavailable(operation: str, key: str) -> None:
+            if operation == "get":
+                raise StoreUnavailable("not now")
 
-            def unavailable(operation: str, key: str) -> None:
-                if operation == "get":
-                    raise StoreUnavailable("not now")
-
-            far.put = slow
-            far.calls.clear()
-            commit(spool, part(4))
-            node.wake()
-            await until(lambda: node.workers["far"].doing)
-            if what == "gone":
-                quarantine_there(far, part(0))
-            elif what == "corrupt":
-                await flip(far.inner, part(0).manifest_key)
-            else:
-                far.before = unavailable
-            await until(lambda: any(operation == "get" and key == part(0).manifest_key for operation, key in far.calls))
-            await until(lambda: 4 in steps_on(near.inner.objects) and not node.workers["near"].doing)
-            assert steps_on(near.inner.objects) == [0, 1, 2, 3, 4]
-            far.before = None
-            gate.set()
-            far.put = put
-            await settle(node)
-            await until(lambda: steps_on(near.inner.objects) == [1, 2, 3, 4])
-        assert steps_on(far.inner.objects) == [0, 1, 2, 3, 4], "what it had lost was sent again"
-
-    asyncio.run(work())
+        far.put = slow
+        far.calls.clear()
+        commit(spool, part(4))
+        node.wake()
+        await until(lambda: node.workers["far"].doing)
+        if what == "gone":
+            quarantine_there(far, part(0))
+        elif what == "corrupt":
+            await flip(far.inner, part(0).manifest_key)
+        else:
+            far.before = unavailable
+        await until(lambda: any(operation == "get" and key == part(0).manifest_key for operation, key in far.calls))
+        await until(lambda: 4 in steps_on(near.inner.objects) and not node.workers["near"].doing)
+        assert steps_on(near.inner.objects) == [0, 1, 2, 3, 4]
+        far.before = None
+        gate.set()
+        far.put = put
+        await settle(node)
+        await until(lambda: steps_on(near.inner.objects) == [1, 2, 3, 4])
+    assert steps_on(far.inner.objects) == [0, 1, 2, 3, 4], "what it had lost was sent again"
 
 
 @pytest.mark.parametrize("is_pinned", [True, False])
-def test_incomplete_copy_in_the_spool_counts_as_wanted_until_its_deletion(spool, monkeypatch, is_pinned):
+async def test_incomplete_copy_in_the_spool_counts_as_wanted_until_its_deletion(spool, monkeypatch, is_pinned):
     """The tier's newer manifests are read before it goes."""
+    store = Double()
+    for step in (2, 3, 4):
+        for rank in (0, 1):
+            commit(spool, part(step, rank=rank, world=2))
+    await converge(spool, {"tier": store}, keep=2, keep_local=1)
+    commit(spool, part(1, rank=0, world=2))
+    daemon = reconciler(spool, {"tier": store}, keep=2, keep_local=1)
+    are_past, asked = daemon.tiers.are_past, []
 
-    async def work():
-        store = Double()
-        for step in (2, 3, 4):
-            for rank in (0, 1):
-                commit(spool, part(step, rank=rank, world=2))
-        await converge(spool, {"tier": store}, keep=2, keep_local=1)
-        commit(spool, part(1, rank=0, world=2))
-        daemon = reconciler(spool, {"tier": store}, keep=2, keep_local=1)
-        are_past, asked = daemon.tiers.are_past, []
+    async def meanwhile(checkpoint, inventory):
+        asked.append(checkpoint)
+        spool.pin(checkpoint, pinned=is_pinned)
+        return await are_past(checkpoint, inventory)
 
-        async def meanwhile(checkpoint, inventory):
-            asked.append(checkpoint)
-            spool.pin(checkpoint, pinned=is_pinned)
-            return await are_past(checkpoint, inventory)
-
-        monkeypatch.setattr(daemon.tiers, "are_past", meanwhile)
-        async with running(daemon):
-            await until(lambda: asked)
-            await settle(daemon)
-        assert (part(1, rank=0, world=2) in spool.parts()) == is_pinned
-
-    asyncio.run(work())
+    monkeypatch.setattr(daemon.tiers, "are_past", meanwhile)
+    async with running(daemon):
+        await until(lambda: asked)
+        await settle(daemon)
+    assert (part(1, rank=0, world=2) in spool.parts()) == is_pinned
 
 
-def test_a_copy_that_another_tier_has_lost_holds_up_only_itself(spool, monkeypatch):
+async def test_a_copy_that_another_tier_has_lost_holds_up_only_itself(spool, monkeypatch):
     """Its tier shows it as it was, and lets nobody quarantine it: the other checkpoints of the batch go."""
+    near, far = Double(), Double()
+    rich = RetentionPolicy(keep_last=1000)
+    for step in range(6):
+        commit(spool, part(step))
+    async with running(of_tiers(spool, {"near": near, "far": far}, (rich, rich), keep_local=100)) as node:
+        await settle(node)
+    chunk = next(key for key in far.inner.keys if is_chunk(key) and part(1).checkpoint.name in key)
+    await far.inner.delete([chunk])
 
-    async def work():
-        near, far = Double(), Double()
-        rich = RetentionPolicy(keep_last=1000)
-        for step in range(6):
-            commit(spool, part(step))
-        async with running(of_tiers(spool, {"near": near, "far": far}, (rich, rich), keep_local=100)) as node:
-            await settle(node)
-        chunk = next(key for key in far.inner.keys if is_chunk(key) and part(1).checkpoint.name in key)
-        await far.inner.delete([chunk])
+    def refuse(operation: str, key: str) -> None:
+        if operation == "delete":
+            raise DeleteRefused(f"delete {key}: AccessDenied")
 
-        def refuse(operation: str, key: str) -> None:
-            if operation == "delete":
-                raise DeleteRefused(f"delete {key}: AccessDenied")
+    far.before = refuse
+    policies = RetentionPolicy(keep_last=2), rich
+    async with running(of_tiers(spool, {"near": near, "far": far}, policies, keep_local=100)) as node:
+        await until(lambda: steps_on(near.inner.objects) == [1, 4, 5])
 
-        far.before = refuse
-        policies = RetentionPolicy(keep_last=2), rich
-        async with running(of_tiers(spool, {"near": near, "far": far}, policies, keep_local=100)) as node:
-            await until(lambda: steps_on(near.inner.objects) == [1, 4, 5])
+        def asked() -> int:
+            return far.calls.count(("get", part(1).manifest_key))
 
-            def asked() -> int:
-                return far.calls.count(("get", part(1).manifest_key))
-
-            known = asked()
-            for _ in range(20):
-                node.wake()
-                await asyncio.sleep(0.02)
-            assert asked() == known, "it is not asked for each minute"
-            monkeypatch.setattr(TierWorker, "is_off", lambda self, what: False)  # as an hour later
-            await until(lambda: node.wake() or asked() > known + 5)
-            (found,) = [event for event in node.journal.events if event.what == "corrupt"]  # and not told each hour
-            assert "cannot be quarantined: delete" in found.why
-
-    asyncio.run(work())
+        known = asked()
+        for _ in range(20):
+            node.wake()
+            await asyncio.sleep(0.02)
+        assert asked() == known, "it is not asked for each minute"
+        monkeypatch.setattr(TierWorker, "is_off", lambda self, what: False)  # as an hour later
+        await until(lambda: node.wake() or asked() > known + 5)
+        (found,) = [event for event in node.journal.events if event.what == "corrupt"]  # and not told each hour
+        assert "cannot be quarantined: delete" in found.why
 
 
 class Mute(Double):
@@ -270,78 +243,66 @@ class Mute(Double):
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["goes_on", "drains"])
-def test_a_tier_that_hangs_holds_up_no_flush_to_another(spool, monkeypatch, ends):
+async def test_a_tier_that_hangs_holds_up_no_flush_to_another(spool, monkeypatch, ends):
     """Its worker sits in a put, so it counts as known, and a prune on the other tier relies on it."""
     timed(monkeypatch, holds_s=0.05, stuck_s=60.0)
-
-    async def work():
-        near, far = Double(), Mute()
-        policies = RetentionPolicy(keep_last=4), RetentionPolicy(keep_last=1000)
-        node = of_tiers(spool, {"near": near, "far": far}, policies, keep_local=100)
-        async with running(node):
-            for step in range(4):
-                commit(spool, part(step))
-            await settle(node)
-            far.calls.clear()
-            far.muted = True
-            for step in range(4, 9):
-                commit(spool, part(step))
-                node.wake()
-                if not ends:
-                    await until(lambda step=step: step in steps_on(near.inner.objects))
-            if ends:
-                drain = asyncio.ensure_future(node.drain(60.0))
-                await until(lambda: {5, 6, 7, 8} <= set(steps_on(near.inner.objects)))
-                drain.cancel()
-            await until(lambda: not node.workers["near"].doing)
-            manifests = [step for operation, key in far.calls if operation == "get" for step in steps_on([key])]
-            asked = [step for step in manifests if step < 3]  # its own flush of step 4 reads that of step 3
-            assert len(asked) <= 1, "it is asked for one checkpoint, and then left alone for a while"
-
-    asyncio.run(work())
-
-
-def test_tier_that_never_answers_for_a_checkpoint_holds_up_only_that_checkpoint(spool, monkeypatch):
-    timed(monkeypatch, holds_s=0.05, stuck_s=0.2)
-
-    async def work():
-        near, far, rich = Double(), Double(), RetentionPolicy(keep_last=1000)
-        for step in range(6):
+    near, far = Double(), Mute()
+    policies = RetentionPolicy(keep_last=4), RetentionPolicy(keep_last=1000)
+    node = of_tiers(spool, {"near": near, "far": far}, policies, keep_local=100)
+    async with running(node):
+        for step in range(4):
             commit(spool, part(step))
-        async with running(of_tiers(spool, {"near": near, "far": far}, (rich, rich), keep_local=100)) as node:
-            await settle(node)
-        get = far.get
+        await settle(node)
+        far.calls.clear()
+        far.muted = True
+        for step in range(4, 9):
+            commit(spool, part(step))
+            node.wake()
+            if not ends:
+                await until(lambda step=step: step in steps_on(near.inner.objects))
+        if ends:
+            drain = asyncio.ensure_future(node.drain(60.0))
+            await until(lambda: {5, 6, 7, 8} <= set(steps_on(near.inner.objects)))
+            drain.cancel()
+        await until(lambda: not node.workers["near"].doing)
+        manifests = [step for operation, key in far.calls if operation == "get" for step in steps_on([key])]
+        asked = [step for step in manifests if step < 3]  # its own flush of step 4 reads that of step 3
+        assert len(asked) <= 1, "it is asked for one checkpoint, and then left alone for a while"
 
-        async def hang(key, into=None):
-            if key == part(0).manifest_key and node.workers["near"].doing:
-                await asyncio.Event().wait()
-            return await get(key, into)
 
-        policies = RetentionPolicy(keep_last=2), rich
-        node = of_tiers(spool, {"near": near, "far": far}, policies, keep_local=100)
-        far.get = hang
-        async with running(node):
-            await until(lambda: node.wake() or steps_on(near.inner.objects) == [0, 4, 5])
+async def test_tier_that_never_answers_for_a_checkpoint_holds_up_only_that_checkpoint(spool, monkeypatch):
+    timed(monkeypatch, holds_s=0.05, stuck_s=0.2)
+    near, far, rich = Double(), Double(), RetentionPolicy(keep_last=1000)
+    for step in range(6):
+        commit(spool, part(step))
+    async with running(of_tiers(spool, {"near": near, "far": far}, (rich, rich), keep_local=100)) as node:
+        await settle(node)
+    get = far.get
 
-    asyncio.run(work())
+    async def hang(key, into=None):
+        if key == part(0).manifest_key and node.workers["near"].doing:
+            await asyncio.Event().wait()
+        return await get(key, into)
+
+    policies = RetentionPolicy(keep_last=2), rich
+    node = of_tiers(spool, {"near": near, "far": far}, policies, keep_local=100)
+    far.get = hang
+    async with running(node):
+        await until(lambda: node.wake() or steps_on(near.inner.objects) == [0, 4, 5])
 
 
-def test_a_tier_that_answers_slowly_is_asked_to_the_end(spool, monkeypatch):
+async def test_a_tier_that_answers_slowly_is_asked_to_the_end(spool, monkeypatch):
     """A part may have many chunks under many owners, and each listing is an answer."""
     timed(monkeypatch, holds_s=0.2)
+    near, far = Double(), Double()
+    rich = RetentionPolicy(keep_last=1000)
+    for step in range(3):
+        commit(spool, part(step))
+    async with running(of_tiers(spool, {"near": near, "far": far}, (rich, rich), keep_local=100)) as node:
+        await settle(node)
+        names = {seen: [] for seen in ("scan", "get")}
 
-    async def work():
-        near, far = Double(), Double()
-        rich = RetentionPolicy(keep_last=1000)
-        for step in range(3):
-            commit(spool, part(step))
-        async with running(of_tiers(spool, {"near": near, "far": far}, (rich, rich), keep_local=100)) as node:
-            await settle(node)
-            names = {seen: [] for seen in ("scan", "get")}
-
-            far.before = lambda operation, key: names[operation].append(key) if operation in names else None
-            far.delay = 0.12
-            assert await node.tiers.holds("far", [part(0)]) == {}
-            assert len(names["scan"]) + len(names["get"]) >= 2, "all answers together took longer than the limit"
-
-    asyncio.run(work())
+        far.before = lambda operation, key: names[operation].append(key) if operation in names else None
+        far.delay = 0.12
+        assert await node.tiers.holds("far", [part(0)]) == {}
+        assert len(names["scan"]) + len(names["get"]) >= 2, "all answers together took longer than the limit"

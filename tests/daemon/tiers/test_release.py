@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 
 import pytest
@@ -42,146 +41,118 @@ async def fill(spool: Spool, *stores: Store, steps: int = 4) -> dict[str, bytes]
     return await contents(stores[0])
 
 
-def test_a_quarantined_copy_that_proves_right_is_used_again(spool, store):
-    async def work():
-        before = await fill(spool, store)
-        for step in (1, 2):  # one prune deletes both
-            assert await quarantine(store, part(step))
-        daemon = await converge(spool, {"tier0": store}, **KEEP)
-        assert events(daemon, "released") == [("tier0", str(part(1))), ("tier0", str(part(2)))]
-        assert await contents(store) == before and not events(daemon, "pruned")
-        assert not daemon.journal.quarantined
-
-    asyncio.run(work())
+async def test_a_quarantined_copy_that_proves_right_is_used_again(spool, store):
+    before = await fill(spool, store)
+    for step in (1, 2):  # one prune deletes both
+        assert await quarantine(store, part(step))
+    daemon = await converge(spool, {"tier0": store}, **KEEP)
+    assert events(daemon, "released") == [("tier0", str(part(1))), ("tier0", str(part(2)))]
+    assert await contents(store) == before and not events(daemon, "pruned")
+    assert not daemon.journal.quarantined
 
 
 @pytest.mark.parametrize("victim", ["chunk", "manifest"])
-def test_a_quarantined_copy_that_is_wrong_is_deleted(spool, store, victim):
-    async def work():
-        before = await fill(spool, store)
-        chunk = next(key for key in before if is_chunk(key) and f"/{part(1).checkpoint.name}/" in key)
-        assert await quarantine(store, part(1)) and await quarantine(store, part(2))
-        await flip(store, chunk if victim == "chunk" else part(1).quarantine_key)
-        daemon = await converge(spool, {"tier0": store}, **KEEP)
-        assert events(daemon, "released") == [("tier0", str(part(2)))]
-        assert steps_on(await contents(store)) == [2, 3, 4] and not await quarantined_on(store)
-
-    asyncio.run(work())
+async def test_a_quarantined_copy_that_is_wrong_is_deleted(spool, store, victim):
+    before = await fill(spool, store)
+    chunk = next(key for key in before if is_chunk(key) and f"/{part(1).checkpoint.name}/" in key)
+    assert await quarantine(store, part(1)) and await quarantine(store, part(2))
+    await flip(store, chunk if victim == "chunk" else part(1).quarantine_key)
+    daemon = await converge(spool, {"tier0": store}, **KEEP)
+    assert events(daemon, "released") == [("tier0", str(part(2)))]
+    assert steps_on(await contents(store)) == [2, 3, 4] and not await quarantined_on(store)
 
 
 @pytest.mark.parametrize(
     "error", [StoreUnavailable("no answer"), FormatTooNew("another key"), OSError(errno.EIO, "I/O error")]
 )
-def test_a_quarantined_copy_that_cannot_be_read_is_kept(spool, store, error):
-    async def work():
-        await fill(spool, store)
-        assert await quarantine(store, part(1)) and await quarantine(store, part(2))
-        failed = []
+async def test_a_quarantined_copy_that_cannot_be_read_is_kept(spool, store, error):
+    await fill(spool, store)
+    assert await quarantine(store, part(1)) and await quarantine(store, part(2))
+    failed = []
 
-        def before(operation: str, key: str) -> None:
-            if operation == "get" and is_chunk(key) and f"/{part(1).checkpoint.name}/" in key:
-                failed.append(key)
-                raise error
+    def before(operation: str, key: str) -> None:
+        if operation == "get" and is_chunk(key) and f"/{part(1).checkpoint.name}/" in key:
+            failed.append(key)
+            raise error
 
-        store.before = before
-        async with running(reconciler(spool, {"tier0": store}, **KEEP)) as daemon:
-            await until(lambda: len(failed) > 2 and events(daemon, "released"))  # the other one is not held up
-            assert await quarantined_on(store) == [part(1).quarantine_key]
-            store.before = None
-            daemon.wake()
-            await until(lambda: len(events(daemon, "released")) == 2)
-        assert steps_on(await contents(store)) == [1, 2, 3, 4] and not await quarantined_on(store)
-
-    asyncio.run(work())
+    store.before = before
+    async with running(reconciler(spool, {"tier0": store}, **KEEP)) as daemon:
+        await until(lambda: len(failed) > 2 and events(daemon, "released"))  # the other one is not held up
+        assert await quarantined_on(store) == [part(1).quarantine_key]
+        store.before = None
+        daemon.wake()
+        await until(lambda: len(events(daemon, "released")) == 2)
+    assert steps_on(await contents(store)) == [1, 2, 3, 4] and not await quarantined_on(store)
 
 
-def test_a_copy_that_is_quarantined_on_one_of_two_tiers_is_used_again(spool):
-    async def work():
-        one, other = MemoryStore(), MemoryStore()
-        before = await fill(spool, one, other)
-        assert await quarantine(one, part(1))
-        assert await quarantine(one, part(2)) and await quarantine(other, part(2))
-        daemon = await converge(spool, {"tier0": one, "tier1": other}, **KEEP)
-        # The tier that is first may send the other one its copy, which takes the place of the quarantined one.
-        assert str(part(2)) in {subject for _, subject in events(daemon, "released")}
-        assert steps_on(await contents(one)) == steps_on(await contents(other)) == [1, 2, 3, 4]
-        assert not await quarantined_on(one) and not await quarantined_on(other)
-        assert {key for key in before if is_chunk(key)} <= (await contents(one)).keys()
-
-    asyncio.run(work())
+async def test_a_copy_that_is_quarantined_on_one_of_two_tiers_is_used_again(spool):
+    one, other = MemoryStore(), MemoryStore()
+    before = await fill(spool, one, other)
+    assert await quarantine(one, part(1))
+    assert await quarantine(one, part(2)) and await quarantine(other, part(2))
+    daemon = await converge(spool, {"tier0": one, "tier1": other}, **KEEP)
+    # The tier that is first may send the other one its copy, which takes the place of the quarantined one.
+    assert str(part(2)) in {subject for _, subject in events(daemon, "released")}
+    assert steps_on(await contents(one)) == steps_on(await contents(other)) == [1, 2, 3, 4]
+    assert not await quarantined_on(one) and not await quarantined_on(other)
+    assert {key for key in before if is_chunk(key)} <= (await contents(one)).keys()
 
 
-def test_a_release_that_ends_anywhere_loses_nothing(spool):
-    async def work():
-        origin = MemoryStore()
-        before = await fill(spool, origin)
-        at, ended = 0, False
-        while not ended:
-            at += 1
-            for after in (False, True):
-                store = MemoryStore()
-                for key, data in before.items():
-                    await store.put(key, data)
-                assert await quarantine(store, part(1))
-                try:
-                    ended = await QuarantinedCopy(dying(store, at, after), part(1)).release() is True
-                except Killed:
-                    pass
-                objects = await contents(store)
-                assert before.keys() - {part(1).manifest_key} <= objects.keys()
-                daemon = await converge(spool, {"tier0": store}, **KEEP)
-                assert steps_on(await contents(store)) == [1, 2, 3, 4]
-                assert await read_manifest(store, part(1)) and not daemon.journal.counters["errors"]
-        assert at > 8
-
-    asyncio.run(work())
+async def test_a_release_that_ends_anywhere_loses_nothing(spool):
+    origin = MemoryStore()
+    before = await fill(spool, origin)
+    at, ended = 0, False
+    while not ended:
+        at += 1
+        for after in (False, True):
+            store = MemoryStore()
+            for key, data in before.items():
+                await store.put(key, data)
+            assert await quarantine(store, part(1))
+            try:
+                ended = await QuarantinedCopy(dying(store, at, after), part(1)).release() is True
+            except Killed:
+                pass
+            objects = await contents(store)
+            assert before.keys() - {part(1).manifest_key} <= objects.keys()
+            daemon = await converge(spool, {"tier0": store}, **KEEP)
+            assert steps_on(await contents(store)) == [1, 2, 3, 4]
+            assert await read_manifest(store, part(1)) and not daemon.journal.counters["errors"]
+    assert at > 8
 
 
-def test_release_continues_where_it_stopped(spool, store):
-    async def work():
-        before = await fill(spool, store)
-        assert await quarantine(store, part(1))
-        copy = QuarantinedCopy(store, part(1))
-        store.calls.clear()
-        assert await copy.release(ends_s=0.0) is None and not [key for _, key in store.calls if is_chunk(key)]
-        assert await copy.release() is True
-        assert await contents(store) == before
-
-    asyncio.run(work())
+async def test_release_continues_where_it_stopped(spool, store):
+    before = await fill(spool, store)
+    assert await quarantine(store, part(1))
+    copy = QuarantinedCopy(store, part(1))
+    store.calls.clear()
+    assert await copy.release(ends_s=0.0) is None and not [key for _, key in store.calls if is_chunk(key)]
+    assert await copy.release() is True
+    assert await contents(store) == before
 
 
-def test_a_part_that_was_sent_again_is_not_replaced_by_its_quarantined_copy(spool, store):
-    async def work():
-        before = await fill(spool, store)
-        assert await quarantine(store, part(1))
-        await store.put(part(1).manifest_key, b"sent again")
-        assert await QuarantinedCopy(store, part(1)).release() is False
-        assert (await contents(store))[part(1).manifest_key] == b"sent again"
-        assert (await contents(store))[part(1).quarantine_key] == before[part(1).manifest_key]
-
-    asyncio.run(work())
+async def test_a_part_that_was_sent_again_is_not_replaced_by_its_quarantined_copy(spool, store):
+    before = await fill(spool, store)
+    assert await quarantine(store, part(1))
+    await store.put(part(1).manifest_key, b"sent again")
+    assert await QuarantinedCopy(store, part(1)).release() is False
+    assert (await contents(store))[part(1).manifest_key] == b"sent again"
+    assert (await contents(store))[part(1).quarantine_key] == before[part(1).manifest_key]
 
 
-def test_a_quarantined_copy_that_lacks_a_chunk_is_deleted(spool, store):
-    async def work():
-        await fill(spool, store)
-        assert await quarantine(store, part(1))
-        gone = [key for key in await contents(store) if is_chunk(key) and f"/{part(1).checkpoint.name}/" in key]
-        await store.delete(gone[:1])
-        daemon = await converge(spool, {"tier0": store}, **KEEP)
-        assert not events(daemon, "released") and steps_on(await contents(store)) == [2, 3, 4]
-
-    asyncio.run(work())
+async def test_a_quarantined_copy_that_lacks_a_chunk_is_deleted(spool, store):
+    await fill(spool, store)
+    assert await quarantine(store, part(1))
+    gone = [key for key in await contents(store) if is_chunk(key) and f"/{part(1).checkpoint.name}/" in key]
+    await store.delete(gone[:1])
+    daemon = await converge(spool, {"tier0": store}, **KEEP)
+    assert not events(daemon, "released") and steps_on(await contents(store)) == [2, 3, 4]
 
 
-def test_prune_deletes_a_copy_and_its_quarantined_manifest_together(spool, store):
+async def test_prune_deletes_a_copy_and_its_quarantined_manifest_together(spool, store):
     """A daemon that ended before it cleared the quarantined manifest leaves both; a prune deletes both."""
-
-    async def work():
-        await fill(spool, store)
-        manifest = await store.get(part(1).manifest_key)
-        await store.put(part(1).quarantine_key, manifest)
-        await prune(store, [part(1).checkpoint])
-        assert not [key for key in await contents(store) if part(1).checkpoint.name in key]
-
-    asyncio.run(work())
+    await fill(spool, store)
+    manifest = await store.get(part(1).manifest_key)
+    await store.put(part(1).quarantine_key, manifest)
+    await prune(store, [part(1).checkpoint])
+    assert not [key for key in await contents(store) if part(1).checkpoint.name in key]

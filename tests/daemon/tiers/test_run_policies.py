@@ -91,41 +91,33 @@ def test_a_daemon_beside_a_reader_deletes_nothing(trained, tmp_path, keep, store
     assert asyncio.run(contents(trained, policies=True)) == before
 
 
-def test_reader_does_not_delete_leftover_intents_of_others(trained, tmp_path):
+async def test_reader_does_not_delete_leftover_intents_of_others(trained, tmp_path):
     old = f"{RUN}/pruning/{part(1).checkpoint.name}.000000000001-abcdef01"
     other = Spool(tmp_path / "evaluation")
-
-    async def work():
-        await trained.put(old, b"")
-        await fetch(other, part(8), {"tier": trained}, Budget(), Progress())
-        async with running(reconciler(other, {"tier": trained}, keep=None)) as daemon:
-            await settle(daemon)
-        assert old in await contents(trained)
-
-    asyncio.run(work())
+    await trained.put(old, b"")
+    await fetch(other, part(8), {"tier": trained}, Budget(), Progress())
+    async with running(reconciler(other, {"tier": trained}, keep=None)) as daemon:
+        await settle(daemon)
+    assert old in await contents(trained)
 
 
-def test_who_saves_the_newest_launch_prunes_and_who_restored_it_does_not(trained, spool, tmp_path):
+async def test_who_saves_the_newest_launch_prunes_and_who_restored_it_does_not(trained, spool, tmp_path):
     """The job moved to another node, which restored, saved, and is now the one that prunes."""
     other = Spool(tmp_path / "moved")
-
-    async def work():
-        async with running(reconciler(other, {"tier": trained}, keep=10)) as daemon:
-            await daemon.repairs.fetch(part(8))
-            await settle(daemon)
-            commit(other, part(9, 2), origin=part(8).checkpoint)
-            await settle(daemon)
-        await converge(spool, {"tier": trained}, keep=2)  # the first node: no janitor any more
-        assert steps_on(await contents(trained)) == list(range(1, 10))
-        for step in (10, 11):
-            commit(other, part(step, 2), origin=part(8).checkpoint)
-        await converge(other, {"tier": trained}, keep=10)
-        assert steps_on(await contents(trained)) == list(range(2, 12))
-
-    asyncio.run(work())
+    async with running(reconciler(other, {"tier": trained}, keep=10)) as daemon:
+        await daemon.repairs.fetch(part(8))
+        await settle(daemon)
+        commit(other, part(9, 2), origin=part(8).checkpoint)
+        await settle(daemon)
+    await converge(spool, {"tier": trained}, keep=2)  # the first node: no janitor any more
+    assert steps_on(await contents(trained)) == list(range(1, 10))
+    for step in (10, 11):
+        commit(other, part(step, 2), origin=part(8).checkpoint)
+    await converge(other, {"tier": trained}, keep=10)
+    assert steps_on(await contents(trained)) == list(range(2, 12))
 
 
-def test_a_node_that_names_fewer_tiers_deletes_nothing_that_the_others_may_want(spool, tmp_path):
+async def test_a_node_that_names_fewer_tiers_deletes_nothing_that_the_others_may_want(spool, tmp_path):
     """The tier that wants every fourth step was away, and the job went on on a node whose configuration lacks it."""
     near, far, other = MemoryStore(), Double(), Spool(tmp_path / "moved")
     fours = RetentionPolicy(keep_last=1, keep_every_steps=4)
@@ -135,27 +127,24 @@ def test_a_node_that_names_fewer_tiers_deletes_nothing_that_the_others_may_want(
         tiers = [msgspec.structs.replace(one, retention=fours) if one.name == "far" else one for one in made.tier]
         return Reconciler(msgspec.structs.replace(made, tier=tuple(tiers)), where, stores)
 
-    async def work() -> None:
-        save(spool, 1)
-        async with running(daemon(spool, {"near": near, "far": far})) as first:
-            await settle(first)
-            far.error = StoreUnavailable("away")
-            for step in range(2, 9):
-                save(spool, step)
-                first.wake()
-                await until(lambda step=step: step in steps_on(near.objects))
-            await until(lambda: steps_on(near.objects) == [4, 8])
-        save(other, 9, 10, launch=2)
-        async with running(daemon(other, {"near": near})) as second:
-            await settle(second)
-        assert steps_on(near.objects) == [4, 8, 10], "9 is the launch's own, whose node names no tier that wants it"
-        far.error = None
-        save(spool, 11, launch=3)
-        async with running(daemon(spool, {"near": near, "far": far})) as first:
-            await settle(first)
-        assert steps_on(far.inner.objects) == [4, 8, 11] and steps_on(near.objects) == [11]
-
-    asyncio.run(work())
+    save(spool, 1)
+    async with running(daemon(spool, {"near": near, "far": far})) as first:
+        await settle(first)
+        far.error = StoreUnavailable("away")
+        for step in range(2, 9):
+            save(spool, step)
+            first.wake()
+            await until(lambda step=step: step in steps_on(near.objects))
+        await until(lambda: steps_on(near.objects) == [4, 8])
+    save(other, 9, 10, launch=2)
+    async with running(daemon(other, {"near": near})) as second:
+        await settle(second)
+    assert steps_on(near.objects) == [4, 8, 10], "9 is the launch's own, whose node names no tier that wants it"
+    far.error = None
+    save(spool, 11, launch=3)
+    async with running(daemon(spool, {"near": near, "far": far})) as first:
+        await settle(first)
+    assert steps_on(far.inner.objects) == [4, 8, 11] and steps_on(near.objects) == [11]
 
 
 # -- the run's own policy ---------------------------------------------------------------------------------------------
@@ -242,18 +231,15 @@ def test_a_changed_configuration_replaces_this_nodes_own_policy(trained, spool):
     assert [one.retention.keep_last for one in policies(trained).values()] == [4]
 
 
-def test_observation_reads_at_once_the_policy_that_another_node_wrote(trained, spool):
-    async def work():
-        daemon = reconciler(spool, {"tier": trained}, keep=1)
+async def test_observation_reads_at_once_the_policy_that_another_node_wrote(trained, spool):
+    daemon = reconciler(spool, {"tier": trained}, keep=1)
+    await daemon.observe("tier")
+    for keep in (5, 7):
+        theirs = StoredRetention(RUN, "abcdef01", "configuration", retention=RetentionPolicy(keep_last=keep))
+        await trained.put(retention_key(RUN, theirs.by, theirs.given), encode(theirs))
         await daemon.observe("tier")
-        for keep in (5, 7):
-            theirs = StoredRetention(RUN, "abcdef01", "configuration", retention=RetentionPolicy(keep_last=keep))
-            await trained.put(retention_key(RUN, theirs.by, theirs.given), encode(theirs))
-            await daemon.observe("tier")
-            kept = [one for one in report(daemon.inventory(), daemon.config).checkpoints if one.copies[-1].keep]
-            assert len(kept) == keep
-
-    asyncio.run(work())
+        kept = [one for one in report(daemon.inventory(), daemon.config).checkpoints if one.copies[-1].keep]
+        assert len(kept) == keep
 
 
 # -- what cannot be read ----------------------------------------------------------------------------------------------
@@ -345,24 +331,21 @@ def test_a_damaged_trainers_policy_in_the_spool_keeps_everything_on_the_tier(spo
     assert steps(store) == [2, 3, 4, 5]
 
 
-def test_a_policy_that_is_not_given_up_fails_the_look(trained, spool):
-    async def work():
-        store = Double(trained)
+async def test_a_policy_that_is_not_given_up_fails_the_look(trained, spool):
+    store = Double(trained)
 
-        def refuse(operation, key):
-            if operation == "get" and "/retention/" in key:
-                raise StoreUnavailable("no route")
+    def refuse(operation, key):
+        if operation == "get" and "/retention/" in key:
+            raise StoreUnavailable("no route")
 
-        store.before = refuse
-        async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
-            await until(lambda: isinstance(daemon.workers["tier"].last_error, StoreUnavailable))
-            assert daemon.tiers.observed.places["tier"] is None
-            assert steps_on(await contents(trained)) == list(range(1, 9))
-            store.before = None
-            await settle(daemon)
-        assert steps_on(await contents(trained)) == [8]
-
-    asyncio.run(work())
+    store.before = refuse
+    async with running(reconciler(spool, {"tier": store}, keep=1)) as daemon:
+        await until(lambda: isinstance(daemon.workers["tier"].last_error, StoreUnavailable))
+        assert daemon.tiers.observed.places["tier"] is None
+        assert steps_on(await contents(trained)) == list(range(1, 9))
+        store.before = None
+        await settle(daemon)
+    assert steps_on(await contents(trained)) == [8]
 
 
 KEY, OTHER = Key(bytes(range(32))), Key(bytes(32))

@@ -126,7 +126,7 @@ def test_hung_server_is_shown_then_a_problem_then_an_alert(spool: Spool) -> None
 
 
 @pytest.mark.parametrize("wrapped", ["alone", "limited", "encrypted"])
-def test_calls_that_never_return_are_an_alert(spool: Spool, tmp_path: Path, wrapped: str) -> None:
+async def test_calls_that_never_return_are_an_alert(spool: Spool, tmp_path: Path, wrapped: str) -> None:
     commit(spool, part(1))
     hung = Hung()
     store: Store = RetryingStore(hung)
@@ -134,34 +134,26 @@ def test_calls_that_never_return_are_an_alert(spool: Spool, tmp_path: Path, wrap
         store = LimitedStore(store, 1 << 30, None)
     if wrapped == "encrypted":
         store = EncryptedStore(store, Key(bytes(32)))
-
-    async def work() -> None:
-        daemon = reconciler(spool, {"tier": store})
-        async with running(daemon):
-            await until(lambda: tier_of(daemon).waiting_since)
-            await until(lambda: events(daemon) == ["failing"])
-            hung.hangs = False
-            await until(lambda: events(daemon) == ["failing", "works again"])
-            await settle(daemon)
-            assert problems(daemon) == []
-
-    asyncio.run(work())
+    daemon = reconciler(spool, {"tier": store})
+    async with running(daemon):
+        await until(lambda: tier_of(daemon).waiting_since)
+        await until(lambda: events(daemon) == ["failing"])
+        hung.hangs = False
+        await until(lambda: events(daemon) == ["failing", "works again"])
+        await settle(daemon)
+        assert problems(daemon) == []
 
 
-def test_slow_tier_that_answers_is_no_problem(spool: Spool) -> None:
+async def test_slow_tier_that_answers_is_no_problem(spool: Spool) -> None:
     for step in range(4):
         commit(spool, part(step))
 
     slow = Double()
     slow.delay = 0.05
-
-    async def work() -> None:
-        daemon = reconciler(spool, {"tier": RetryingStore(slow)})
-        async with running(daemon):
-            await settle(daemon)
-            assert events(daemon) == [] and problems(daemon) == []
-
-    asyncio.run(work())
+    daemon = reconciler(spool, {"tier": RetryingStore(slow)})
+    async with running(daemon):
+        await settle(daemon)
+        assert events(daemon) == [] and problems(daemon) == []
 
 
 def test_bytes_that_arrive_are_a_sign_of_life() -> None:
@@ -213,20 +205,16 @@ def test_bytes_in_the_buffers_of_a_hung_server_are_no_sign_of_life() -> None:
         asyncio.run(work())
 
 
-def test_time_in_which_the_daemon_was_stopped_does_not_count() -> None:
+async def test_time_in_which_the_daemon_was_stopped_does_not_count() -> None:
     store = RetryingStore(Hung())
     journal = Journal()
     silence = Silence({"tier": store}, journal, replace(QUICK, **_SHORT))
-
-    async def work() -> None:
-        checking = asyncio.ensure_future(silence.run())
-        asking = asyncio.ensure_future(store.get("run/x"))
-        await asyncio.sleep(0.05)
-        time.sleep(2.0)  # noqa: ASYNC251  # as SIGSTOP: the loop does not run
-        await asyncio.sleep(0.05)
-        assert not journal.events and not silence.is_problem("tier")
-        for task in (checking, asking):
-            task.cancel()
-        await asyncio.gather(checking, asking, return_exceptions=True)
-
-    asyncio.run(work())
+    checking = asyncio.ensure_future(silence.run())
+    asking = asyncio.ensure_future(store.get("run/x"))
+    await asyncio.sleep(0.05)
+    time.sleep(2.0)  # noqa: ASYNC251  # as SIGSTOP: the loop does not run
+    await asyncio.sleep(0.05)
+    assert not journal.events and not silence.is_problem("tier")
+    for task in (checking, asking):
+        task.cancel()
+    await asyncio.gather(checking, asking, return_exceptions=True)

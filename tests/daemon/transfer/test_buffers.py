@@ -39,12 +39,6 @@ def test_released_buffer_is_used_again_for_a_similar_size():
         assert memory.obj is first
 
 
-def test_two_users_have_two_buffers():
-    made = Buffers()
-    with made.hold(2 * LARGE) as one, made.hold(2 * LARGE) as other:
-        assert one.obj is not other.obj
-
-
 def test_no_more_is_kept_than_is_said():
     made = Buffers()
     with made.hold(KEPT - LARGE), made.hold(3 * LARGE), made.hold(2 * LARGE), made.hold(KEPT + LARGE):

@@ -142,16 +142,13 @@ def test_nothing_but_the_manifests_files_is_ever_made_visible(spool, store, tmp_
     assert (tmp_path / "outside" / "mine").read_bytes() == b"mine"
 
 
-def test_two_fetches_of_one_part_get_every_chunk_once(spool, store):
-    async def work() -> None:
-        store.delay = 0.01
-        async with running(reconciler(spool, {"tier": store})) as daemon:
-            await settle(daemon)
-            store.calls = []
-            await asyncio.gather(daemon.repairs.fetch(PART), daemon.repairs.fetch(PART))
-            assert not daemon._repairer.fetching
-
-    asyncio.run(work())
+async def test_two_fetches_of_one_part_get_every_chunk_once(spool, store):
+    store.delay = 0.01
+    async with running(reconciler(spool, {"tier": store})) as daemon:
+        await settle(daemon)
+        store.calls = []
+        await asyncio.gather(daemon.repairs.fetch(PART), daemon.repairs.fetch(PART))
+        assert not daemon._repairer.fetching
     assert read(spool, PART) == FILES and len(gets(store)) == ALL
 
 
@@ -475,22 +472,19 @@ def test_interrupted_fetch_that_is_in_the_way_is_deleted_at_once(spool, store, w
     asyncio.run(work())
 
 
-def test_a_fetch_under_way_is_never_discarded(spool, store):
-    async def work() -> None:
-        async with running(reconciler(spool, {"tier": store}, min_free_percent=99.99)) as daemon:
-            await settle(daemon)
-            store.delay = 0.1
-            task = asyncio.ensure_future(daemon.repairs.fetch(PART))
-            while not task.done():
-                daemon.wake()
-                await asyncio.sleep(0.01)
-            await task
-
-    asyncio.run(work())
+async def test_a_fetch_under_way_is_never_discarded(spool, store):
+    async with running(reconciler(spool, {"tier": store}, min_free_percent=99.99)) as daemon:
+        await settle(daemon)
+        store.delay = 0.1
+        task = asyncio.ensure_future(daemon.repairs.fetch(PART))
+        while not task.done():
+            daemon.wake()
+            await asyncio.sleep(0.01)
+        await task
     assert read(spool, PART) == FILES
 
 
-def test_cancelled_thread_is_at_rest_when_the_cancellation_is_raised():
+async def test_cancelled_thread_is_at_rest_when_the_cancellation_is_raised():
     begun, ended = threading.Event(), []
 
     def work() -> None:
@@ -498,14 +492,11 @@ def test_cancelled_thread_is_at_rest_when_the_cancellation_is_raised():
         threading.Event().wait(0.1)
         ended.append(True)
 
-    async def cancelled() -> None:
-        task = asyncio.ensure_future(to_the_end(work))
-        await asyncio.to_thread(begun.wait)
-        task.cancel()
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert ended
-
-    asyncio.run(cancelled())
+    task = asyncio.ensure_future(to_the_end(work))
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.doubles import Double, contents, damage, flip, flipped, is_chunk
-from support.world import CHUNK, RUN, commit, content, listing, part, read, reconciler
+from support.doubles import Double, contents, damage, flip, is_chunk
+from support.world import RUN, commit, content, listing, part, read, reconciler
 
 from tierd.core.errors import CorruptChunk, ManifestError, StoreUnavailable
 from tierd.core.manifest import MANIFEST_NAME, Chunk, File, Stored
@@ -79,18 +79,6 @@ def test_one_wrong_read_of_a_local_copy_is_no_corruption(spool, monkeypatch, of)
     assert not left and read(spool, PART) == FILES
 
 
-def test_only_the_bad_chunk_is_written(spool):
-    commit(spool, PART)
-    store = Double()
-    flushed(spool, store)
-    path = spool.path(PART) / "weights.bin"
-    path.write_bytes(flipped(path.read_bytes(), CHUNK + 5))
-    store.calls = []
-    fetched = asyncio.run(fetch(spool, PART, {"tier": store}))
-    assert fetched.chunks == 1 and fetched.tiers == ("tier",) and not fetched.defects
-    assert len([key for operation, key in store.calls if operation == "get" and is_chunk(key)]) == 1
-
-
 def test_a_mixture_of_half_bad_tiers_makes_a_whole(spool):
     """Each of four chunks is right in exactly one place: the spool, one tier or the other."""
     commit(spool, PART)
@@ -129,17 +117,6 @@ def test_whole_part_is_fetched_into_an_empty_spool(spool, tmp_path):
         ".tierd/timeline",
         ".tierd/trash",
     ]
-
-
-def test_an_empty_spool_is_filled_from_two_half_bad_tiers(spool, tmp_path):
-    commit(spool, PART)
-    first, second = MemoryStore(), MemoryStore()
-    flushed(spool, first, second)
-    for number, key in enumerate(sorted(keys(first, is_chunk))):
-        asyncio.run(flip(second if number % 2 else first, key))
-    fresh = Spool(tmp_path / "fresh")
-    asyncio.run(fetch(fresh, PART, {"first": first, "second": second}))
-    assert read(fresh, PART) == FILES
 
 
 @pytest.mark.parametrize("where", ["local", "first", "second", "local first", "local second", "first second"])

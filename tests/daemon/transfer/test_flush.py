@@ -93,26 +93,22 @@ class Directory(FileStore):
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "lengthen", "remove", "fifo"])
-def test_object_in_a_directory_is_digested_there_and_never_shown_if_it_differs(spool, tmp_path, harm):
+async def test_object_in_a_directory_is_digested_there_and_never_shown_if_it_differs(spool, tmp_path, harm):
     commit(spool, PART)
     (tmp_path / "tier").mkdir()
-
-    async def work():
-        store = Directory(tmp_path / "tier")
-        store.spoil = lambda path: damage(path, harm)
-        with pytest.raises(StoreUnavailable, match="read back"):
-            await flush(spool, PART, Route(store))
-        assert not (tmp_path / "tier" / PART.manifest_key).exists()
-        for _ in range(100):  # a put that was cancelled may still end in its thread
-            shutil.rmtree(tmp_path / "tier" / PART.checkpoint.run, ignore_errors=True)
-            await asyncio.sleep(0.01)
-        store.spoil = None
+    store = Directory(tmp_path / "tier")
+    store.spoil = lambda path: damage(path, harm)
+    with pytest.raises(StoreUnavailable, match="read back"):
         await flush(spool, PART, Route(store))
-        assert not store.got
-        assert await restored(spool, store) == FILES
-        await store.aclose()
-
-    asyncio.run(work())
+    assert not (tmp_path / "tier" / PART.manifest_key).exists()
+    for _ in range(100):  # a put that was cancelled may still end in its thread
+        shutil.rmtree(tmp_path / "tier" / PART.checkpoint.run, ignore_errors=True)
+        await asyncio.sleep(0.01)
+    store.spoil = None
+    await flush(spool, PART, Route(store))
+    assert not store.got
+    assert await restored(spool, store) == FILES
+    await store.aclose()
 
 
 def test_manifest_spoiled_on_its_way_is_no_copy_and_the_quarantined_manifest_is_kept_until_it_is_right(spool):
@@ -203,28 +199,24 @@ def test_unreadable_chunk_of_an_interrupted_flush_is_sent_again(spool, error):
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("EIO"), StoreRefused("403")])
-def test_a_base_that_cannot_be_read_is_not_shared_with(spool, error):
+async def test_a_base_that_cannot_be_read_is_not_shared_with(spool, error):
     """It only saves bytes; each later save read it first, and failed."""
     old, new = part(1), part(2)
     commit(spool, old, FILES)
     commit(spool, new, FILES)
     store = Double()
+    await flush(spool, old, Route(store))
+    place = (await observe_places(spool, {"a": store}, "run")).tiers["a"]
+    assert place is not None
+    found, _ = await base_of(store, place, new)
+    assert found is not None and found.step == 1
 
-    async def work():
-        await flush(spool, old, Route(store))
-        place = (await observe_places(spool, {"a": store}, "run")).tiers["a"]
-        assert place is not None
-        found, _ = await base_of(store, place, new)
-        assert found is not None and found.step == 1
+    def unreadable(operation, key):
+        if (operation, key) == ("get", old.manifest_key):
+            raise error
 
-        def unreadable(operation, key):
-            if (operation, key) == ("get", old.manifest_key):
-                raise error
-
-        store.before = unreadable
-        assert await base_of(store, place, new) == (None, frozenset())
-
-    asyncio.run(work())
+    store.before = unreadable
+    assert await base_of(store, place, new) == (None, frozenset())
 
 
 def test_a_put_whose_answer_was_lost_is_settled_by_the_next_try(spool):
@@ -414,7 +406,7 @@ def test_a_chunk_that_a_part_holds_twice_is_one_object(spool):
     assert asyncio.run(restored(spool, store)) == {"w": b"x" * (3 * CHUNK), "v": b"x" * CHUNK}
 
 
-def test_a_flush_that_was_cancelled_is_at_rest(spool, monkeypatch):
+async def test_a_flush_that_was_cancelled_is_at_rest(spool, monkeypatch):
     """What it gives back to the budget is not in memory any more."""
     reading = []
 
@@ -425,13 +417,9 @@ def test_a_flush_that_was_cancelled_is_at_rest(spool, monkeypatch):
 
     commit(spool, PART)
     monkeypatch.setattr("tierd.daemon.transfer.chunk_source.read_recent_chunk", slow)
-
-    async def work():
-        task = asyncio.ensure_future(flush(spool, PART, Route(Double())))
-        while not reading:
-            await asyncio.sleep(0.01)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert not reading
-
-    asyncio.run(work())
+    task = asyncio.ensure_future(flush(spool, PART, Route(Double())))
+    while not reading:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert not reading

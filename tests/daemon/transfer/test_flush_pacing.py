@@ -32,20 +32,16 @@ class Time:
         return self.now
 
 
-def test_chunks_of_a_spread_flush_begin_in_order_however_many_wait(monkeypatch):
+async def test_chunks_of_a_spread_flush_begin_in_order_however_many_wait(monkeypatch):
     clock, begun = Time(monkeypatch), list[float]()
+    pauses = Spread(10.0, lambda: False, clock)
 
-    async def work() -> None:
-        pauses = Spread(10.0, lambda: False, clock)
+    async def hand() -> None:
+        while len(begun) < 13:
+            await pauses.pause(20)
+            begun.append(clock.now)
 
-        async def hand() -> None:
-            while len(begun) < 13:
-                await pauses.pause(20)
-                begun.append(clock.now)
-
-        await asyncio.gather(*(hand() for _ in range(8)))
-
-    asyncio.run(work())
+    await asyncio.gather(*(hand() for _ in range(8)))
     assert begun == [100 + 0.5 * number for number in range(20)]
 
 
@@ -116,34 +112,27 @@ def hurry(daemon, how: str) -> None:
 @pytest.mark.parametrize(
     "how", ["a newer save", "somebody who waits", "a restore elsewhere", "the trainer has left", "asked to go on"]
 )
-def test_a_daemon_spreads_the_newest_until_somebody_waits(saved_often, how):
-    async def work() -> None:
-        daemon = saved_often()
-        store = daemon.stores["tier"]
-        async with running(daemon):
-            await until(lambda: store.puts(is_chunk))
-            await asyncio.sleep(0.1)
-            assert not daemon.tiers.observed.has(part(9), "tier")
-            hurry(daemon, how)
-            await until(lambda: daemon.tiers.observed.has(part(9), "tier"))
-
-    asyncio.run(work())
+async def test_a_daemon_spreads_the_newest_until_somebody_waits(saved_often, how):
+    daemon = saved_often()
+    store = daemon.stores["tier"]
+    async with running(daemon):
+        await until(lambda: store.puts(is_chunk))
+        await asyncio.sleep(0.1)
+        assert not daemon.tiers.observed.has(part(9), "tier")
+        hurry(daemon, how)
+        await until(lambda: daemon.tiers.observed.has(part(9), "tier"))
 
 
-def test_a_backlog_is_sent_at_once(spool, saved_often):
+async def test_a_backlog_is_sent_at_once(spool, saved_often):
     commit(spool, part(8))
-
-    async def work() -> None:
-        daemon = saved_often()
-        async with running(daemon):
-            await until(lambda: daemon.tiers.observed.has(part(9), "tier"))
-            daemon.requests.attended = lambda: False
-            await settle(daemon)
-
-    asyncio.run(work())
+    daemon = saved_often()
+    async with running(daemon):
+        await until(lambda: daemon.tiers.observed.has(part(9), "tier"))
+        daemon.requests.attended = lambda: False
+        await settle(daemon)
 
 
-def test_two_tiers_of_different_speed_share_one_pass_where_it_is_spread(spool, monkeypatch):
+async def test_two_tiers_of_different_speed_share_one_pass_where_it_is_spread(spool, monkeypatch):
     """The fast one begins each chunk when the slow one does."""
     commit(spool, part(7), content(7, chunks=20))
     reads = []
@@ -155,16 +144,13 @@ def test_two_tiers_of_different_speed_share_one_pass_where_it_is_spread(spool, m
             await asyncio.sleep(0.01 * is_chunk(key))
             return await super().put(key, data)
 
-    async def work() -> None:
-        from tierd.daemon.transfer.memory_budget import Budget
-        from tierd.daemon.transfer.shared_encoding import Encoding
+    from tierd.daemon.transfer.memory_budget import Budget
+    from tierd.daemon.transfer.shared_encoding import Encoding
 
-        shared = Encoding(budget=Budget(CHUNK))  # hardly anything can be kept
-        ways = [Route(Double(), encoding=shared), Route(Slow(), budget=Budget(2 * CHUNK), encoding=shared)]
-        pauses = [Spread(1.0, lambda: False) for _ in ways]
-        await asyncio.gather(*(flush(spool, part(7), way, spread=one) for way, one in zip(ways, pauses, strict=True)))
-
-    asyncio.run(work())
+    shared = Encoding(budget=Budget(CHUNK))  # hardly anything can be kept
+    ways = [Route(Double(), encoding=shared), Route(Slow(), budget=Budget(2 * CHUNK), encoding=shared)]
+    pauses = [Spread(1.0, lambda: False) for _ in ways]
+    await asyncio.gather(*(flush(spool, part(7), way, spread=one) for way, one in zip(ways, pauses, strict=True)))
     assert len(reads) <= 31  # of 21 chunks; apart from each other 42, and on a busy machine a few are read again
 
 

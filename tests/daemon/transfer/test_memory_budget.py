@@ -11,7 +11,7 @@ from tierd.daemon.transfer.memory_budget import Budget
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_budget_never_grants_more_than_its_total_under_any_cancellation(seed):
+async def test_budget_never_grants_more_than_its_total_under_any_cancellation(seed):
     rng = random.Random(seed)
     budget, out = Budget(100), 0
 
@@ -27,19 +27,16 @@ def test_budget_never_grants_more_than_its_total_under_any_cancellation(seed):
             await asyncio.sleep(0)
             out -= kept
 
-    async def work() -> None:
-        tasks = [asyncio.ensure_future(use(rng.randrange(1, 150))) for _ in range(200)]
-        # Cancelled before they were served only: the count above is the test's, not the budget's.
-        for task in rng.sample(tasks, 60):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(task.cancelled() or task.exception() is None for task in tasks)
-        assert budget._free == 100 and not budget._waiting
-
-    asyncio.run(work())
+    tasks = [asyncio.ensure_future(use(rng.randrange(1, 150))) for _ in range(200)]
+    # Cancelled before they were served only: the count above is the test's, not the budget's.
+    for task in rng.sample(tasks, 60):
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(task.cancelled() or task.exception() is None for task in tasks)
+    assert budget._free == 100 and not budget._waiting
 
 
-def test_large_request_is_not_starved_by_small_requests():
+async def test_large_request_is_not_starved_by_small_requests():
     budget, order = Budget(10), []
 
     async def use(name: str, size: int) -> None:
@@ -47,37 +44,28 @@ def test_large_request_is_not_starved_by_small_requests():
             order.append(name)
             await asyncio.sleep(0)
 
-    async def work() -> None:
-        await asyncio.gather(use("a", 6), use("large", 100), *(use(f"small {n}", 1) for n in range(5)))
-
-    asyncio.run(work())
+    await asyncio.gather(use("a", 6), use("large", 100), *(use(f"small {n}", 1) for n in range(5)))
     assert order[:2] == ["a", "large"]
 
 
-def test_grant_of_a_waiter_that_was_cancelled_meanwhile_passes_to_the_next():
-    async def work() -> None:
-        budget = Budget(1)
-        async with budget.take(1):
-            waiting = [asyncio.ensure_future(budget._wait_for(1)) for _ in range(2)]
-            await asyncio.sleep(0)
-        waiting[0].cancel()  # it has its turn, and has not seen it yet
-        await asyncio.wait(waiting, timeout=60)
-        assert waiting[0].cancelled() and waiting[1].done() and not waiting[1].cancelled()
-
-    asyncio.run(work())
-
-
-def test_take_at_once_never_waits_and_overtakes_no_waiter():
-    async def work() -> None:
-        budget = Budget(10)
-        assert budget.take_at_once(11) is None
-        held = budget.take_at_once(6)
-        assert held and budget.take_at_once(5) is None and budget.has(4) and not budget.has(5)
-        waiting = asyncio.ensure_future(budget._wait_for(8))
+async def test_grant_of_a_waiter_that_was_cancelled_meanwhile_passes_to_the_next():
+    budget = Budget(1)
+    async with budget.take(1):
+        waiting = [asyncio.ensure_future(budget._wait_for(1)) for _ in range(2)]
         await asyncio.sleep(0)
-        assert budget.is_wanted and budget.take_at_once(1) is None
-        held.keep(0)
-        await waiting
-        assert not budget.is_wanted and budget.take_at_once(2)
+    waiting[0].cancel()  # it has its turn, and has not seen it yet
+    await asyncio.wait(waiting, timeout=60)
+    assert waiting[0].cancelled() and waiting[1].done() and not waiting[1].cancelled()
 
-    asyncio.run(work())
+
+async def test_take_at_once_never_waits_and_overtakes_no_waiter():
+    budget = Budget(10)
+    assert budget.take_at_once(11) is None
+    held = budget.take_at_once(6)
+    assert held and budget.take_at_once(5) is None and budget.has(4) and not budget.has(5)
+    waiting = asyncio.ensure_future(budget._wait_for(8))
+    await asyncio.sleep(0)
+    assert budget.is_wanted and budget.take_at_once(1) is None
+    held.keep(0)
+    await waiting
+    assert not budget.is_wanted and budget.take_at_once(2)

@@ -40,31 +40,25 @@ def tier(spool):
     return store.inner
 
 
-def test_observation_that_reads_a_manifest_wrong_quarantines_nothing(tier, tmp_path):
-    async def work():
-        store = FlipsOnTheWay(tier)
-        fresh = Spool(tmp_path / "fresh")
-        daemon = reconciler(fresh, {"tier": store})
-        daemon.requests.interest.add(part(1).checkpoint.run)
-        async with running(daemon):
-            await settle(daemon)
-            assert len(store.spoilt) == 3
-            assert all(daemon.tiers.observed.has(part(step), "tier") for step in (1, 2, 3))
-        assert not daemon.journal.counters["quarantined"] and not daemon.journal.counters["corruptions"]
-        assert steps_on([info.key async for info in tier.scan("")]) == [1, 2, 3]
-        assert not [info.key async for info in tier.scan("run/quarantine/")]
-
-    asyncio.run(work())
+async def test_observation_that_reads_a_manifest_wrong_quarantines_nothing(tier, tmp_path):
+    store = FlipsOnTheWay(tier)
+    fresh = Spool(tmp_path / "fresh")
+    daemon = reconciler(fresh, {"tier": store})
+    daemon.requests.interest.add(part(1).checkpoint.run)
+    async with running(daemon):
+        await settle(daemon)
+        assert len(store.spoilt) == 3
+        assert all(daemon.tiers.observed.has(part(step), "tier") for step in (1, 2, 3))
+    assert not daemon.journal.counters["quarantined"] and not daemon.journal.counters["corruptions"]
+    assert steps_on([info.key async for info in tier.scan("")]) == [1, 2, 3]
+    assert not [info.key async for info in tier.scan("run/quarantine/")]
 
 
-def test_tier_with_flips_on_the_way_still_holds_its_parts(tier, spool):
-    async def work():
-        assert await holds(FlipsOnTheWay(tier), part(2), spool.manifest(part(2))) is True
-
-    asyncio.run(work())
+async def test_tier_with_flips_on_the_way_still_holds_its_parts(tier, spool):
+    assert await holds(FlipsOnTheWay(tier), part(2), spool.manifest(part(2))) is True
 
 
-def test_manifest_that_read_wrong_for_a_while_is_not_flushed_for_ever(tier, spool):
+async def test_manifest_that_read_wrong_for_a_while_is_not_flushed_for_ever(tier, spool):
     """The same bytes, put anew, have the same token on S3, which is by content."""
 
     class ByContent(FlipsOnTheWay):
@@ -72,17 +66,11 @@ def test_manifest_that_read_wrong_for_a_while_is_not_flushed_for_ever(tier, spoo
             async for info in super().scan(prefix, after):
                 yield replace(info, token="etag")
 
-    async def work():
-        store = ByContent(tier, times=4)
-        await converge(spool, {"tier": store})
-        assert len(store.puts(is_manifest)) <= 6
-
-    asyncio.run(work())
+    store = ByContent(tier, times=4)
+    await converge(spool, {"tier": store})
+    assert len(store.puts(is_manifest)) <= 6
 
 
-def test_a_prune_is_not_held_up(tier):
-    async def work():
-        assert (await prune(FlipsOnTheWay(tier), [part(1).checkpoint])).gone
-        assert steps_on([info.key async for info in tier.scan("")]) == [2, 3]
-
-    asyncio.run(work())
+async def test_a_prune_is_not_held_up(tier):
+    assert (await prune(FlipsOnTheWay(tier), [part(1).checkpoint])).gone
+    assert steps_on([info.key async for info in tier.scan("")]) == [2, 3]

@@ -75,161 +75,125 @@ async def fetched(spool: Spool, step: int, **stores) -> dict[str, bytes]:
     return read(spool, part(step))
 
 
-def test_changed_row_is_the_only_data_sent_and_the_patch_restores_it(spool):
+async def test_changed_row_is_the_only_data_sent_and_the_patch_restores_it(spool):
     committed(spool, 1, 2, 3)
     store = Double()
-
-    async def work():
-        first, second, third = await sent(spool, store, 1, 2, 3)
-        assert second.sent < first.sent / 4 and third.sent < first.sent / 4
-        manifest = await manifest_on(store, part(3))
-        assert manifest.version == PATCHED and chain(manifest) == [3] * 4
-        assert manifest.owners == {part(step).checkpoint for step in (1, 2, 3)}
-        for step in (3, 2, 1):
-            assert await fetched(spool, step, tier=store) == table(step)
-
-    asyncio.run(work())
+    first, second, third = await sent(spool, store, 1, 2, 3)
+    assert second.sent < first.sent / 4 and third.sent < first.sent / 4
+    manifest = await manifest_on(store, part(3))
+    assert manifest.version == PATCHED and chain(manifest) == [3] * 4
+    assert manifest.owners == {part(step).checkpoint for step in (1, 2, 3)}
+    for step in (3, 2, 1):
+        assert await fetched(spool, step, tier=store) == table(step)
 
 
-def test_a_chain_of_patches_ends_and_a_whole_chunk_begins_the_next(spool, monkeypatch):
+async def test_a_chain_of_patches_ends_and_a_whole_chunk_begins_the_next(spool, monkeypatch):
     monkeypatch.setattr(sharing, "MOST_PATCHES", 3)
     committed(spool, *range(1, 10))
     store = Double()
-
-    async def work():
-        await sent(spool, store, *range(1, 10))
-        assert [chain(await manifest_on(store, part(step)))[0] for step in range(1, 10)] == [1, 2, 3, 4, 1, 2, 3, 4, 1]
-        assert await fetched(spool, 8, tier=store) == table(8)
-
-    asyncio.run(work())
+    await sent(spool, store, *range(1, 10))
+    assert [chain(await manifest_on(store, part(step)))[0] for step in range(1, 10)] == [1, 2, 3, 4, 1, 2, 3, 4, 1]
+    assert await fetched(spool, 8, tier=store) == table(8)
 
 
-def test_whole_chunks_are_sent_where_the_older_copy_has_left_the_spool_or_is_corrupt_there(spool):
+async def test_whole_chunks_are_sent_where_the_older_copy_has_left_the_spool_or_is_corrupt_there(spool):
     committed(spool, 1, 2, 3)
     store = Double()
-
-    async def work():
-        await sent(spool, store, 1)
-        (spool.path(part(1)) / "table").write_bytes(table(2)["table"])  # a patch of that would be empty
-        await flush(spool, part(2), Route(store), base=await manifest_on(store, part(1)))
-        assert chain(await manifest_on(store, part(2))) == [1] * 4
-        shutil.rmtree(spool.path(part(2)))
-        await flush(spool, part(3), Route(store), base=await manifest_on(store, part(2)))
-        assert chain(await manifest_on(store, part(3))) == [1] * 4
-        assert await fetched(spool, 3, tier=store) == table(3)
-
-    asyncio.run(work())
+    await sent(spool, store, 1)
+    (spool.path(part(1)) / "table").write_bytes(table(2)["table"])  # a patch of that would be empty
+    await flush(spool, part(2), Route(store), base=await manifest_on(store, part(1)))
+    assert chain(await manifest_on(store, part(2))) == [1] * 4
+    shutil.rmtree(spool.path(part(2)))
+    await flush(spool, part(3), Route(store), base=await manifest_on(store, part(2)))
+    assert chain(await manifest_on(store, part(3))) == [1] * 4
+    assert await fetched(spool, 3, tier=store) == table(3)
 
 
 @pytest.mark.timeout(20)
-def test_a_fifo_in_the_place_of_the_older_copy_is_not_waited_for(spool):
+async def test_a_fifo_in_the_place_of_the_older_copy_is_not_waited_for(spool):
     committed(spool, 1, 2)
     store = Double()
-
-    async def work():
-        await sent(spool, store, 1)
-        (spool.path(part(1)) / "table").unlink()
-        os.mkfifo(spool.path(part(1)) / "table")
-        await flush(spool, part(2), Route(store), base=await manifest_on(store, part(1)))
-        assert chain(await manifest_on(store, part(2))) == [1] * 4
-
-    asyncio.run(work())
+    await sent(spool, store, 1)
+    (spool.path(part(1)) / "table").unlink()
+    os.mkfifo(spool.path(part(1)) / "table")
+    await flush(spool, part(2), Route(store), base=await manifest_on(store, part(1)))
+    assert chain(await manifest_on(store, part(2))) == [1] * 4
 
 
-def test_bases_are_needed_on_the_tier_and_their_loss_is_noticed_before_the_manifest(spool):
+async def test_bases_are_needed_on_the_tier_and_their_loss_is_noticed_before_the_manifest(spool):
     committed(spool, 1, 2, 3)
     store = Double()
-
-    async def work():
-        await sent(spool, store, 1, 2)
-        base = await manifest_on(store, part(2))
-        gone = next(key for key in await contents(store) if is_chunk(key) and part(1).checkpoint.name in key)
-        await store.delete([gone])
-        await flush(spool, part(3), Route(store), base=base)
-        assert sorted(chain(await manifest_on(store, part(3)))) == [1, 3, 3, 3]
-
-    asyncio.run(work())
+    await sent(spool, store, 1, 2)
+    base = await manifest_on(store, part(2))
+    gone = next(key for key in await contents(store) if is_chunk(key) and part(1).checkpoint.name in key)
+    await store.delete([gone])
+    await flush(spool, part(3), Route(store), base=base)
+    assert sorted(chain(await manifest_on(store, part(3)))) == [1, 3, 3, 3]
 
 
-def test_a_prune_keeps_the_bases_that_a_patch_needs_and_deletes_them_with_the_last_patch(spool):
+async def test_a_prune_keeps_the_bases_that_a_patch_needs_and_deletes_them_with_the_last_patch(spool):
     committed(spool, 1, 2, 3)
     store = Double()
-
-    async def work():
-        await sent(spool, store, 1, 2, 3)
-        await prune(store, [part(1).checkpoint, part(2).checkpoint])
-        assert steps_on(await contents(store)) == [3]
-        assert await fetched(spool, 3, tier=store) == table(3)
-        assert (await verify(store, part(3), lambda size: None))[1] == []
-        await prune(store, [part(3).checkpoint])
-        assert not [key for key in await contents(store) if is_chunk(key)]
-
-    asyncio.run(work())
+    await sent(spool, store, 1, 2, 3)
+    await prune(store, [part(1).checkpoint, part(2).checkpoint])
+    assert steps_on(await contents(store)) == [3]
+    assert await fetched(spool, 3, tier=store) == table(3)
+    assert (await verify(store, part(3), lambda size: None))[1] == []
+    await prune(store, [part(3).checkpoint])
+    assert not [key for key in await contents(store) if is_chunk(key)]
 
 
-def test_verify_names_a_corrupt_base_and_a_restore_does_not_return_its_bytes(spool):
+async def test_verify_names_a_corrupt_base_and_a_restore_does_not_return_its_bytes(spool):
     committed(spool, 1, 2)
     store = Double()
-
-    async def work():
-        await sent(spool, store, 1, 2)
-        base = next(iter(list(of_table(await manifest_on(store, part(2)))[0].objects())[1:])).key
-        await flip(store, f"run/{base}")
-        assert [base in one for one in (await verify(store, part(2), lambda size: None))[1]] == [True]
-        with pytest.raises(CorruptChunk):
-            await fetched(spool, 2, tier=store)
-
-    asyncio.run(work())
+    await sent(spool, store, 1, 2)
+    base = next(iter(list(of_table(await manifest_on(store, part(2)))[0].objects())[1:])).key
+    await flip(store, f"run/{base}")
+    assert [base in one for one in (await verify(store, part(2), lambda size: None))[1]] == [True]
+    with pytest.raises(CorruptChunk):
+        await fetched(spool, 2, tier=store)
 
 
 @pytest.mark.parametrize("source", ["spool", "other"])
 @pytest.mark.parametrize("order", [(1, 2, 3), (3,)])
 @pytest.mark.parametrize("bad", [(0,), (1,), (2,), (0, 2)], ids=str)
-def test_a_scrub_repairs_a_corrupt_base_or_patch_where_it_lies(spool, bad, order, source):
+async def test_a_scrub_repairs_a_corrupt_base_or_patch_where_it_lies(spool, bad, order, source):
     """Whichever copy is read first, nothing is stored again, and no object is reported twice."""
     stores = {"tier": Double(), "other": Double()} if source == "other" else {"tier": Double()}
-
-    async def work():
-        for step in (1, 2, 3):
-            committed(spool, step)
-            node = await converge(spool, stores, keep=3, keep_local=3, scrub="30d")
-        if source == "other":
-            spool.remove([part(1), part(2)])  # so the scrub finds the newest there alone
-        store = stores["tier"]
-        objects = list(of_table(await manifest_on(store, part(3)))[0].objects())
-        pristine = await contents(store)
-        assert len(objects) == 3
-        for one in bad:
-            await flip(store, f"run/{objects[one].key}")
-        await node.observe("local")
-        for name in stores:
-            await node.observe(name)
-        for step in order:
-            await node.scrubber.scrub(ScrubbedCopy("tier", part(step)))
-        assert await contents(store) == pristine
-        assert 1 <= node.journal.counters["scrub_findings"] <= len(bad)  # of one chunk, the first object is named
-
-    asyncio.run(work())
+    for step in (1, 2, 3):
+        committed(spool, step)
+        node = await converge(spool, stores, keep=3, keep_local=3, scrub="30d")
+    if source == "other":
+        spool.remove([part(1), part(2)])  # so the scrub finds the newest there alone
+    store = stores["tier"]
+    objects = list(of_table(await manifest_on(store, part(3)))[0].objects())
+    pristine = await contents(store)
+    assert len(objects) == 3
+    for one in bad:
+        await flip(store, f"run/{objects[one].key}")
+    await node.observe("local")
+    for name in stores:
+        await node.observe(name)
+    for step in order:
+        await node.scrubber.scrub(ScrubbedCopy("tier", part(step)))
+    assert await contents(store) == pristine
+    assert 1 <= node.journal.counters["scrub_findings"] <= len(bad)  # of one chunk, the first object is named
 
 
-def test_links_of_one_chain_may_be_read_from_different_tiers(spool):
+async def test_links_of_one_chain_may_be_read_from_different_tiers(spool):
     """The base is right on one tier, the patch on the other: a reader fell back, and a scrub quarantined."""
     committed(spool, 1, 2, 3)
     near, far = Double(), Double()
-
-    async def work():
-        await sent(spool, near, 1, 2, 3)
-        await sent(spool, far, 1, 2, 3)
-        bases, patches = of_table(await manifest_on(near, part(1))), of_table(await manifest_on(far, part(2)))
-        for base, patch in zip(bases, patches, strict=True):
-            await flip(near, f"run/{base.stored.key}")
-            await flip(far, f"run/{patch.stored.key}")
-        for step in (3, 2, 1):
-            assert await fetched(spool, step, near=near, far=far) == table(step)
-        with pytest.raises(CorruptChunk):
-            await fetched(spool, 3, far=far)
-
-    asyncio.run(work())
+    await sent(spool, near, 1, 2, 3)
+    await sent(spool, far, 1, 2, 3)
+    bases, patches = of_table(await manifest_on(near, part(1))), of_table(await manifest_on(far, part(2)))
+    for base, patch in zip(bases, patches, strict=True):
+        await flip(near, f"run/{base.stored.key}")
+        await flip(far, f"run/{patch.stored.key}")
+    for step in (3, 2, 1):
+        assert await fetched(spool, step, near=near, far=far) == table(step)
+    with pytest.raises(CorruptChunk):
+        await fetched(spool, 3, far=far)
 
 
 def test_a_tier_that_cannot_be_asked_may_have_the_base(spool):
@@ -254,65 +218,49 @@ def test_a_tier_that_cannot_be_asked_may_have_the_base(spool):
     asyncio.run(work())
 
 
-def test_a_relay_and_a_copy_put_whole_chunks_where_the_bases_are_not(spool):
+async def test_a_relay_and_a_copy_put_whole_chunks_where_the_bases_are_not(spool):
     committed(spool, 1, 2, 3)
     store, other, third = Double(), Double(), Double()
-
-    async def work():
-        await sent(spool, store, 1, 2, 3)
-        await relay({"tier": store}, part(3), Route(other))
-        assert chain(await manifest_on(other, part(3))) == [1] * 4
-        assert await fetched(spool, 3, other=other) == table(3)
-        await copy_run(store, third, "run", "run", None, None, Progress())
-        for step in (1, 2, 3):
-            assert await fetched(spool, step, third=third) == table(step)
-
-    asyncio.run(work())
+    await sent(spool, store, 1, 2, 3)
+    await relay({"tier": store}, part(3), Route(other))
+    assert chain(await manifest_on(other, part(3))) == [1] * 4
+    assert await fetched(spool, 3, other=other) == table(3)
+    await copy_run(store, third, "run", "run", None, None, Progress())
+    for step in (1, 2, 3):
+        assert await fetched(spool, step, third=third) == table(step)
 
 
-def test_a_second_tier_does_not_take_over_patches_whose_bases_it_lacks(spool):
+async def test_a_second_tier_does_not_take_over_patches_whose_bases_it_lacks(spool):
     committed(spool, 1, 2)
     store, other = Double(), Double()
-
-    async def work():
-        await sent(spool, store, 1, 2)
-        await flush(spool, part(2), Route(other), twin=Twin(store, await manifest_on(store, part(2))))
-        assert chain(await manifest_on(other, part(2))) == [1] * 4
-        assert await fetched(spool, 2, other=other) == table(2)
-
-    asyncio.run(work())
+    await sent(spool, store, 1, 2)
+    await flush(spool, part(2), Route(other), twin=Twin(store, await manifest_on(store, part(2))))
+    assert chain(await manifest_on(other, part(2))) == [1] * 4
+    assert await fetched(spool, 2, other=other) == table(2)
 
 
-def test_two_flushes_of_one_part_with_different_bases_do_not_overwrite_each_other(spool):
+async def test_two_flushes_of_one_part_with_different_bases_do_not_overwrite_each_other(spool):
     committed(spool, 1, 2, 3)
     store = Double()
-
-    async def work():
-        await sent(spool, store, 1, 2)
-        base_copies = [await manifest_on(store, part(step)) for step in (1, 2)]
-        kept = []
-        for base in base_copies:
-            await flush(spool, part(3), Route(store), base=base)
-            kept.append((bytes(await store.get(part(3).manifest_key)), await manifest_on(store, part(3))))
-        for data, manifest in kept:  # as if each of them had been the last
-            await store.put(part(3).manifest_key, data)
-            assert manifest.version == PATCHED
-            assert await fetched(spool, 3, tier=store) == table(3)
-
-    asyncio.run(work())
+    await sent(spool, store, 1, 2)
+    base_copies = [await manifest_on(store, part(step)) for step in (1, 2)]
+    kept = []
+    for base in base_copies:
+        await flush(spool, part(3), Route(store), base=base)
+        kept.append((bytes(await store.get(part(3).manifest_key)), await manifest_on(store, part(3))))
+    for data, manifest in kept:  # as if each of them had been the last
+        await store.put(part(3).manifest_key, data)
+        assert manifest.version == PATCHED
+        assert await fetched(spool, 3, tier=store) == table(3)
 
 
-def test_any_flipped_bit_of_a_patch_is_detected(spool):
+async def test_any_flipped_bit_of_a_patch_is_detected(spool):
     committed(spool, 1, 2)
     store = Double()
-
-    async def work():
-        await sent(spool, store, 1, 2)
-        stored = of_table(await manifest_on(store, part(2)))[0].stored
-        before = bytes(await store.get(f"run/{stored.key}"))
-        for byte in range(stored.size):
-            await store.put(f"run/{stored.key}", flipped(before, byte))
-            with pytest.raises(CorruptChunk):
-                await fetched(spool, 2, tier=store)
-
-    asyncio.run(work())
+    await sent(spool, store, 1, 2)
+    stored = of_table(await manifest_on(store, part(2)))[0].stored
+    before = bytes(await store.get(f"run/{stored.key}"))
+    for byte in range(stored.size):
+        await store.put(f"run/{stored.key}", flipped(before, byte))
+        with pytest.raises(CorruptChunk):
+            await fetched(spool, 2, tier=store)

@@ -11,18 +11,17 @@ import msgspec
 import pytest
 from support.doubles import Double, contents, flip, is_chunk, is_manifest
 from support.waiting import until
-from support.world import commit, config, content, part, running, settle, steps_in, steps_on
+from support.world import commit, config, part, running, settle, steps_in, steps_on
 
 from tierd.core.config import TierConfig
 from tierd.core.errors import DeleteRefused, StoreFull, StoreUnavailable
 from tierd.core.retention.policy import Best, RetentionPolicy
 from tierd.daemon.reconcile import Reconciler
-from tierd.stores.file import FileStore
-from tierd.stores.limit import LimitedStore
 
 FAST = RetentionPolicy(keep_last=3)
 RICH = RetentionPolicy(keep_last=5, keep_every_steps=10, keep_best=Best(metric="loss", count=2))
 TENS = RetentionPolicy(keep_last=1, keep_every_steps=10)
+FIVES = RetentionPolicy(keep_last=1, keep_every_steps=5)
 ONE = RetentionPolicy(keep_last=1)
 
 
@@ -88,50 +87,20 @@ def test_tier_slower_than_the_saves_gets_every_wanted_checkpoint(spool, every):
     assert same.items() <= on["s3"].items()
 
 
-def test_tier_behind_a_real_limit_gets_every_wanted_checkpoint(spool, tmp_path):
-    """Row 1 again, with `limit_up`: 40 kB a save, 15 saves a second, and a tier that takes three of them a second."""
-
-    async def work():
-        stores = {}
-        for name in ("nfs", "s3"):
-            (tmp_path / name).mkdir()
-            stores[name] = FileStore(tmp_path / name)
-        stores["s3"] = LimitedStore(stores["s3"], up=120_000, down=None)
-        async with running(daemon(spool, stores, (FAST, RICH))) as node:
-            for step in range(1, 46):
-                commit(spool, part(step), content(step, chunks=40), metrics=loss(step))
-                node.wake()
-                await asyncio.sleep(1 / 15)
-            await settle(node, timeout=120)
-        return node
-
-    node = asyncio.run(work())
-    found = {
-        name: sorted(int(path.parent.name[:12]) for path in (tmp_path / name).glob("run/manifests/*/*"))
-        for name in ("nfs", "s3")
-    }
-    assert found == {"nfs": [43, 44, 45], "s3": [10, 20, 23, 24, 30, 40, 41, 42, 43, 44, 45]}
-    assert not events(node, "given up")
-
-
-def test_row_2_the_chain_starts_at_the_oldest_that_is_known(spool):
+async def test_row_2_the_chain_starts_at_the_oldest_that_is_known(spool):
     """A backlog in the spool: only the newest are verified when the older ones are judged."""
     sixth = RetentionPolicy(keep_last=1, keep_every="6h")
     hours = {1: "01:34", 2: "05:00", 3: "07:34", 4: "08:20", 5: "08:40"}
-
-    async def work():
-        store = Slow()
-        made = config(spool, "tier", keep_local=1)
-        node = Reconciler(msgspec.structs.replace(made, retention=sixth), spool, {"tier": store})
-        for step, hour in hours.items():
-            commit(spool, part(step), created=f"2026-01-01T{hour}:00+00:00")
-        async with running(node):
-            for sent in range(1, 6):
-                store.room.release()
-                await until(lambda sent=sent: len(store.puts(is_manifest)) == sent)
-            await settle(node)
-
-    asyncio.run(work())
+    store = Slow()
+    made = config(spool, "tier", keep_local=1)
+    node = Reconciler(msgspec.structs.replace(made, retention=sixth), spool, {"tier": store})
+    for step, hour in hours.items():
+        commit(spool, part(step), created=f"2026-01-01T{hour}:00+00:00")
+    async with running(node):
+        for sent in range(1, 6):
+            store.room.release()
+            await until(lambda sent=sent: len(store.puts(is_manifest)) == sent)
+        await settle(node)
     assert steps_in(spool) == [1, 3, 5]
 
 
@@ -159,49 +128,41 @@ def test_checkpoint_that_the_spool_freed_is_relayed_byte_for_byte_and_reported_a
     assert all(fast[key] == slow[key] for key in fast if is_chunk(key))
 
 
-def test_relay_reads_a_chunk_that_is_wrong_on_a_tier_from_the_next_and_never_puts_it(spool):
-    async def work():
-        stores = {name: Double() for name in "abc"}
-        stores["c"].error = StoreUnavailable("no route")
-        async with running(daemon(spool, stores, (TENS, TENS, TENS), keep_local=1)) as node:
-            for step in (10, 11):
-                commit(spool, part(step))
-                node.wake()
-                await until(lambda step=step: all(node.tiers.observed.has(part(step), name) for name in "ab"))
-            await until(lambda: 10 not in steps_in(spool))
-            first, *_ = sorted(
-                key
-                for key in stores["a"].inner.objects
-                if is_chunk(key) and ".zst" not in key and "000000000010" in key
-            )
-            right = bytes(await stores["a"].inner.get(first))
-            await flip(stores["a"].inner, first)
-            stores["c"].error = None
-            await settle(node)
-            assert bytes(await stores["c"].inner.get(first)) == right
-            assert all(bytes(data) for data in (await contents(stores["c"].inner)).values())
-
-    asyncio.run(work())
+async def test_relay_reads_a_chunk_that_is_wrong_on_a_tier_from_the_next_and_never_puts_it(spool):
+    stores = {name: Double() for name in "abc"}
+    stores["c"].error = StoreUnavailable("no route")
+    async with running(daemon(spool, stores, (TENS, TENS, TENS), keep_local=1)) as node:
+        for step in (10, 11):
+            commit(spool, part(step))
+            node.wake()
+            await until(lambda step=step: all(node.tiers.observed.has(part(step), name) for name in "ab"))
+        await until(lambda: 10 not in steps_in(spool))
+        first, *_ = sorted(
+            key for key in stores["a"].inner.objects if is_chunk(key) and ".zst" not in key and "000000000010" in key
+        )
+        right = bytes(await stores["a"].inner.get(first))
+        await flip(stores["a"].inner, first)
+        stores["c"].error = None
+        await settle(node)
+        assert bytes(await stores["c"].inner.get(first)) == right
+        assert all(bytes(data) for data in (await contents(stores["c"].inner)).values())
 
 
-def test_checkpoint_that_no_tier_has_right_is_not_relayed_and_scrubbed_at_once(spool):
-    async def work():
-        stores = {name: Double() for name in "ab"}
-        stores["b"].error = StoreUnavailable("no route")
-        async with running(daemon(spool, stores, (ONE, TENS), keep_local=1)) as node:
-            for step in (10, 11):
-                commit(spool, part(step))
-                node.wake()
-                await until(lambda step=step: node.tiers.observed.has(part(step), "a"))
-            await until(lambda: 10 not in steps_in(spool))
-            for key in [key for key in stores["a"].inner.objects if is_chunk(key) and "000000000010" in key]:
-                await flip(stores["a"].inner, key)
-            stores["b"].error = None
-            await until(lambda: node.workers["b"].is_off(part(10)))
-            await until(lambda: steps_on(stores["b"].inner.objects) == [11])
-            await until(lambda: steps_on(stores["a"].inner.objects) == [11])  # and is quarantined, scrub or no scrub
-
-    asyncio.run(work())
+async def test_checkpoint_that_no_tier_has_right_is_not_relayed_and_scrubbed_at_once(spool):
+    stores = {name: Double() for name in "ab"}
+    stores["b"].error = StoreUnavailable("no route")
+    async with running(daemon(spool, stores, (ONE, TENS), keep_local=1)) as node:
+        for step in (10, 11):
+            commit(spool, part(step))
+            node.wake()
+            await until(lambda step=step: node.tiers.observed.has(part(step), "a"))
+        await until(lambda: 10 not in steps_in(spool))
+        for key in [key for key in stores["a"].inner.objects if is_chunk(key) and "000000000010" in key]:
+            await flip(stores["a"].inner, key)
+        stores["b"].error = None
+        await until(lambda: node.workers["b"].is_off(part(10)))
+        await until(lambda: steps_on(stores["b"].inner.objects) == [11])
+        await until(lambda: steps_on(stores["a"].inner.objects) == [11])  # and is quarantined, scrub or no scrub
 
 
 def lacking(node, tier: str) -> set[int]:
@@ -307,40 +268,36 @@ def test_a_last_copy_is_reported_though_its_chunks_cannot_be_deleted(spool):
     assert len([1 for place, step, _ in events(node, "pruned") if (place, step) == ("a", 10)]) == 1
 
 
-def test_hold_for_a_tier_ends_only_after_time_in_which_the_tier_was_asked_in_vain(spool, monkeypatch):
+async def test_hold_for_a_tier_ends_only_after_time_in_which_the_tier_was_asked_in_vain(spool, monkeypatch):
     """A daemon at rest looks seldom, and a machine is frozen: a look that fails then says nothing of before."""
     now = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
     monkeypatch.setattr("tierd.daemon.tiers.observations.time", clock)
+    store = Double()
+    node = daemon(spool, {"a": Double(), "b": store}, (ONE, TENS), hold_for="1h")
+    commit(spool, part(1))
 
-    async def work():
-        store = Double()
-        node = daemon(spool, {"a": Double(), "b": store}, (ONE, TENS), hold_for="1h")
-        commit(spool, part(1))
+    async def silent(later, error=None):
+        now[0] += later
+        store.error = error
+        with contextlib.suppress(StoreUnavailable):
+            await node.observe("b")
+        return node.inventory().silent
 
-        async def silent(later, error=None):
-            now[0] += later
-            store.error = error
-            with contextlib.suppress(StoreUnavailable):
-                await node.observe("b")
-            return node.inventory().silent
-
-        down = StoreUnavailable("no route")
-        assert not await silent(0.0)
-        now[0] += 86_400.0
-        node.tiers.observed.doubt("b")  # what was seen there does not count any more, and nobody has asked yet
-        assert not node.inventory().silent
-        assert not await silent(0.0, down)
-        for _ in range(5):
-            assert not await silent(500.0, down)
-        now[0] += 86_400.0
-        assert not node.inventory().silent
-        assert not await silent(0.0, down)
-        assert await silent(500.0, down) == {"b"}
-        assert not await silent(1.0)
-        assert not await silent(3000.0, down)
-
-    asyncio.run(work())
+    down = StoreUnavailable("no route")
+    assert not await silent(0.0)
+    now[0] += 86_400.0
+    node.tiers.observed.doubt("b")  # what was seen there does not count any more, and nobody has asked yet
+    assert not node.inventory().silent
+    assert not await silent(0.0, down)
+    for _ in range(5):
+        assert not await silent(500.0, down)
+    now[0] += 86_400.0
+    assert not node.inventory().silent
+    assert not await silent(0.0, down)
+    assert await silent(500.0, down) == {"b"}
+    assert not await silent(1.0)
+    assert not await silent(3000.0, down)
 
 
 class Small(Double):
@@ -360,47 +317,43 @@ def test_a_full_tier_gives_up_the_oldest_it_holds_for_others_until_puts_work_aga
     async def work():
         fast, slow = Small(4), Double()
         slow.error = StoreUnavailable("no route")
-        async with running(daemon(spool, {"a": fast, "b": slow}, (ONE, TENS), keep_local=1)) as node:
-            for step in range(9, 52):
+        async with running(daemon(spool, {"a": fast, "b": slow}, (ONE, FIVES), keep_local=1)) as node:
+            for step in range(4, 27):
                 commit(spool, part(step))
                 node.wake()
                 await until(lambda step=step: node.tiers.observed.has(part(step), "a"))
-            await until(lambda: steps_on(fast.inner.objects)[-1] == 51 and len(steps_on(fast.inner.objects)) <= 4)
+            await until(lambda: steps_on(fast.inner.objects)[-1] == 26 and len(steps_on(fast.inner.objects)) <= 4)
             slow.error = None
             await settle(node)
         return await contents(fast.inner), await contents(slow.inner), node
 
     fast, slow, node = asyncio.run(work())
     lost = [step for _, step, _ in events(node, "given up")]
-    assert lost == [10, 20][: len(lost)] and lost
-    assert steps_on(slow) == [step for step in (10, 20, 30, 40, 50) if step not in lost] + [51]
-    assert steps_on(fast) == [51]
+    assert lost == [5, 10][: len(lost)] and lost
+    assert steps_on(slow) == [step for step in (5, 10, 15, 20, 25) if step not in lost] + [26]
+    assert steps_on(fast) == [26]
 
 
-def test_full_tier_continues_where_a_prune_waits_for_a_copy_that_nobody_may_quarantine(spool):
+async def test_full_tier_continues_where_a_prune_waits_for_a_copy_that_nobody_may_quarantine(spool):
     """Step 1 waits on `a` for an hour each time, because `b` lets nothing be deleted, and has it without a chunk."""
     rich = RetentionPolicy(keep_last=1000)
+    fast, slow = Small(5), Double()
+    for step in range(4):
+        commit(spool, part(step))
+    async with running(daemon(spool, {"a": fast, "b": slow}, (rich, rich))) as node:
+        await settle(node)
+    await slow.inner.delete([key for key in slow.inner.keys if is_chunk(key) and part(1).checkpoint.name in key])
 
-    async def work():
-        fast, slow = Small(5), Double()
-        for step in range(4):
+    def refuse(operation: str, key: str) -> None:
+        if operation == "delete":
+            raise DeleteRefused(key)
+        if operation == "put" and is_chunk(key):
+            raise StoreUnavailable(key)
+
+    slow.before = refuse
+    async with running(daemon(spool, {"a": fast, "b": slow}, (RetentionPolicy(keep_last=2), rich))) as node:
+        for step in range(4, 10):
             commit(spool, part(step))
-        async with running(daemon(spool, {"a": fast, "b": slow}, (rich, rich))) as node:
-            await settle(node)
-        await slow.inner.delete([key for key in slow.inner.keys if is_chunk(key) and part(1).checkpoint.name in key])
-
-        def refuse(operation: str, key: str) -> None:
-            if operation == "delete":
-                raise DeleteRefused(key)
-            if operation == "put" and is_chunk(key):
-                raise StoreUnavailable(key)
-
-        slow.before = refuse
-        async with running(daemon(spool, {"a": fast, "b": slow}, (RetentionPolicy(keep_last=2), rich))) as node:
-            for step in range(4, 10):
-                commit(spool, part(step))
-                await until(lambda step=step: node.retry_now() or node.tiers.observed.has(part(step), "a"))
-            assert 1 in steps_on(fast.inner.objects)
-            assert [step for _, step, _ in events(node, "given up")] == [4, 5]
-
-    asyncio.run(work())
+            await until(lambda step=step: node.retry_now() or node.tiers.observed.has(part(step), "a"))
+        assert 1 in steps_on(fast.inner.objects)
+        assert [step for _, step, _ in events(node, "given up")] == [4, 5]

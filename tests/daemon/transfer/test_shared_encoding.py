@@ -112,168 +112,136 @@ async def chunks(store) -> dict[str, bytes]:
     return {key: data for key, data in (await contents(store)).items() if is_chunk(key)}
 
 
-def test_memory_is_used_again_once_no_flush_sends_its_bytes(spool, monkeypatch):
+async def test_memory_is_used_again_once_no_flush_sends_its_bytes(spool, monkeypatch):
     """Two tiers that take their time with each chunk: nobody else writes to its memory meanwhile."""
     saved(spool)
     made, real = [], buffers.memory_for
     monkeypatch.setattr(buffers, "memory_for", lambda size: made.append(size) or real(size))
-
-    async def run() -> None:
-        shared, stores = encoding(), [Slow(), Slow()]
-        ways = [way(store, shared) for store in stores]
-        await asyncio.gather(*(flush(spool, PART, one) for one in ways))
-        assert at_rest(shared, *ways) and not shared.buffers._idle and not shared.buffers._used
-        one, other = [await chunks(store) for store in stores]
-        assert one == other and len(one) == CHUNKS
-
-    asyncio.run(run())
+    shared, stores = encoding(), [Slow(), Slow()]
+    ways = [way(store, shared) for store in stores]
+    await asyncio.gather(*(flush(spool, PART, one) for one in ways))
+    assert at_rest(shared, *ways) and not shared.buffers._idle and not shared.buffers._used
+    one, other = [await chunks(store) for store in stores]
+    assert one == other and len(one) == CHUNKS
     assert len(made) < 3 * CHUNKS  # each chunk is read once, and read back twice
 
 
-def test_two_tiers_cost_one_read_one_verification_and_one_encoding(spool, work):
+async def test_two_tiers_cost_one_read_one_verification_and_one_encoding(spool, work):
     saved(spool)
+    shared, stores = encoding(), [Gated(), Gated()]
+    ways = [way(store, shared) for store in stores]
+    begun = [asyncio.ensure_future(flush(spool, PART, one)) for one in ways]
+    while not all(store.waiting for store in stores):  # one that begins late does by itself what it has missed
+        await asyncio.sleep(0.001)
+    for store in stores:
+        store.open()
+    await asyncio.gather(*begun)
+    assert work == {"read": CHUNKS, "encoded": CHUNKS}
+    assert len(await chunks(stores[0])) == CHUNKS and await contents(stores[0]) == await contents(stores[1])
+    assert at_rest(shared, *ways)
 
-    async def run() -> None:
-        shared, stores = encoding(), [Gated(), Gated()]
-        ways = [way(store, shared) for store in stores]
-        begun = [asyncio.ensure_future(flush(spool, PART, one)) for one in ways]
-        while not all(store.waiting for store in stores):  # one that begins late does by itself what it has missed
+
+async def test_tier_that_joins_later_shares_the_current_chunks_and_reads_the_missed_chunks(spool, work):
+    saved(spool)
+    shared, first, late = encoding(), Gated(open_for=10), Double()
+    ways = [way(first, shared), way(late, shared)]
+    begun = asyncio.ensure_future(flush(spool, PART, ways[0]))
+    while len(first.puts(is_chunk)) < 10 or work["encoded"] < 18:  # 10 are there, and 8 wait at the gate
+        await asyncio.sleep(0.001)
+    await flush(spool, PART, ways[1])
+    first.open()
+    await begun
+    assert work == {"read": CHUNKS + 10, "encoded": CHUNKS + 10}  # the first read none that the late one had read
+    assert await contents(first) == await contents(late)
+    assert at_rest(shared, *ways)
+
+
+async def test_a_tier_that_is_behind_joins_at_once_where_hardly_anything_can_be_kept(spool, work):
+    saved(spool)
+    shared, stores = encoding(CHUNK), [Gated(open_for=10), Gated()]
+    ways = [way(store, shared, total=CHUNK) for store in stores]
+    flushes = []
+
+    async def waiting(step: int) -> None:
+        while any(not store.waiting and len(store.puts(is_chunk)) < step for store in stores[: len(flushes)]):
             await asyncio.sleep(0.001)
+
+    for one in ways:
+        flushes.append(asyncio.ensure_future(flush(spool, PART, one)))
+        await waiting(CHUNKS)
+    for _ in range(CHUNKS - 10):
         for store in stores:
-            store.open()
-        await asyncio.gather(*begun)
-        assert work == {"read": CHUNKS, "encoded": CHUNKS}
-        assert len(await chunks(stores[0])) == CHUNKS and await contents(stores[0]) == await contents(stores[1])
-        assert at_rest(shared, *ways)
-
-    asyncio.run(run())
-
-
-def test_tier_that_joins_later_shares_the_current_chunks_and_reads_the_missed_chunks(spool, work):
-    saved(spool)
-
-    async def run() -> None:
-        shared, first, late = encoding(), Gated(open_for=10), Double()
-        ways = [way(first, shared), way(late, shared)]
-        begun = asyncio.ensure_future(flush(spool, PART, ways[0]))
-        while len(first.puts(is_chunk)) < 10 or work["encoded"] < 18:  # 10 are there, and 8 wait at the gate
-            await asyncio.sleep(0.001)
-        await flush(spool, PART, ways[1])
-        first.open()
-        await begun
-        assert work == {"read": CHUNKS + 10, "encoded": CHUNKS + 10}  # the first read none that the late one had read
-        assert await contents(first) == await contents(late)
-        assert at_rest(shared, *ways)
-
-    asyncio.run(run())
-
-
-def test_a_tier_that_is_behind_joins_at_once_where_hardly_anything_can_be_kept(spool, work):
-    saved(spool)
-
-    async def run() -> None:
-        shared, stores = encoding(CHUNK), [Gated(open_for=10), Gated()]
-        ways = [way(store, shared, total=CHUNK) for store in stores]
-        flushes = []
-
-        async def waiting(step: int) -> None:
-            while any(not store.waiting and len(store.puts(is_chunk)) < step for store in stores[: len(flushes)]):
-                await asyncio.sleep(0.001)
-
-        for one in ways:
-            flushes.append(asyncio.ensure_future(flush(spool, PART, one)))
-            await waiting(CHUNKS)
-        for _ in range(CHUNKS - 10):
-            for store in stores:
-                store.gate.release()
-            await asyncio.sleep(0.005)
-            await waiting(CHUNKS)
-        stores[1].open()
-        await asyncio.gather(*flushes)
-        assert work["read"] <= CHUNKS + 12  # it missed ten
-        assert await contents(stores[0]) == await contents(stores[1])
-        assert at_rest(shared, *ways)
-
-    asyncio.run(run())
+            store.gate.release()
+        await asyncio.sleep(0.005)
+        await waiting(CHUNKS)
+    stores[1].open()
+    await asyncio.gather(*flushes)
+    assert work["read"] <= CHUNKS + 12  # it missed ten
+    assert await contents(stores[0]) == await contents(stores[1])
+    assert at_rest(shared, *ways)
 
 
 @pytest.mark.parametrize("window", [CHUNK, 4 * CHUNK, 1 << 20])
-def test_tier_that_stands_still_holds_up_neither_another_tier_nor_memory(spool, work, window):
+async def test_tier_that_stands_still_holds_up_neither_another_tier_nor_memory(spool, work, window):
     saved(spool)
-
-    async def run() -> None:
-        shared, fast, stopped = encoding(window), Double(), Gated()
-        ways = [way(fast, shared, total=CHUNK), way(stopped, shared, total=3 * CHUNK)]
-        waiting = asyncio.ensure_future(flush(spool, PART, ways[1]))
-        while not ways[1].budget.is_wanted:  # it has all that it may have
-            await asyncio.sleep(0.001)
-        async with asyncio.timeout(60):
-            await flush(spool, PART, ways[0])
-        assert not stopped.puts(is_chunk) and len(fast.puts(is_chunk)) == CHUNKS
-        stopped.open()
-        await waiting
-        assert await contents(fast) == await contents(stopped)
-        assert work["read"] <= 2 * CHUNKS
-        assert at_rest(shared, *ways)
-
-    asyncio.run(run())
+    shared, fast, stopped = encoding(window), Double(), Gated()
+    ways = [way(fast, shared, total=CHUNK), way(stopped, shared, total=3 * CHUNK)]
+    waiting = asyncio.ensure_future(flush(spool, PART, ways[1]))
+    while not ways[1].budget.is_wanted:  # it has all that it may have
+        await asyncio.sleep(0.001)
+    async with asyncio.timeout(60):
+        await flush(spool, PART, ways[0])
+    assert not stopped.puts(is_chunk) and len(fast.puts(is_chunk)) == CHUNKS
+    stopped.open()
+    await waiting
+    assert await contents(fast) == await contents(stopped)
+    assert work["read"] <= 2 * CHUNKS
+    assert at_rest(shared, *ways)
 
 
-def test_slow_tier_takes_from_the_window_the_chunks_that_fit_there(spool, work):
+async def test_slow_tier_takes_from_the_window_the_chunks_that_fit_there(spool, work):
     """It reads nothing anew where all that it lags behind is kept."""
     saved(spool)
-
-    async def run() -> None:
-        shared, fast, slow = encoding(), Gated(), Slow()
-        ways = [way(slow, shared, total=2 * CHUNK), way(fast, shared)]
-        begun = [asyncio.ensure_future(flush(spool, PART, one)) for one in ways]
-        while not (fast.waiting and slow.puts(is_chunk)):  # one that begins late does by itself what it has missed
-            await asyncio.sleep(0.001)
-        fast.open()
-        await asyncio.gather(*begun)
-        assert work == {"read": CHUNKS, "encoded": CHUNKS}
-        assert await contents(fast) == await contents(slow)
-        assert at_rest(shared, *ways)
-
-    asyncio.run(run())
+    shared, fast, slow = encoding(), Gated(), Slow()
+    ways = [way(slow, shared, total=2 * CHUNK), way(fast, shared)]
+    begun = [asyncio.ensure_future(flush(spool, PART, one)) for one in ways]
+    while not (fast.waiting and slow.puts(is_chunk)):  # one that begins late does by itself what it has missed
+        await asyncio.sleep(0.001)
+    fast.open()
+    await asyncio.gather(*begun)
+    assert work == {"read": CHUNKS, "encoded": CHUNKS}
+    assert await contents(fast) == await contents(slow)
+    assert at_rest(shared, *ways)
 
 
-def test_failure_of_a_tier_does_not_reach_another(spool):
+async def test_failure_of_a_tier_does_not_reach_another(spool):
     saved(spool)
+    shared, sound, broken = encoding(), Double(), Double()
 
-    async def run() -> None:
-        shared, sound, broken = encoding(), Double(), Double()
+    def fail(operation: str, key: str) -> None:
+        if operation == "put" and len(broken.puts(is_chunk)) == 5:
+            raise StoreUnavailable("the network went away")
 
-        def fail(operation: str, key: str) -> None:
-            if operation == "put" and len(broken.puts(is_chunk)) == 5:
-                raise StoreUnavailable("the network went away")
-
-        broken.before = fail
-        ways = [way(broken, shared), way(sound, shared)]
-        found = await asyncio.gather(*(flush(spool, PART, one) for one in ways), return_exceptions=True)
-        assert isinstance(found[0], StoreUnavailable) and not isinstance(found[1], BaseException)
-        assert len(await chunks(sound)) == CHUNKS
-        assert at_rest(shared, *ways)
-
-    asyncio.run(run())
+    broken.before = fail
+    ways = [way(broken, shared), way(sound, shared)]
+    found = await asyncio.gather(*(flush(spool, PART, one) for one in ways), return_exceptions=True)
+    assert isinstance(found[0], StoreUnavailable) and not isinstance(found[1], BaseException)
+    assert len(await chunks(sound)) == CHUNKS
+    assert at_rest(shared, *ways)
 
 
-def test_chunk_that_is_corrupt_in_the_spool_is_shown_on_no_tier(spool):
+async def test_chunk_that_is_corrupt_in_the_spool_is_shown_on_no_tier(spool):
     saved(spool)
     damage(spool.path(PART) / "w", "flip")
-
-    async def run() -> None:
-        shared, stores = encoding(), [Double(), Double()]
-        ways = [way(store, shared) for store in stores]
-        found = await asyncio.gather(*(flush(spool, PART, one) for one in ways), return_exceptions=True)
-        assert all(isinstance(one, CorruptChunk) for one in found)
-        assert not any(store.puts(is_manifest) for store in stores)
-        assert at_rest(shared, *ways)
-
-    asyncio.run(run())
+    shared, stores = encoding(), [Double(), Double()]
+    ways = [way(store, shared) for store in stores]
+    found = await asyncio.gather(*(flush(spool, PART, one) for one in ways), return_exceptions=True)
+    assert all(isinstance(one, CorruptChunk) for one in found)
+    assert not any(store.puts(is_manifest) for store in stores)
+    assert at_rest(shared, *ways)
 
 
-def test_whether_a_chunk_is_compressed_is_decided_once_for_all_flushes_of_the_time(spool):
+async def test_whether_a_chunk_is_compressed_is_decided_once_for_all_flushes_of_the_time(spool):
     """The decision changes while the second tier lags behind, and reads all of it anew."""
     commit(spool, PART, {"w": b"".join(bytes([n]) * CHUNK for n in range(CHUNKS))})
 
@@ -284,17 +252,14 @@ def test_whether_a_chunk_is_compressed_is_decided_once_for_all_flushes_of_the_ti
             self.answers += 1
             return self.answers % 2 == 0
 
-    async def run() -> None:
-        shared, stores = Encoding(Moody(), Counted(1)), [Double(), Gated()]
-        ways = [way(store, shared, total=CHUNK) for store in stores]
-        late = asyncio.ensure_future(flush(spool, PART, ways[1]))
-        await flush(spool, PART, ways[0])
-        stores[1].open()
-        await late
-        assert await contents(stores[0]) == await contents(stores[1])
-        assert {key.rpartition(".")[2] for key in await chunks(stores[0])} == {"raw", "zst"}
-
-    asyncio.run(run())
+    shared, stores = Encoding(Moody(), Counted(1)), [Double(), Gated()]
+    ways = [way(store, shared, total=CHUNK) for store in stores]
+    late = asyncio.ensure_future(flush(spool, PART, ways[1]))
+    await flush(spool, PART, ways[0])
+    stores[1].open()
+    await late
+    assert await contents(stores[0]) == await contents(stores[1])
+    assert {key.rpartition(".")[2] for key in await chunks(stores[0])} == {"raw", "zst"}
 
 
 class Fickle(MemoryStore):
@@ -315,7 +280,7 @@ class Fickle(MemoryStore):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_tiers_of_any_kind_have_the_same_chunks_in_the_end(spool, seed):
+async def test_tiers_of_any_kind_have_the_same_chunks_in_the_end(spool, seed):
     """Of any speed, with failures and cuts, with room for much or hardly anything."""
     rng = random.Random(seed)
     sizes = [rng.choice([1, CHUNK // 2, CHUNK]) for _ in range(rng.randrange(1, 20))]
@@ -334,15 +299,12 @@ def test_tiers_of_any_kind_have_the_same_chunks_in_the_end(spool, seed):
             except (TierdError, TimeoutError):
                 continue
 
-    async def run() -> None:
-        async with asyncio.timeout(60):
-            await asyncio.gather(*(flushed(one) for one in ways))
-        assert at_rest(shared, *ways)
-        for store in stores:
-            found = await contents(store)
-            manifest = decode(found[PART.manifest_key], PART)
-            named = {f"{PART.checkpoint.run}/{chunk.stored.key}" for chunk in manifest.chunks()}
-            assert named == set(await chunks(store))
-            assert await chunks(store) == await chunks(stores[0])
-
-    asyncio.run(run())
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(flushed(one) for one in ways))
+    assert at_rest(shared, *ways)
+    for store in stores:
+        found = await contents(store)
+        manifest = decode(found[PART.manifest_key], PART)
+        named = {f"{PART.checkpoint.run}/{chunk.stored.key}" for chunk in manifest.chunks()}
+        assert named == set(await chunks(store))
+        assert await chunks(store) == await chunks(stores[0])

@@ -97,7 +97,7 @@ def test_checkpoints_wanted_for_good_hold_up_no_newest(spool):
     assert first.count(False) >= _SENT / 4, "and both kinds go on"
 
 
-def test_no_copy_is_deleted_because_of_a_newer_copy_that_is_rotten(spool):
+async def test_no_copy_is_deleted_because_of_a_newer_copy_that_is_rotten(spool):
     """Simulation, seed 224: the newest was rotten before any tier had it, and the one before it went."""
 
     class Stuck(MemoryStore):
@@ -108,25 +108,21 @@ def test_no_copy_is_deleted_because_of_a_newer_copy_that_is_rotten(spool):
             return await super().put(key, data)
 
     waiting, go, store = asyncio.Event(), asyncio.Event(), Stuck()
-
-    async def work() -> None:
-        daemon = reconciler(spool, {"tier": store}, keep=2, keep_local=1)
-        for step in (1, 2, 3):
-            commit(spool, part(step))
-        corrupt(spool.path(part(2)) / "weights.bin")
-        async with running(daemon):
-            await waiting.wait()  # the third is on its way, and stays there
-            await until(lambda: spool.quarantined())
-            assert steps_in(spool) == [1, 3]
-            go.set()
-            await settle(daemon)
-
-    asyncio.run(work())
+    daemon = reconciler(spool, {"tier": store}, keep=2, keep_local=1)
+    for step in (1, 2, 3):
+        commit(spool, part(step))
+    corrupt(spool.path(part(2)) / "weights.bin")
+    async with running(daemon):
+        await waiting.wait()  # the third is on its way, and stays there
+        await until(lambda: spool.quarantined())
+        assert steps_in(spool) == [1, 3]
+        go.set()
+        await settle(daemon)
     assert steps_on(store.keys)[-2:] == [1, 3]
 
 
 @pytest.mark.parametrize("what", ["pin", "restore"])
-def test_only_copy_that_becomes_wanted_before_its_deletion_is_kept(spool, monkeypatch, what):
+async def test_only_copy_that_becomes_wanted_before_its_deletion_is_kept(spool, monkeypatch, what):
     """The newer copies are read before it goes, which takes minutes."""
     hurry(monkeypatch)
 
@@ -136,28 +132,25 @@ def test_only_copy_that_becomes_wanted_before_its_deletion_is_kept(spool, monkey
                 await asyncio.sleep(3600)
             return await super().put(key, data)
 
-    async def work() -> None:
-        daemon = reconciler(spool, {"tier": Stuck()}, keep=2, keep_local=1)
-        one, is_right = part(1).checkpoint, daemon.scrubber.is_right
+    daemon = reconciler(spool, {"tier": Stuck()}, keep=2, keep_local=1)
+    one, is_right = part(1).checkpoint, daemon.scrubber.is_right
 
-        async def meanwhile(copy):
-            if what == "pin":
-                spool.pin(one, pinned=True)
-            else:
-                daemon.requests.needed[one] += 1
-            return await is_right(copy)
+    async def meanwhile(copy):
+        if what == "pin":
+            spool.pin(one, pinned=True)
+        else:
+            daemon.requests.needed[one] += 1
+        return await is_right(copy)
 
-        monkeypatch.setattr(daemon.scrubber, "is_right", meanwhile)
-        for step in range(1, 7):
-            commit(spool, part(step))
-        async with running(daemon):
-            await until(lambda: 2 not in steps_in(spool))
-            assert 1 in steps_in(spool)
-
-    asyncio.run(work())
+    monkeypatch.setattr(daemon.scrubber, "is_right", meanwhile)
+    for step in range(1, 7):
+        commit(spool, part(step))
+    async with running(daemon):
+        await until(lambda: 2 not in steps_in(spool))
+        assert 1 in steps_in(spool)
 
 
-def test_a_deletion_that_fails_holds_up_no_flush(spool, monkeypatch):
+async def test_a_deletion_that_fails_holds_up_no_flush(spool, monkeypatch):
     hurry(monkeypatch)
     store = Double()
 
@@ -165,22 +158,21 @@ def test_a_deletion_that_fails_holds_up_no_flush(spool, monkeypatch):
         if operation == "delete" and "/manifests/" in key:
             raise StoreUnavailable("not now")
 
-    async def work() -> None:
-        daemon = reconciler(spool, {"tier": store}, keep=1, keep_local=100)
-        store.before = refuse
-        async with running(daemon):
-            for step in range(1, 6):
-                commit(spool, part(step))
-                daemon.wake()
-                await until(lambda step=step: daemon.tiers.observed.has(part(step), "tier"))
-            assert daemon.journal.counters["errors"]
-            store.before = None
-            await settle(daemon)
-
-    asyncio.run(work())
+    daemon = reconciler(spool, {"tier": store}, keep=1, keep_local=100)
+    store.before = refuse
+    async with running(daemon):
+        for step in range(1, 6):
+            commit(spool, part(step))
+            daemon.wake()
+            await until(lambda step=step: daemon.tiers.observed.has(part(step), "tier"))
+        assert daemon.journal.counters["errors"]
+        store.before = None
+        await settle(daemon)
 
 
-def test_a_prune_waits_for_the_copy_that_cannot_be_read_and_is_not_asked_for_again_each_second(spool, monkeypatch):
+async def test_a_prune_waits_for_the_copy_that_cannot_be_read_and_is_not_asked_for_again_each_second(
+    spool, monkeypatch
+):
     hurry(monkeypatch)
     observed, failing = [], [True]
 
@@ -189,37 +181,34 @@ def test_a_prune_waits_for_the_copy_that_cannot_be_read_and_is_not_asked_for_aga
             await asyncio.Event().wait()
             raise AssertionError
 
-    async def work() -> None:
-        daemon = reconciler(spool, {"tier": Down()}, keep=1, keep_local=1)
-        real, wrong = daemon.tiers.lacking, daemon.scrubber._reader.read
+    daemon = reconciler(spool, {"tier": Down()}, keep=1, keep_local=1)
+    real, wrong = daemon.tiers.lacking, daemon.scrubber._reader.read
 
-        async def lacking(parts):
-            observed.append(parts)
-            return await real(parts)
+    async def lacking(parts):
+        observed.append(parts)
+        return await real(parts)
 
-        async def read(copy):
-            if failing:
-                raise OSError(errno.EIO, "Input/output error")
-            return await wrong(copy)
+    async def read(copy):
+        if failing:
+            raise OSError(errno.EIO, "Input/output error")
+        return await wrong(copy)
 
-        async def is_right(part):
-            return not failing
+    async def is_right(part):
+        return not failing
 
-        monkeypatch.setattr(daemon.tiers, "lacking", lacking)
-        monkeypatch.setattr(daemon.scrubber._reader, "read", read)
-        monkeypatch.setattr(daemon.scrubber._reader, "is_right", is_right)
-        for step in (1, 2):
-            commit(spool, part(step))
-        async with running(daemon):
-            await until(lambda: observed and daemon.scrubber.rests_s(part(2)) > 60)
-            await asyncio.sleep(0.1)
-            before = len(observed)
-            for _ in range(10):
-                daemon.wake()
-                await asyncio.sleep(0.05)
-            assert len(observed) == before
-            failing.clear()
-            await daemon.scrubber.scrub(ScrubbedCopy(SPOOL, part(2)))  # its turn comes
-            await until(lambda: steps_in(spool) == [2])
-
-    asyncio.run(work())
+    monkeypatch.setattr(daemon.tiers, "lacking", lacking)
+    monkeypatch.setattr(daemon.scrubber._reader, "read", read)
+    monkeypatch.setattr(daemon.scrubber._reader, "is_right", is_right)
+    for step in (1, 2):
+        commit(spool, part(step))
+    async with running(daemon):
+        await until(lambda: observed and daemon.scrubber.rests_s(part(2)) > 60)
+        await asyncio.sleep(0.1)
+        before = len(observed)
+        for _ in range(10):
+            daemon.wake()
+            await asyncio.sleep(0.05)
+        assert len(observed) == before
+        failing.clear()
+        await daemon.scrubber.scrub(ScrubbedCopy(SPOOL, part(2)))  # its turn comes
+        await until(lambda: steps_in(spool) == [2])

@@ -72,14 +72,6 @@ def test_chunks_that_a_reader_fetched_are_used_by_the_next_reader_and_a_whole_fe
     assert not list((fresh.control / "fetch").iterdir())
 
 
-def test_partial_chunk_that_turned_bad_is_fetched_again(store, fresh):
-    bring(fresh, store, {WEIGHTS: [(0, 3)]})
-    path = fresh.fetching(PART) / WEIGHTS
-    path.write_bytes(flipped(path.read_bytes(), CHUNK + 7))
-    assert bring(fresh, store, {WEIGHTS: [(0, 3)]}).chunks == 1
-    assert path.read_bytes()[: 3 * CHUNK] == FILES[WEIGHTS][: 3 * CHUNK]
-
-
 def test_repair_of_a_committed_part_replaces_only_the_wanted_chunks(spool, store):
     path = spool.path(PART) / WEIGHTS
     path.write_bytes(flipped(flipped(path.read_bytes(), 5), 3 * CHUNK + 5))
