@@ -122,7 +122,6 @@ gate: loaders/ready
 	TIERD_STATES=20000 $(BIN)/python -m pytest -n 2 tests/state/test_any_state.py
 	TIERD_SEEDS=100 $(BIN)/python -m pytest -n 2 $$(grep -rlE --include='test_*.py' 'from support.seeds|^@given' tests)
 	TIERD_KILLS=24 $(BIN)/python -m pytest -n 2 tests/end_to_end/test_acceptance.py
-	TIERD_CORRUPTIONS=400 $(BIN)/python -m pytest tests/end_to_end/test_corruption.py
 	TIERD_KILLS=50 $(BIN)/python -m pytest -m system tests/system/test_ranks_s3.py
 
 format: $(READY)

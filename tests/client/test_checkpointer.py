@@ -15,12 +15,7 @@ from support.world import listing
 import tierd
 from tierd.client.checkpointer import made_of
 from tierd.client.saving import pipeline
-from tierd.core.errors import (
-    ConfigError,
-    ManifestError,
-    StateRefused,
-    StepRefused,
-)
+from tierd.core.errors import ConfigError, ManifestError, StateRefused, StepRefused
 
 
 def test_training_continues_exactly_where_it_was_saved(spool):

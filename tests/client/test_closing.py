@@ -23,7 +23,7 @@ from tierd.client import attachment, closing, outliving
 from tierd.client.acceptance import Acceptance
 from tierd.client.attachment import Attachment
 from tierd.client.checkpointer import made_of
-from tierd.client.outliving import namespace_ends_with_us, would_end
+from tierd.client.outliving import would_end
 from tierd.client.saving import pipeline
 from tierd.core.errors import ConfigError, DaemonUnavailable, SaveFailed, StoreRefused, StoreUnavailable
 from tierd.core.planning.unflushed import Remaining, TierTrouble, Unflushed
@@ -130,23 +130,6 @@ def test_a_wait_that_did_not_succeed_is_waited_for_again(spool):
     checkpointer.close(wait="s3", timeout=60)  # that is known
 
 
-def test_close_refuses_a_mistyped_tier_and_waits_for_a_valid_tier(spool, caplog):
-    refused = failing(StoreRefused("/mnt/typo does not exist"))
-    with Daemon(spool.root, {"s3": refused}) as daemon:
-        checkpointer = saved(spool, 1, 2)
-        wait_until(lambda: daemon.reconciler.workers["s3"].last_error)
-        with pytest.raises(ConfigError, match="it has s3"):
-            checkpointer.close(wait="s4")
-        assert warnings(caplog) == [
-            "closed: 2 saves (steps 1, 2) are on no tier, only in the spool: "
-            "no tier accepts checkpoints (s3: /mnt/typo does not exist)"
-        ]
-        refused.error = None
-        wait_until(lambda: not daemon.reconciler.workers["s3"].last_error)
-        checkpointer.close(wait="s3", timeout=60)
-        assert all(daemon.reconciler.tiers.observed.has(one, "s3") for one in spool.parts())
-
-
 def test_a_save_that_failed_is_on_no_tier(spool, monkeypatch):
     disk = SmallDisk(monkeypatch, spool.root, 0)
     with Daemon(spool.root, {"s3": Double()}) as daemon:
@@ -228,15 +211,6 @@ def test_close_raises_if_the_last_saves_met_a_full_disk(spool, alone, monkeypatc
     alone.close()  # it has raised once
 
 
-def test_close_raises_for_lost_saves_although_a_daemon_runs(spool, monkeypatch):
-    SmallDisk(monkeypatch, spool.root, 0)
-    with Daemon(spool.root, {"s3": Double()}):
-        checkpointer = tierd.Checkpointer(spool.root, "run")
-        save_all(checkpointer, *range(7))
-        with pytest.raises(SaveFailed, match=r"7 saves \(steps 0, 1, 2, 3, 4, 5, 6\) are in no place"):
-            checkpointer.close(timeout=60)
-
-
 def test_close_raises_nothing_if_a_later_save_became_durable(spool, alone, monkeypatch):
     disk = SmallDisk(monkeypatch, spool.root, 0)
     save_all(alone, 1, 2)
@@ -296,12 +270,6 @@ def test_the_loops_exception_is_kept_and_gets_a_note_of_the_lost_state(spool, mo
         raise raised
     assert seen.value is raised
     assert "1 save (step 1) is in no place" in "".join(raised.__notes__) and "closing failed, too" in caplog.text
-
-
-def test_the_with_block_raises_if_the_last_state_is_lost(spool, monkeypatch):
-    SmallDisk(monkeypatch, spool.root, 0)
-    with pytest.raises(SaveFailed, match="in no place"), tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
-        save_all(checkpointer, 1)
 
 
 def test_a_tier_that_is_not_reached_in_time_hides_no_lost_state(spool, monkeypatch, caplog):
@@ -428,10 +396,6 @@ def test_exception_in_flight_reaches_the_caller(spool, caplog, monkeypatch):
 )
 def test_whether_the_namespace_ends_with_us(pid, ancestors, first, own, ends):
     assert would_end(pid, ancestors, first, own_namespace=own) is ends
-
-
-def test_end_of_the_namespace_is_detected_without_an_error():
-    assert namespace_ends_with_us() in (True, False)
 
 
 def test_who_is_at_the_other_end_matters_only_in_a_namespace_that_ends(monkeypatch):

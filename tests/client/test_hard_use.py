@@ -32,47 +32,9 @@ def quick(monkeypatch):
     timed_client(monkeypatch, start_s=0.2)
 
 
-@pytest.fixture
-def slow(monkeypatch):
-    """A copy that takes its time, as a large state does."""
-    real = Snapshot.copy
-
-    def copy(snapshot, slot):
-        time.sleep(0.3)
-        real(snapshot, slot)
-
-    monkeypatch.setattr(Snapshot, "copy", copy)
-
-
 def after(seconds: float, handler) -> None:
     signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, seconds)
-
-
-def test_a_signal_handler_may_save_while_a_save_is_copying(spool, local, slow):
-    """Preemption: SIGTERM comes when it likes, and its handler saves."""
-    saved = []
-    after(0.1, lambda *_: saved.append(local.save(2, tensors(2))))
-    local.save(1, tensors(1)).wait(timeout=60)
-    saved[0].wait(timeout=60)
-    for step in (1, 2):
-        assert same(restored(spool, step)[1], step)
-
-
-def test_interrupted_save_is_no_checkpoint_and_blocks_no_later_save(spool, local, slow):
-    """Ctrl-C in a notebook: training may change the state from then on, so that save must not come to be."""
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    state = tensors(1)
-    after(0.1, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        local.save(1, state)
-    for tensor in state.values():
-        tensor.zero_()
-    local.save(1, tensors(1)).wait(timeout=60)
-    assert same(restored(spool, 1)[1], 1)
 
 
 @pytest.mark.parametrize(

@@ -187,15 +187,6 @@ async def test_an_idle_daemon_ends_when_the_last_trainer_has_gone_and_all_is_flu
         pass  # and let go of the spool
 
 
-@pytest.mark.parametrize("parts", [0, 2])
-async def test_an_idle_daemon_that_no_trainer_started_ends_when_all_is_flushed(spool, tmp_path, parts):
-    for step in range(parts):
-        commit(spool, part(step))
-    async with asyncio.timeout(60):  # and not the 120 s that a trainer has
-        assert await service.serve(served(spool, tmp_path), until_idle=True) == ()
-    assert len(list((tmp_path / "tier").glob(f"{RUN}/manifests/*"))) == parts
-
-
 async def test_idle_daemon_runs_while_a_part_is_left_to_flush(spool, monkeypatch):
     store = Double()
     store.error = StoreUnavailable("down")
@@ -217,11 +208,6 @@ async def test_idle_daemon_runs_while_a_part_is_left_to_flush(spool, monkeypatch
     store.error = None
     async with asyncio.timeout(60):
         await daemon
-
-
-def test_wait_until_can_fail():
-    with pytest.raises(AssertionError):
-        wait_until(lambda: False, 0.05)
 
 
 async def test_errors_of_the_observers_own_end_are_not_logged(tmp_path, monkeypatch, caplog) -> None:

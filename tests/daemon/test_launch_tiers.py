@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.doubles import Double
-from support.timed import timed, timed_client
+from support.timed import timed_client
 from support.training import tensors
 from support.waiting import until, wait_until
 from support.world import Daemon, commit, part
@@ -88,23 +88,6 @@ async def test_daemon_takes_tiers_of_new_launch_when_its_own_tier_is_gone(spool,
         assert not daemon.done()
 
 
-async def test_tier_that_launch_does_not_name_gets_its_wanted_checkpoints_when_it_returns(spool, tmp_path, monkeypatch):
-    timed(monkeypatch, grace_s=0.4)
-    a, b, away = tmp_path / "a", tmp_path / "b", tmp_path / "away"
-    async with serving(spool, [directory(a)]) as daemon:
-        with attached(spool) as first:
-            await attach(first, directory(a))
-            a.rename(away)
-            commit(spool, part(1))
-        with attached(spool) as second:
-            await attach(second, directory(b))
-            await until(lambda: manifests(b) == 1)
-        away.rename(a)
-        async with asyncio.timeout(60):
-            await daemon  # it ends once both tiers have everything
-    assert manifests(a) == manifests(b) == 1
-
-
 async def test_two_trainers_with_different_tiers_get_both(spool, tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     async with serving(spool, [directory(a)]):
@@ -141,20 +124,6 @@ def test_trainer_logs_refused_tiers_with_way_out(spool, tmp_path, caplog):
     with Daemon(spool.root, {"tier": Double()}):
         tierd.Checkpointer(spool.root, "run", to=[directory(tmp_path / "b")]).close()
     assert "other tiers than `to` names" in caplog.text and "systemctl reload" in caplog.text
-
-
-def test_trainer_restarted_with_another_tier_gets_its_saves_there(spool, tmp_path):
-    a, b = tmp_path / "a", tmp_path / "b"
-    with tierd.Checkpointer(spool.root, "run", to=[directory(a)]) as first:
-        a.rename(tmp_path / "away")
-        first.save(1, tensors(1)).wait()
-    try:
-        with tierd.Checkpointer(spool.root, "run", to=[directory(b)]) as second:
-            second.save(2, tensors(2)).wait()
-            wait_until(lambda: manifests(b) == 2)
-    finally:
-        (tmp_path / "away").rename(a)
-    wait_until(lambda: manifests(a) == 2 and _ended(spool))
 
 
 def _ended(spool: Spool) -> bool:

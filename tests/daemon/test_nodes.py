@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from unittest.mock import AsyncMock
 
 import pytest
 from support.node_states import deterministic  # noqa: F401
 from support.nodes import TIER, Node, Nodes, pruned
-from support.world import attempt, part, running, settle
+from support.world import attempt, part
 
 from tierd.core.errors import StoreUnavailable
 from tierd.core.planning.actions import Flush
@@ -30,51 +29,6 @@ async def test_only_rank_0s_node_prunes_and_every_node_is_at_rest_in_the_end(hom
     assert nodes.tier.steps() == [(1, 7, True), (1, 8, True)]
     assert all(node.steps() == [(1, 7), (1, 8)] for node in nodes.alive())
     assert all([not await node.planned() for node in nodes.alive()])
-
-
-async def test_the_office_moves_with_rank_0(home):
-    nodes = Nodes(home, "A", "B", "C", keep=1)
-    seen = []
-    for launch, placing in enumerate((("A", "B"), ("B", "A"), ("C", "A"), ("A", "C")), start=1):
-        for step in (1, 2, 3):
-            nodes.save(
-                10 * launch + step, launch, placing, origin=(launch - 1, 10 * launch - 7) if launch > 1 else None
-            )
-            for who, _, _ in pruned(await nodes.settle()):
-                seen += [who] if [who] != seen[-1:] else []
-    assert seen == ["A", "B", "C", "A"]
-    assert nodes.tier.steps() == [(4, 43, True)]
-
-
-async def test_when_the_janitors_node_is_lost_the_next_launchs_rank_0_takes_over(home):
-    nodes = Nodes(home, "A", "B", keep=1)
-    nodes.save(1, 1, "AB")
-    await nodes.settle()
-    nodes.save(2, 1, "AB")
-    await nodes["A"].turn(), await nodes["B"].turn()  # both have flushed: now A would prune
-    nodes.lose("A")
-    assert pruned(await nodes.settle()) == []
-    assert nodes.tier.steps() == [(1, 1, True), (1, 2, True)]
-    nodes.save(3, 2, "CB", origin=(1, 2))
-    assert pruned(await nodes.settle()) == [("C", 1, 1)]  # and, in the same pass, step 2
-    assert nodes.tier.steps() == [(2, 3, True)]
-
-
-async def test_daemons_at_work_together_are_at_rest_in_the_end(home):
-    """Their own loops, not turns."""
-    nodes = Nodes(home, "A", "B", "C", keep=2)
-    async with running(nodes["A"].daemon), running(nodes["B"].daemon), running(nodes["C"].daemon):
-        for step in range(1, 7):
-            nodes.save(step, 1, "ABC")
-            for node in nodes.alive():
-                node.daemon.wake()
-            await asyncio.sleep(0.01)
-        nodes.save(7, 2, "BCA", origin=(1, 6))
-        for node in nodes.alive() * 3:
-            await settle(node.daemon)
-    assert nodes.tier.steps() == [(1, 6, True), (2, 7, True)]
-    assert {who for who, _ in nodes.tier.pruned} <= {"A", "B"}
-    assert all(node.steps() == [(1, 6), (2, 7)] for node in nodes.alive())
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -79,15 +79,6 @@ def test_a_rank_that_never_saves_again_fills_its_own_node_only_until_something_i
     assert asyncio.run(work()) == [(1, 2), (1, 3), (1, 18), (1, 19)]
 
 
-async def test_a_rank_that_never_saves_again_does_not_fill_the_other_nodes_spool(home):
-    nodes = Nodes(home, "A", "B", keep=2)
-    for step in range(1, 20):
-        nodes.save(step, 1, "AB", ranks=[0] if step > 3 else None)
-        await nodes.settle()
-    assert nodes["A"].steps()[-2:] == [(1, 18), (1, 19)]
-    assert len(nodes["A"].steps()) <= 4
-
-
 @pytest.mark.parametrize("low", [True, False])
 async def test_halves_that_were_never_sent_do_not_stop_a_spool_with_little_room(home, low):
     """The tier was down while rank 1 had gone for good. Not all of them are worth sending; with little room they are

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 from collections import Counter
@@ -62,17 +61,11 @@ async def test_a_prune_in_the_middle_of_a_fetch_costs_that_fetch_at_most(home):
         outcomes[in_time, raised is None] += 1
         assert node.steps() == ([] if raised else [(1, 20)])
         assert not node.spool.quarantined() and not node.tier.manifests("quarantine")
+        assert not isinstance(raised, CorruptChunk) and not node.daemon.journal.counters["corruptions"]
         if not raised:
             assert "news" in read(node.spool, part(20, 1, 0, 2))
     assert all(outcomes[key] for key in ((True, True), (True, False), (False, True))), outcomes
     assert not outcomes[False, False]
-
-
-async def test_part_that_is_pruned_in_the_middle_of_a_fetch_is_not_called_corrupt(home):
-    for moment in (1, 4):
-        node, raised, _ = await pruned_in_the_middle(home / str(moment), moment)
-        assert raised and not isinstance(raised, CorruptChunk)
-        assert not node.daemon.journal.counters["corruptions"] + node.daemon.journal.counters["quarantined"]
 
 
 async def borrowing(home: Path) -> Nodes:
@@ -127,43 +120,3 @@ async def test_flush_in_the_middle_of_a_prune_names_no_chunk_that_is_deleted(hom
         if not await met(nodes, moment, nodes["A"].line, late, "A"):
             break
     assert 10 < moment < 59
-
-
-async def test_a_flush_that_read_before_a_prune_names_nothing_after_it(home):
-    """C's flush stops at each of its calls until A's prune is about to delete the chunks of step 21, and then goes on:
-    it gives way, or the prune does."""
-    refused = 0
-    for moment in range(1, 60):
-        nodes = await borrowing(home / str(moment))
-        await nodes["C"].daemon.observe(TIER)
-        await nodes["A"].turn(), await nodes["B"].turn()
-        calls, stopped, go_on = itertools.count(1), asyncio.Event(), asyncio.Event()
-
-        async def stop(calls=calls, moment=moment, stopped=stopped, go_on=go_on) -> None:
-            if next(calls) == moment:
-                stopped.set()
-                await go_on.wait()
-
-        nodes["C"].line.meanwhile = stop
-        late = asyncio.ensure_future(nodes["C"].daemon.tiers.flushes.flush(part(22, 2, 0, 2), TIER))
-        waiting = asyncio.ensure_future(stopped.wait())
-        await asyncio.wait([late, waiting], return_when=asyncio.FIRST_COMPLETED)
-        if late.done():
-            break
-
-        async def let_on(line=nodes["A"].line, go_on=go_on, late=late) -> None:
-            nonlocal refused
-            if line.doing == "delete" and not [one for one in line.tier.checkpoints() if one.step == 21]:
-                go_on.set()
-                (result,) = await asyncio.gather(late, return_exceptions=True)
-                refused += isinstance(result, StoreUnavailable)
-
-        nodes["A"].line.meanwhile = let_on
-        await nodes["A"].daemon.tiers.prune([part(21).checkpoint], TIER)
-        go_on.set()
-        await asyncio.gather(late, return_exceptions=True)
-        nodes["A"].line.meanwhile = nodes["C"].line.meanwhile = None
-        await nodes.settle()
-        assert await nodes.offered() == [(2, 22)]
-    waiting.cancel()
-    assert 10 < moment < 59 and refused

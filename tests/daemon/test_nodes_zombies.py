@@ -9,19 +9,6 @@ from support.nodes import Nodes
 from support.world import part
 
 
-async def test_zombie_launch_that_continues_harms_no_checkpoint(home):
-    """Launch 1 lives on A and B while launch 2, resumed from its step 20, lives on C and D."""
-    nodes = await first_launch(home, 10, 20, keep=2)
-    for step in range(21, 25):
-        nodes.save(2 * step, 1, "AB")
-        nodes.save(step, 2, "CD", origin=(1, 20))
-        await nodes.settle()
-        assert (await nodes.offered())[0] == (2, step)
-        assert not [one for one in await nodes.offered() if one[0] == 1 and one[1] > 20]
-    assert nodes.tier.steps() == [(2, 23, True), (2, 24, True)]
-    assert {who for who, _ in nodes.tier.pruned} == {"C"}
-
-
 async def test_origin_of_the_live_launch_is_kept_until_the_launch_has_a_complete_checkpoint(home):
     """The zombie goes on, the live launch has only rank 0's part of its first checkpoint so far."""
     nodes = await first_launch(home, 20, keep=1)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from daemon.transfer.test_relay import daemon as of_tiers
-from support.doubles import Counting, Double, contents, is_chunk, is_manifest
+from support.doubles import Counting, Double, contents, is_chunk
 from support.waiting import until
 from support.world import RUN, commit, config, content, converge, part, reconciler, running, settle, steps_on
 
@@ -116,26 +116,6 @@ def counted(daemon: Reconciler, store: Counting) -> list[tuple[int, dict[str, in
 
     daemon.tiers.prune = prune
     return passes
-
-
-async def test_a_prune_reads_no_survivor_however_many_there_are(spool):
-    """40 checkpoints that borrow from each other, then `keep_last` is lowered: at most 3 GETs and 8 LISTs a pass."""
-    store = Counting()
-    for step in range(40):
-        commit(spool, part(step), changing(step))
-        await converge(spool, {"tier": store}, keep=100)
-    assert sum(is_manifest(key) for key in await contents(store)) == 40
-    passes = []
-    for keep in (20, 3):  # each by a daemon that was just started
-        daemon = reconciler(spool, {"tier": store}, keep=keep, keep_local=100)
-        found = counted(daemon, store)
-        async with running(daemon):
-            await settle(daemon)
-        assert daemon.journal.counters["pruned"] == sum(gone for gone, _ in found)
-        passes += found
-    assert [gone for gone, _ in passes] == [20, 17], "one pass for all that goes"
-    for _, cost in passes:
-        assert cost.get("GET", 0) <= 3 and cost["LIST"] <= 8, f"a pass of prunes costs {cost}"
 
 
 async def test_a_prune_behind_each_save_costs_the_same_beside_many_as_beside_few(spool):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator
 
 import pytest
@@ -11,11 +10,7 @@ from support.doubles import Double, contents, is_manifest
 from support.waiting import wait_until
 from support.world import RUN, Daemon, commit, content, part, read
 
-from tierd.core.errors import (
-    ObjectNotFound,
-    SpoolUnusable,
-    StoreUnavailable,
-)
+from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.core.timeline.run_view import RunView
 from tierd.daemon.tiers.observe import TierObserver
 from tierd.ipc.client import Link
@@ -94,15 +89,6 @@ def test_pin_reaches_the_spool_and_every_tier_and_is_removed_again(spool):
                 objects = daemon.call(contents(store.inner))
                 assert any("/pins/" in key for key in objects) == pinned
                 assert any(is_manifest(key) for key in objects)
-
-
-def test_two_daemons_on_one_spool_the_second_is_refused_and_names_the_first(spool):
-    with (
-        Daemon(spool.root, {"tier": Double()}),
-        pytest.raises(SpoolUnusable, match=rf"pid {os.getpid()}\b"),
-        Daemon(spool.root, {"tier": Double()}),
-    ):
-        pass
 
 
 def test_listing_that_began_earlier_never_hides_a_later_listing(spool):

@@ -9,15 +9,7 @@ import random
 import pytest
 from support.doubles import contents
 from support.seeds import seeds
-from support.world import (
-    RUN,
-    commit,
-    converge,
-    listing,
-    part,
-    read,
-    reconciler,
-)
+from support.world import RUN, commit, converge, listing, part, read, reconciler
 
 from tierd.core.planning.place import SPOOL
 from tierd.spool.spool import Spool

@@ -14,7 +14,7 @@ from support.world import commit, config, listing, part, reconciler, running, se
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.restorer import Restorer
 from tierd.client.restoring.source import NodeSource
-from tierd.core.errors import CorruptChunk, FormatTooNew, ManifestError, StoreUnavailable
+from tierd.core.errors import FormatTooNew, ManifestError, StoreUnavailable
 from tierd.core.manifest_codec import decode
 from tierd.core.planning.actions import Prune
 from tierd.core.planning.copies import ManifestFacts
@@ -258,18 +258,6 @@ async def test_listings_forget_deleted_manifests(spool):
     async with running(reconciler(spool, {"tier": store}, keep=2)) as daemon:
         await settle(daemon)
     assert len(daemon.tiers._observers["tier"].manifests._read) == 2
-
-
-async def test_both_copies_wrong_is_still_corruption(spool):
-    """The other side of the above: what is proven stays proven."""
-    store = Double()
-    commit(spool, part(1))
-    path = spool.path(part(1)) / "weights.bin"
-    path.write_bytes(bytes(len(path.read_bytes())))
-    daemon = reconciler(spool, {"tier": store})
-    with pytest.raises(CorruptChunk):
-        await daemon.repairs.fetch(part(1))
-    assert list(spool.quarantined()) == [part(1)]
 
 
 def test_nothing_is_pruned_where_a_newer_tierd_writes(spool):

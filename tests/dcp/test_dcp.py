@@ -18,7 +18,6 @@ from support.saved import files_of
 from support.waiting import wait_until
 from support.world import Daemon, attempt, commit, corrupt, part
 from torch.distributed import checkpoint as dcp
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as FormerProperties
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -474,14 +473,6 @@ def test_metadata_that_could_not_be_read_again_fails_the_save(local, spool):
     with pytest.raises(CheckpointException, match=r"\.metadata: it names .*Own"):
         dcp.save(state(3), storage_writer=tierd.dcp.StorageWriter(local, 3), planner=Odd())
     assert not spool.parts() and not list((spool.control / "stage").iterdir())
-
-
-def test_metadata_of_before_dcp_had_its_own_classes_is_read(local, monkeypatch):
-    monkeypatch.setattr("torch.distributed.checkpoint.metadata.TensorProperties", FormerProperties)
-    save(local, 3)
-    monkeypatch.undo()
-    found = empty()
-    assert tierd.dcp.load(found, local).step == 3 and same(found, 3)
 
 
 def test_bytes_in_a_stream_are_plain_and_an_own_class_is_not(local):

@@ -15,12 +15,7 @@ from support.training import fresh, train
 from support.world import commit, content, part
 
 import tierd
-from tierd.core.errors import (
-    CheckpointNotFound,
-    ConfigError,
-    StateMismatch,
-    StoreUnavailable,
-)
+from tierd.core.errors import CheckpointNotFound, ConfigError, StateMismatch, StoreUnavailable
 from tierd.core.ids import retention_key
 from tierd.core.manifest import MANIFEST_NAME
 from tierd.core.retention.policy import RetentionPolicy

@@ -25,14 +25,7 @@ from tierd.core.errors import CorruptChunk
 from tierd.spool import describe, direct_io, file_io, verified_reads
 from tierd.spool.describe import describe_file
 from tierd.spool.file_io import FileWriter, digest, write_file
-from tierd.spool.verified_reads import (
-    bad_chunks,
-    check_bytes,
-    read_chunk,
-    read_file,
-    read_recent_chunk,
-    room_for_chunk,
-)
+from tierd.spool.verified_reads import bad_chunks, check_bytes, read_chunk, read_file, read_recent_chunk, room_for_chunk
 
 CHUNK = 64
 MIB = 1 << 20
@@ -864,16 +857,6 @@ def test_a_file_that_shrinks_while_it_is_described_is_refused(path, monkeypatch)
     monkeypatch.setattr(os, "fsync", real)
     with pytest.raises(CorruptChunk, match="ends at byte 100"):
         describe_file(path, "file", CHUNK)
-
-
-def test_described_files_agree_with_xxhsum(path):
-    """The digest is the one that `xxhsum -H128` prints; skipped where the tool is not installed."""
-    path.write_bytes(DATA)
-    try:
-        line = subprocess.run(["xxhsum", "-H128", str(path)], capture_output=True, text=True, check=True).stdout
-    except FileNotFoundError:
-        pytest.skip("xxhsum is not installed")
-    assert line.split()[0] == describe_file(path, "file").chunks[0].xxh3_128
 
 
 def test_file_whose_kind_cannot_be_read_is_closed(path, monkeypatch):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -123,13 +121,6 @@ def test_a_stage_that_a_failing_disk_keeps_is_a_leftover(spool, monkeypatch):
     (left,) = spool.leftovers()
     spool.discard(left)
     assert spool.leftovers() == []
-
-
-def test_an_exception_in_the_block_abandons(spool):
-    with pytest.raises(KeyError), spool.stage(part()) as stage:
-        fill(stage, part())
-        raise KeyError
-    assert spool.parts() == spool.leftovers() == []
 
 
 def test_a_part_is_never_committed_twice(spool):
@@ -298,40 +289,6 @@ def test_killed_at_any_system_call_the_part_is_whole_or_not_there(tmp_path):
                 commit(spool, part())
                 assert is_whole(spool, part())
     assert {(-signal.SIGKILL, False), (0, True)} <= seen
-
-
-_LOOP = """
-import sys
-sys.path[:0] = {path!r}
-from spool.test_spool import Spool, commit, part
-spool = Spool(sys.argv[1])
-print("begun", flush=True)
-for step in range(100000):
-    commit(spool, part(step))
-"""
-
-
-def test_killed_at_a_random_moment_every_visible_part_is_whole(tmp_path):
-    rng = random.Random(7)
-    writers = []
-    for number in range(4):
-        code = _LOOP.format(path=[str(Path(__file__).parents[1])])
-        command = [sys.executable, "-c", code, str(tmp_path / str(number))]
-        writers.append(subprocess.Popen(command, stdout=subprocess.PIPE))
-    for number, writer in enumerate(writers):
-        assert writer.stdout.readline() == b"begun\n"
-        time.sleep(rng.uniform(0.05, 0.3))
-        writer.kill()
-        writer.wait()
-        writer.stdout.close()
-        spool = Spool(tmp_path / str(number))
-        found = spool.parts()
-        assert found == [part(step) for step in range(len(found))]
-        assert all(is_whole(spool, owner) for owner in found)
-        for name in spool.leftovers():
-            spool.discard(name)
-        assert list((spool.control / "stage").iterdir()) == []
-        commit(spool, part(len(found)))
 
 
 # -- leftovers --------------------------------------------------------------------------------------------------------

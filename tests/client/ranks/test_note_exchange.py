@@ -128,12 +128,6 @@ def test_a_rank_that_does_something_else_ends_the_wait_of_all(boards):
     assert together(*(lambda one=one: one.exchange(b"x", 60) for one in made)) == [[b"x"] * 3] * 3
 
 
-def test_rank_0_that_does_something_else_is_named_too(boards):
-    made = exchanges(boards, 2)
-    (error,) = together(lambda: made[1].exchange(b"", 1.0))
-    assert isinstance(error, StoreUnavailable) and "rank 0 (process" in str(error)
-
-
 def test_rank_0_that_arrives_late_does_not_continue_alone(boards):
     """Who gave up waiting takes back what it said: else rank 0 would find it, and succeed where the others failed."""
     made = exchanges(boards, 3)

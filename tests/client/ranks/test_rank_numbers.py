@@ -11,9 +11,7 @@ from support.world import attempt
 import tierd
 from tierd.client.ranks import ranks as ranks_module
 from tierd.client.ranks.launchers import rank_and_world, slurm_attempt
-from tierd.core.errors import (
-    ConfigError,
-)
+from tierd.core.errors import ConfigError
 
 NAMES = (
     "RANK",

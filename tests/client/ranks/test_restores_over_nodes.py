@@ -13,10 +13,7 @@ from support.world import Daemon
 import tierd
 from tierd.client.ranks.ranks import Ranks
 from tierd.client.restoring.restorer import Restorer
-from tierd.core.errors import (
-    DaemonUnavailable,
-    StoreUnavailable,
-)
+from tierd.core.errors import DaemonUnavailable, StoreUnavailable
 from tierd.spool.spool import Spool
 from tierd.stores.memory import MemoryStore
 
@@ -213,22 +210,6 @@ def test_part_that_the_other_node_flushed_again_before_the_next_look_is_restored
     monkeypatch.setattr(Restorer, "settle", slowly)
     found = restored_past_a_corrupt_copy(nodes)
     assert [(one.step, one.skipped) for one in found] == [(2, ())] * 2 and found[1].tier == "tier"
-
-
-def test_corrupt_on_the_tier_and_in_every_spool_many_are_stepped_back_over(nodes):
-    nodes.save(1, 2, 3, 4, 5)
-    nodes.settle()
-    nodes.order = [1, 0]
-    daemon = nodes.daemons[0]
-    for step in (2, 3, 4, 5):
-        harm(nodes.spools[1], step, 1, 2)
-        for key in daemon.call(contents(nodes.inner)):
-            if is_chunk(key) and f"/{step:012}." in key and "/00001/" in key:
-                daemon.call(flip(nodes.inner, key))
-    found = nodes.restore()
-    assert [one.step for one in found] == [1, 1]
-    assert [[skipped.step for skipped in one.skipped] for one in found] == [[5, 4, 3, 2]] * 2
-    assert all(skipped.reason.startswith("rank 1: ") for one in found for skipped in one.skipped)
 
 
 def test_a_node_that_did_not_see_the_newest_attempt_resumes_from_no_abandoned_branch(nodes):

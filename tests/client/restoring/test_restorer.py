@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -215,19 +214,6 @@ def test_a_tier_that_does_not_answer_is_named_and_never_a_fresh_start(spool):
 
 
 # -- from the tiers ---------------------------------------------------------------------------------------------------
-
-
-def test_a_replaced_node_restores_from_the_tier(spool):
-    store = Double()
-    with Daemon(spool.root, {"tier": store}) as daemon:
-        save(spool, 1, 2, to=None)
-        daemon.settle()
-    shutil.rmtree(spool.root)
-    Spool(spool.root)
-    with Daemon(spool.root, {"tier": store}):
-        found = resume(spool, to=None)[0]
-        assert (found.step, found.tier, found.skipped) == (2, "tier", ())
-        assert found.directory.is_dir() and resume(spool, to=None)[0].tier == "local"
 
 
 def test_corrupt_local_copy_is_repaired_and_a_corrupt_pair_is_skipped(spool):

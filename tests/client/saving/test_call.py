@@ -13,7 +13,7 @@ from support.timed import timed_client
 from support.training import fresh, train
 
 from tierd.client.checkpointer import made_of
-from tierd.client.saving import interpreter_lock, pipeline
+from tierd.client.saving import interpreter_lock
 from tierd.client.saving.interpreter_lock import short_switches
 from tierd.client.saving.slots import Slot
 from tierd.client.saving.snapshot import Snapshot
@@ -199,20 +199,6 @@ def test_it_waits_where_more_is_to_be_copied(spool, local, held, monkeypatch, te
     held.let_go()
     saving.join(60)
     saves[0].wait()
-
-
-def test_it_waits_for_a_slot(local, job, held, monkeypatch):
-    """Of one slot, because the save before is not durable yet."""
-    write = pipeline.write_part
-    monkeypatch.setattr(pipeline, "write_part", lambda *arguments: held.wait() or write(*arguments))
-    local.save(1, job)
-    made_of(local).gate.confirm(wait=True)
-    saving = in_a_thread(lambda: local.save(2, job))
-    saving.join(0.3)
-    assert saving.is_alive()
-    held.let_go()
-    saving.join(60)
-    assert not saving.is_alive()
 
 
 def test_an_arena_that_is_gone_meanwhile_and_cannot_be_had_again_fails_the_save(local, job, held, monkeypatch):

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -185,18 +183,6 @@ def test_an_overlapped_save_does_not_wait_for_the_device(local, spool, warm):
 
 
 @gpu
-def test_a_blocking_save_returns_with_all_of_it_copied(local, spool):
-    state = job()
-    learn(state), step(state)
-    reference = frozen(state)
-    over = busy(MOMENT)
-    save = local.save(1, state)
-    assert over.query()
-    save.wait(timeout=60)
-    check(reference, loaded(spool, 1, state))
-
-
-@gpu
 def test_nothing_waits_for_the_device_as_a_whole(local, spool, warm, monkeypatch):
     def refuse(*_):
         raise AssertionError("a device-wide synchronise")
@@ -220,27 +206,6 @@ def test_the_arena_is_pinned_as_long_as_it_is_there(local, spool, warm):
     assert slot.pinned == local.stats.pinned_bytes == arena.nbytes and arena.is_pinned()
     local.close()
     assert slot.pinned == local.stats.pinned_bytes == 0 and not arena.is_pinned()
-
-
-@gpu
-def test_a_device_that_pins_nothing_copies_all_the_same(local, spool, monkeypatch, caplog):
-    class Refusing:
-        def cudaHostRegister(self, *_):
-            return 1
-
-    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
-    monkeypatch.setattr(cuda, "api", cuda.Cuda())
-    state = job()
-    local.attach(state["optimizer"])
-    local.restore(state)
-    for number in (1, 2):
-        reference = frozen(state)
-        hold()
-        save = local.save(number, state)
-        learn(state), step(state)
-        save.wait(timeout=60)
-        assert "CUDA does not pin memory (error 1)" in caplog.text
-        check(reference, loaded(spool, number, state))
 
 
 @gpu
@@ -288,49 +253,6 @@ def test_a_state_on_host_and_device(local, spool):
         learn(one), step(one)
     save.wait(timeout=60)
     check(reference, loaded(spool, 1, state))
-
-
-@gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs: a state on several is untested here")
-def test_a_state_on_several_devices(local, spool):
-    devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
-    jobs = [job(device) for device in devices]
-    state = {str(number): one["model"] for number, one in enumerate(jobs)}
-    local.attach(*(one["optimizer"] for one in jobs))
-    for one in jobs:
-        learn(one)
-    reference = frozen(state)
-    for device in devices:
-        with torch.cuda.device(device):
-            hold(device)
-    save = local.save(1, state)
-    for one in jobs:
-        learn(one), step(one)
-    save.wait(timeout=60)
-    check(reference, loaded(spool, 1, state))
-
-
-@gpu
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_on_a_device_continues_from_its_checkpoint(local, spool, optimizer):
-    state = job(optimizer=optimizer)
-    local.attach(state["optimizer"])
-    for _ in range(3):
-        learn(state), step(state)
-    reference = frozen(state)
-    local.save(1, state).wait(timeout=60)
-    local.close()
-    state = job(optimizer=optimizer)
-    learn(state), step(state)
-    with tierd.Checkpointer(spool.root, "run", to=[]) as checkpointer:
-        assert checkpointer.restore(state).step == 1
-        check(reference, frozen(state))
-        assert {parameter.device.type for parameter in state["model"].parameters()} == {"cuda"}
-        checkpointer.attach(state["optimizer"])
-        learn(state), step(state)
-        reference = frozen(state)
-        checkpointer.save(2, state).wait(timeout=60)
-    check(reference, loaded(spool, 2, state))
 
 
 @gpu
@@ -453,23 +375,3 @@ def test_a_checkpointer_that_nobody_closed_leaves_nothing_registered(spool):
         gc.collect()
         time.sleep(0.5)
         assert bool((loaded(spool, number, ["a"])[0] == number).all())
-
-
-@gpu
-@pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="fewer than two GPUs: another rank's context is untested here"
-)
-def test_a_rank_on_gpu_1_makes_no_context_on_gpu_0(spool):
-    script = f"""
-import torch, tierd
-torch.cuda.set_device(1)
-x = torch.ones(9, device="cuda")
-checkpointer = tierd.Checkpointer({str(spool.root)!r}, "run", to=[])
-for number in range(3):
-    checkpointer.save(number, {{"x": x}}).wait(timeout=60)
-print(torch._C._cuda_hasPrimaryContext(0))
-checkpointer.close()
-print(torch._C._cuda_hasPrimaryContext(0))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["False", "False"], done.stderr

@@ -17,14 +17,7 @@ import tierd
 from tierd.client import attachment
 from tierd.client.checkpointer import made_of
 from tierd.client.saving import pipeline
-from tierd.core.errors import (
-    ConfigError,
-    DaemonUnavailable,
-    SaveFailed,
-    SpoolFull,
-    SpoolUnusable,
-    StoreUnavailable,
-)
+from tierd.core.errors import ConfigError, DaemonUnavailable, SaveFailed, SpoolFull, SpoolUnusable, StoreUnavailable
 from tierd.ipc.messages import Failed
 
 

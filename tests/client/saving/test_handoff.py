@@ -7,18 +7,14 @@ import errno
 import os
 import signal
 import socket
-import subprocess
-import sys
 import textwrap
 import threading
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support.forked import run_script
-from support.timed import timed_client
 from support.training import restored, same, tensors
 from support.waiting import wait_until
 from support.world import Daemon
@@ -35,7 +31,6 @@ from tierd.ipc.client import connect
 from tierd.spool.arena import Arena
 from tierd.stores.memory import MemoryStore
 
-ROOT = Path(tierd.__file__).parent.parent
 BIG = 1 << 20  # elements: large enough for direct I/O and recycling
 
 
@@ -83,15 +78,6 @@ def steps(spool) -> list[int]:
 
 
 # -- the trainer dies -------------------------------------------------------------------------------------------------
-
-
-def test_a_trainer_killed_right_after_save_has_lost_nothing(spool, daemon, brake):
-    assert trainer(spool, "ckpt.save(1, tensors(1)); die()") == -signal.SIGKILL
-    assert brake.begun.wait(60) and steps(spool) == []
-    brake.go.set()
-    wait_until(lambda: steps(spool) == [1])
-    assert same(restored(spool)[1], 1)
-    wait_until(lambda: daemon.reconciler.journal.counters["persisted"] == 1)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["committed", "fails"])
@@ -307,32 +293,6 @@ def test_a_late_daemon_commits_the_right_bytes_where_the_trainer_could_not(spool
         checkpointer.save(3, tensors(3)).wait(timeout=60)
         wait_until(lambda: 1 in steps(spool))
     assert same(restored(spool, 1)[1], 1) and same(restored(spool, 3)[1], 3)
-
-
-def test_a_hung_daemon_holds_up_nothing_for_long(spool, tmp_path, monkeypatch):
-    timed_client(monkeypatch, silence_s=0.5)
-    (tmp_path / "tier").mkdir()
-    command = [sys.executable, "-m", "tierd", "run", "--spool", str(spool.root), "--to", f"file://{tmp_path}/tier"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    try:
-        wait_until(lambda: spool.handoff_socket.exists(), 60)
-        with tierd.Checkpointer(spool.root, "run") as checkpointer:
-            checkpointer.save(1, tensors(1)).wait(timeout=60)
-            assert checkpointer.stats.handed_over == 1
-            process.send_signal(signal.SIGSTOP)
-            checkpointer.save(2, tensors(2)).wait(timeout=60)
-            checkpointer.save(3, tensors(3)).wait(timeout=60)
-            process.send_signal(signal.SIGCONT)
-            checkpointer.save(4, tensors(4)).wait(timeout=60)
-            process.kill()
-            checkpointer.save(5, tensors(5)).wait(timeout=60)
-            assert checkpointer.stats.failed == 0
-    finally:
-        process.kill()
-        process.wait()
-    assert steps(spool) == [1, 2, 3, 4, 5]
-    for step in range(1, 6):
-        assert same(restored(spool, step)[1], step)
 
 
 def test_commit_of_a_daemon_that_died_before_its_answer_counts(spool, daemon, monkeypatch):

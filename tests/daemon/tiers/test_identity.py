@@ -22,7 +22,6 @@ from tierd.cli import run as command
 from tierd.cli.acting import prune
 from tierd.core.config import Config, TierConfig, from_urls
 from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable
-from tierd.core.ids import IDENTITY_KEY
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.urls import parse_url
 from tierd.daemon.opening import open_tiers
@@ -87,22 +86,6 @@ def test_two_names_of_one_place_are_refused_before_a_prune(spool, recorded):
     asyncio.run(work())
 
 
-def test_a_daemon_with_two_names_for_one_place_deletes_nothing_there(spool):
-    store = MemoryStore()
-    for step in range(1, 7):
-        commit(spool, part(step))
-    asyncio.run(converge(spool, {"rich": store}, keep=8))
-    keeps = named(spool, {"poor": 1, "rich": 8})
-    daemon = Reconciler(keeps, spool, {"poor": store, "rich": store})
-
-    async def work() -> None:
-        async with running(daemon):
-            await until(lambda: "under another name" in str(daemon.workers["poor"].last_error))
-
-    asyncio.run(work())
-    assert steps_on(asyncio.run(contents(store))) == [1, 2, 3, 4, 5, 6]
-
-
 def linked(tmp_path: Path, spool: Spool) -> tuple[Reconciler, Path]:
     """A daemon with the tiers `poor`, `keep_last` 2, and `rich`, `keep_last` 5, whose path is a link."""
     for name in ("poor", "disk"):
@@ -155,29 +138,6 @@ async def test_prune_continues_once_the_tiers_are_two_places_again(tmp_path, spo
         await until(lambda: steps_below(tmp_path / "poor") == [3, 4])
 
 
-async def test_tier_is_not_pruned_while_a_tier_that_may_be_its_place_does_not_show_its_record(spool, caplog):
-    caplog.set_level("INFO", "tierd.daemon")
-    place, rich = MemoryStore(), Double()
-
-    def mute(operation: str, key: str) -> None:
-        if key == IDENTITY_KEY:
-            raise StoreUnavailable("silent")
-
-    daemon = Reconciler(named(spool, {"poor": 1, "rich": 3}), spool, {"poor": place, "rich": rich})
-    async with running(daemon):
-        for step in range(1, 4):
-            commit(spool, part(step))
-            await settle(daemon)
-        caplog.clear()
-        rich.inner, rich.before = place, mute
-        for step in range(4, 7):
-            commit(spool, part(step))
-        daemon.wake()
-        await until(lambda: {4, 5, 6} <= set(steps_on(place.objects)))
-        await until(lambda: "poor: not pruned yet" in caplog.text)
-    assert {4, 5, 6} <= set(steps_on(place.objects))
-
-
 def test_the_command_prune_compares_again_before_each_deletion(tmp_path, spool, monkeypatch):
     """`rich` becomes the place of `poor` after the command has decided what goes."""
     for name in ("poor", "disk"):
@@ -203,24 +163,6 @@ def test_the_command_prune_compares_again_before_each_deletion(tmp_path, spool, 
     monkeypatch.setattr(prune, "observe_places", observed)
     assert command(["prune", "--config", str(file)]) == 3
     assert steps_below(tmp_path / "poor") == [1, 2, 3]
-
-
-def test_copies_of_a_tier_are_two_places_and_get_two_records(spool):
-    store, copy = MemoryStore(), MemoryStore()
-    commit(spool, part(1))
-    asyncio.run(converge(spool, {"tier": store}))
-
-    async def work() -> None:
-        for key, data in (await contents(store, policies=True)).items():
-            await copy.put(key, data)
-        keeps = named(spool, {"a": 1, "b": 8}).urls()
-        assert await read_identity(store) == await read_identity(copy)
-        assert not await check_identities(keeps, {"a": store, "b": copy})
-        assert await read_identity(store) != await read_identity(copy)
-        before = await read_identity(copy)
-        assert not await check_identities(keeps, {"a": store, "b": copy}) and await read_identity(copy) == before
-
-    asyncio.run(work())
 
 
 @pytest.mark.parametrize("read_only", ["", "a", "b"])

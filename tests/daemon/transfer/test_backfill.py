@@ -32,7 +32,6 @@ from tierd.daemon.status import status
 from tierd.daemon.tiers.observations import Observations
 from tierd.daemon.tiers.observe import TierObserver
 from tierd.events.notifier import Notifier
-from tierd.spool.node_id import node_id
 from tierd.spool.spool import Spool
 
 TENS = RetentionPolicy(keep_last=2, keep_every_steps=10)
@@ -123,35 +122,6 @@ async def test_without_backfill_other_runs_are_not_touched(tmp_path):
     async with running(node(spool, {"old": old, "new": new}, backfill=False)) as daemon:
         await settle(daemon)
     assert not await contents(new.inner) and not [key for _, key in old.calls if key.startswith(RUNS)]
-
-
-async def test_a_run_that_another_node_keeps_there_is_left_to_that_node(tmp_path):
-    old, new = await old_tier(tmp_path, range(1, 11)), Double()
-    spool = Spool(tmp_path / "third")
-    commit(spool, part(11, launch=3, run="first"), origin=CheckpointId("first", attempt(2), 10))
-    await converge(spool, {"new": new}, keep=1)
-    async with running(node(Spool(tmp_path / "spool"), {"old": old, "new": new})) as daemon:
-        await until(lambda: is_filled(daemon))
-    assert await on(new, "first") == [11] and await on(new, "second") == [9, 10]
-
-
-async def test_work_that_a_gone_node_left_undone_is_a_problem_with_a_remedy(tmp_path):
-    old, new = await old_tier(tmp_path, range(1, 11)), Double()
-    gone = Spool(tmp_path / "third")
-    commit(gone, part(11, launch=3, run="first"), origin=CheckpointId("first", attempt(2), 10))
-    await converge(gone, {"new": new}, keep=1)
-    spool = Spool(tmp_path / "spool")
-    async with running(node(spool, {"old": old, "new": new})) as daemon:
-        await until(lambda: is_filled(daemon))
-        (problem,) = [one for one in status(daemon, 0, 0).problems if one.place == "new"]
-        (record,) = [key for key in await contents(new.inner, policies=True) if key.startswith("first/retention/")]
-        assert problem.severity == "warning" and record in problem.why and node_id(gone.root) in problem.why
-        assert any(record in text for text in daemon.backlog.summary().left_to_nodes)
-    await new.inner.delete([record])
-    async with running(node(spool, {"old": old, "new": new})) as daemon:
-        await until(lambda: is_filled(daemon))
-        assert not [one for one in status(daemon, 0, 0).problems if one.place == "new"]
-    assert 10 in await on(new, "first")
 
 
 def serve_until_idle(monkeypatch, spool: Spool, stores: dict[str, Double]) -> tuple[object, ...]:
