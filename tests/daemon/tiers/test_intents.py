@@ -5,184 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
-import time
 import tracemalloc
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support.doubles import Double, contents, is_manifest
-from support.seeds import seeds
 from support.timed import NEVER_MS, Ticking, standing, timed
 from support.waiting import until
-from support.world import CHUNK, RUN, commit, config, converge, part, reconciler, running
+from support.world import CHUNK, RUN, commit, converge, part, reconciler, running
 
-from tierd.core.errors import ObjectNotFound, StoreUnavailable, TierdError
+from tierd.core.errors import ObjectNotFound, StoreUnavailable
 from tierd.core.ids import PartId
 from tierd.core.manifest import VERSION, Chunk, File, Manifest, Stored
 from tierd.core.manifest_codec import decode, encode
-from tierd.core.planning.actions import Flush, Prune
-from tierd.core.planning.inventory import Inventory
-from tierd.core.planning.place import Place
-from tierd.core.planning.plan import plan
-from tierd.core.planning.sharing import base_part
 from tierd.daemon import timings
 from tierd.daemon.tiers import announcements, intents, stamps
-from tierd.daemon.tiers.observe import SpoolEye, TierObserver
 from tierd.daemon.tiers.prune import prune
 from tierd.daemon.timings import USUAL, DaemonTimings
-from tierd.daemon.transfer.flush import flush
-from tierd.daemon.transfer.route import Route
-from tierd.spool.spool import Spool
-from tierd.stores.base import Buffer, ObjectInfo
+from tierd.stores.base import ObjectInfo
 from tierd.stores.memory import MemoryStore
-
-
-class Shared(MemoryStore):
-    """What every node sees. After each change, every manifest that is there must have all its chunks."""
-
-    seen = 0
-
-    def check(self) -> None:
-        for key in self.keys:
-            if is_manifest(key):
-                self.seen += 1
-                manifest = decode(self.objects[key][0])
-                for chunk in manifest.chunks():
-                    assert chunk.stored is not None
-                    assert f"{RUN}/{chunk.stored.key}" in self.objects, f"{key} has lost {chunk.stored.key}"
-
-
-class Node:
-    """A node's way to the shared store: slow by chance, and silent for good once it is dead. What it had on its way
-    when it died takes effect, or not, or later."""
-
-    def __init__(self, shared: Shared, rng: random.Random) -> None:
-        self.shared, self.rng, self.dead = shared, rng, False
-
-    async def _lag(self) -> None:
-        for _ in range(self.rng.choice((0, 0, 1, 2, 5, 30))):
-            await asyncio.sleep(0)
-
-    async def _enter(self) -> None:
-        await self._lag()
-        if self.dead and self.rng.random() < 0.7:
-            await asyncio.Event().wait()
-
-    async def _leave(self) -> None:
-        self.shared.check()
-        await self._lag()
-        if self.dead:
-            await asyncio.Event().wait()
-
-    async def put(self, key: str, data: Buffer) -> str:
-        await self._enter()
-        await self.shared.put(key, data)
-        await self._leave()
-        return ""
-
-    async def get(self, key: str, into: memoryview | None = None) -> Buffer:
-        await self._enter()
-        found = await self.shared.get(key)
-        await self._leave()
-        return found
-
-    async def scan(self, prefix: str, after: str = "") -> AsyncGenerator[ObjectInfo, None]:
-        await self._enter()
-        found = [info async for info in self.shared.scan(prefix, after)]
-        await self._leave()
-        for info in found:
-            yield info
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        await self._enter()
-        for key in self.rng.sample(list(keys), len(keys)):  # not all at once, and in no order
-            await self.shared.delete([key])
-            self.shared.check()
-            await self._lag()
-        await self._leave()
-
-    async def aclose(self) -> None: ...
-
-
-class Daemon:
-    """One node's daemon, in short: look, plan, do the first thing, again; and now and then prune just anything."""
-
-    def __init__(self, spool: Spool, shared: Shared, rng: random.Random, keep: int, who: str) -> None:
-        self.spool, self.node, self.rng, self.who = spool, Node(shared, rng), rng, who
-        self.config = config(spool, "tier", keep=keep)
-        self.eye = TierObserver(self.node)
-
-    async def work(self, rounds: int) -> None:
-        for _ in range(rounds):
-            try:
-                tier = await self.eye.observe({RUN})
-                seen = sorted({*tier.checkpoints, *tier.owners})
-                if seen and self.rng.random() < 0.3:  # whatever a plan may say, on whatever it saw
-                    await prune(self.node, [self.rng.choice(seen)], self.who, self.eye.manifests, timings=YOUNG)
-                for action in self._actions(tier)[:1]:
-                    await self._do(action, tier)
-            except TierdError:
-                pass
-            await asyncio.sleep(0)
-
-    def _actions(self, tier: Place) -> list[Flush | Prune]:
-        world = Inventory(SpoolEye(self.spool).observe(), {"tier": tier})
-        found = plan(world, self.config, {}, 0.0)
-        return [one for one in found if isinstance(one, Flush) or (isinstance(one, Prune) and one.tier == "tier")]
-
-    async def _do(self, action: Flush | Prune, tier: Place) -> None:
-        if isinstance(action, Flush):
-            whose = base_part(tier, action.part)
-            manifest = decode(bytes(await self.node.get(whose.manifest_key))) if whose else None
-            await flush(self.spool, action.part, Route(self.node, who=self.who, timings=YOUNG), base=manifest)
-        else:
-            # By the flushes' clock: by another one, their intents would be too old to count, and its marks too new.
-            await prune(self.node, [action.checkpoint], self.who, self.eye.manifests, timings=YOUNG)
-
-
-def frozen(step: int, rank: int, rng: random.Random) -> dict[str, bytes]:
-    """Files most of which another step has, too: a backbone, rows that change now and then, and news."""
-    rows = [bytes([rank, row, step // (row + 1)]) * (CHUNK // 3) + bytes(CHUNK % 3) for row in range(4)]
-    return {"backbone": bytes([rank]) * (3 * CHUNK), "rows": b"".join(rows), "news": rng.randbytes(CHUNK)}
-
-
-def cut_short(seed: int, home: Path) -> Shared:
-    """Two launches of two ranks each, all with daemons of their own, that flush and prune at once; some die."""
-    rng = random.Random(seed)
-    shared = Shared()
-    daemons = []
-    for launch in (1, 2):
-        for rank in (0, 1):
-            spool = Spool(home / f"{launch}-{rank}")
-            for step in range(rng.randrange(3, 7)):
-                which = part(step + 3 * (launch - 1), launch, rank, 2)
-                commit(spool, which, frozen(which.checkpoint.step, rank, rng))
-            daemons.append(Daemon(spool, shared, rng, rng.choice((1, 1, 2)), f"{launch}{rank}" * 4))
-
-    async def all_at_once() -> None:
-        tasks = [asyncio.ensure_future(daemon.work(14)) for daemon in daemons]
-        for _ in range(rng.randrange(4)):
-            for _ in range(rng.randrange(400)):
-                await asyncio.sleep(0)
-            victim = rng.randrange(len(daemons))
-            daemons[victim].node.dead = True
-        end_s = time.monotonic() + 60.0  # what runs in threads takes time, not turns
-        while time.monotonic() < end_s and not all(
-            task.done() or daemon.node.dead for task, daemon in zip(tasks, daemons, strict=True)
-        ):
-            await asyncio.sleep(0)
-        for task in tasks:
-            task.cancel()
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, AssertionError):
-                raise result
-        shared.check()
-
-    asyncio.run(all_at_once())
-    return shared
 
 
 MADE = 0x19_0000_0000  # ms: when the nodes' first stamps are made
@@ -198,12 +40,6 @@ def aged(ms: int) -> DaemonTimings:
 def impatient(monkeypatch):
     YOUNG.wall_ns.at_ms = MADE  # the same in every run of a seed
     monkeypatch.setattr(timings, "given", lambda: YOUNG)
-
-
-@pytest.mark.parametrize("seed", seeds(weight=2))
-def test_no_manifest_ever_lacks_a_chunk(seed, tmp_path):
-    shared = cut_short(seed, tmp_path)
-    assert shared.seen > 5
 
 
 @pytest.mark.parametrize("folder", ["manifests", "flushing"])
