@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from support.world import described
 
 from tierd.core.errors import StepRefused
 from tierd.core.ids import CheckpointId, PartId
@@ -38,19 +39,7 @@ def part(step=1, rank=0, world=1) -> PartId:
 
 
 def manifest(owner: PartId) -> Manifest:
-    return Manifest(
-        version=1,
-        run="r",
-        step=owner.checkpoint.step,
-        attempt=ATTEMPT,
-        resumed_from=None,
-        rank=owner.rank,
-        world_size=owner.world,
-        created="2025-01-01T00:00:00+00:00",
-        writer="test",
-        metrics={"loss": 0.5},
-        files=(),
-    )
+    return described(owner, metrics={"loss": 0.5})
 
 
 def aligned(size, shift=0):

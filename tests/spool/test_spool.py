@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.world import described
 
 from tierd.core.errors import (
     CorruptChunk,
@@ -43,28 +44,12 @@ def part(step=100, rank=0, world=1, run="r") -> PartId:
     return PartId(CheckpointId(run, ATTEMPT, step), rank, world)
 
 
-def empty(owner: PartId) -> Manifest:
-    return Manifest(
-        version=1,
-        run=owner.checkpoint.run,
-        step=owner.checkpoint.step,
-        attempt=owner.checkpoint.attempt,
-        resumed_from=None,
-        rank=owner.rank,
-        world_size=owner.world,
-        created="2025-01-01T00:00:00+00:00",
-        writer="test",
-        metrics={},
-        files=(),
-    )
-
-
 def fill(stage, owner: PartId) -> Manifest:
     """Two files, one of them in a directory, as any writer would stage them."""
     (stage.path / "deep").mkdir()
     for name in ("one", "deep/two"):
         write_file(stage.path / name, name, f"{name} of {owner}".encode() * 50, 64)
-    return msgspec.structs.replace(empty(owner), files=describe_directory(stage.path))
+    return msgspec.structs.replace(described(owner), files=describe_directory(stage.path))
 
 
 def commit(spool: Spool, owner: PartId) -> Manifest:
@@ -510,7 +495,7 @@ def commit_large(spool: Spool, owner: PartId, sizes=(LARGE, LARGE + 5)) -> None:
         (stage.path / "deep").mkdir()
         names = ("deep/large", "small", "third")[: len(sizes)]
         files = [write_file(stage.path / n, n, bytes([65 + i]) * sizes[i]) for i, n in enumerate(names)]
-        stage.commit(msgspec.structs.replace(empty(owner), files=tuple(files)))
+        stage.commit(msgspec.structs.replace(described(owner), files=tuple(files)))
 
 
 def test_the_largest_file_of_a_lane_is_kept_for_its_next_writer(spool):
@@ -652,7 +637,7 @@ def _directory(path: Path) -> None:
 
 
 def _of_another(path: Path) -> None:
-    path.write_bytes(encode(empty(part(999))))
+    path.write_bytes(encode(described(part(999))))
 
 
 def _huge(path: Path) -> None:
@@ -671,7 +656,7 @@ def test_a_manifest_that_is_not_right_is_a_manifest_error(spool, damage):
 
 def test_a_newer_format_is_too_new(spool):
     commit(spool, part())
-    _manifest_path(spool).write_bytes(seal(msgspec.structs.replace(empty(part()), version=2)))
+    _manifest_path(spool).write_bytes(seal(msgspec.structs.replace(described(part()), version=2)))
     with pytest.raises(FormatTooNew):
         spool.manifest(part())
 

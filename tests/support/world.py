@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-import msgspec
 from support.timed import QUICK
 
 from tierd.core.config import Config, TierConfig
@@ -50,6 +50,13 @@ def content(step: int, launch: int = 1, rank: int = 0, chunks: int = 3) -> dict[
     }
 
 
+def described(which: PartId, **more: Any) -> Manifest:
+    """A part's manifest without files, of the first moment of 2026; `more`: members that are otherwise."""
+    usual = {"resumed_from": None, "created": "2026-01-01T00:00:00+00:00", "writer": "test", "metrics": {}, "files": ()}
+    named = {"run": which.checkpoint.run, "step": which.checkpoint.step, "attempt": which.checkpoint.attempt}
+    return Manifest(version=VERSION, rank=which.rank, world_size=which.world, **{**named, **usual, **more})
+
+
 def commit(
     spool: Spool,
     which: PartId,
@@ -64,24 +71,13 @@ def commit(
     step = which.checkpoint.step
     created = created or f"2026-01-01T{step // 60 % 24:02}:{step % 60:02}:00+00:00"
     with spool.stage(which) as stage:
-        described = []
+        written = []
         for name, data in sorted(files.items()):
             (stage.path / name).parent.mkdir(parents=True, exist_ok=True)
-            described.append(write_file(stage.path / name, name, data, CHUNK))
-        manifest = Manifest(
-            version=VERSION,
-            run=which.checkpoint.run,
-            step=which.checkpoint.step,
-            attempt=which.checkpoint.attempt,
-            resumed_from=Origin(step=origin.step, attempt=origin.attempt) if origin else None,
-            rank=which.rank,
-            world_size=which.world,
-            created=created,
-            writer="test",
-            metrics=dict(metrics or {}),
-            files=(),
-        )
-        stage.commit(msgspec.structs.replace(manifest, files=tuple(described)))
+            written.append(write_file(stage.path / name, name, data, CHUNK))
+        resumed = Origin(step=origin.step, attempt=origin.attempt) if origin else None
+        more = {"resumed_from": resumed, "created": created, "metrics": dict(metrics or {})}
+        stage.commit(described(which, files=tuple(written), **more))
     return dict(files)
 
 

@@ -13,11 +13,10 @@ import pytest
 from support.doubles import Double, contents, is_manifest
 from support.timed import NEVER_MS, Ticking, standing, timed
 from support.waiting import until
-from support.world import CHUNK, RUN, commit, converge, part, reconciler, running
+from support.world import CHUNK, RUN, commit, converge, described, part, reconciler, running
 
 from tierd.core.errors import ObjectNotFound, StoreUnavailable
-from tierd.core.ids import PartId
-from tierd.core.manifest import VERSION, Chunk, File, Manifest, Stored
+from tierd.core.manifest import Chunk, File, Stored
 from tierd.core.manifest_codec import decode, encode
 from tierd.daemon import timings
 from tierd.daemon.tiers import announcements, intents, stamps
@@ -25,7 +24,6 @@ from tierd.daemon.tiers.prune import prune
 from tierd.daemon.timings import USUAL, DaemonTimings
 from tierd.stores.base import ObjectInfo
 from tierd.stores.memory import MemoryStore
-
 
 MADE = 0x19_0000_0000  # ms: when the nodes' first stamps are made
 YOUNG = DaemonTimings(wall_ns=Ticking(MADE), own_stale_ms=NEVER_MS, mark_reads=20, mark_pause_s=0.0)
@@ -214,7 +212,9 @@ def most_in_memory(survivors: int) -> int:
             which, home = part(step), f"chunks/{part(0).checkpoint.name}/00000"
             stored = [Stored(codec="raw", size=1, xxh3_128=name, key=f"{home}/{name}.raw") for name in names]
             chunks = tuple(Chunk(size=1, xxh3_128=one.xxh3_128, stored=one) for one in stored)
-            await store.put(which.manifest_key, encode(made(which, (File(path="w", size=1000, chunks=chunks),))))
+            await store.put(
+                which.manifest_key, encode(described(which, files=(File(path="w", size=1000, chunks=chunks),)))
+            )
         tracemalloc.start()
         assert (await prune(store, [part(1).checkpoint])).gone
 
@@ -223,23 +223,6 @@ def most_in_memory(survivors: int) -> int:
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-
-
-def made(which: PartId, files: tuple[File, ...]) -> Manifest:
-    owner = which.checkpoint
-    return Manifest(
-        version=VERSION,
-        run=owner.run,
-        step=owner.step,
-        attempt=owner.attempt,
-        resumed_from=None,
-        rank=which.rank,
-        world_size=which.world,
-        created="2026-01-01T00:00:00+00:00",
-        writer="test",
-        metrics={},
-        files=files,
-    )
 
 
 def test_pruning_takes_no_more_memory_beside_many_that_share_their_chunks():

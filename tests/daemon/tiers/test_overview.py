@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from stores.s3.test_s3_store import credentials
 from support.s3stub import Bucket, serving
-from support.world import attempt, commit, part
+from support.world import attempt, commit, described, part
 
 from tierd.cli import run as tierd
 from tierd.core.ids import CheckpointId, PartId
-from tierd.core.manifest import Chunk, File, Manifest, Stored
+from tierd.core.manifest import Chunk, File, Stored
 from tierd.core.manifest_codec import encode
 from tierd.daemon.tiers.overview import RunOverview, observe, overview
 from tierd.spool.spool import Spool
@@ -38,21 +38,8 @@ def manifest(which: PartId) -> bytes:
     digest = "ab" * 16
     key = f"chunks/{which.checkpoint.name}/{which.rank:05}/{digest}.zstd"
     chunk = Chunk(size=SIZE, xxh3_128=digest, stored=Stored(codec="zstd", size=STORED, xxh3_128=digest, key=key))
-    return encode(
-        Manifest(
-            version=1,
-            run=which.checkpoint.run,
-            step=which.checkpoint.step,
-            attempt=which.checkpoint.attempt,
-            resumed_from=None,
-            rank=which.rank,
-            world_size=which.world,
-            created=(MADE + timedelta(minutes=which.checkpoint.step)).isoformat(),
-            writer="tierd",
-            metrics={},
-            files=(File(path="w.bin", size=SIZE, chunks=(chunk,)),),
-        )
-    )
+    made = (MADE + timedelta(minutes=which.checkpoint.step)).isoformat()
+    return encode(described(which, created=made, files=(File(path="w.bin", size=SIZE, chunks=(chunk,)),)))
 
 
 async def fill(store: Store, *parts: PartId) -> None:
