@@ -16,7 +16,7 @@ import tierd
 from tierd.core.errors import ConfigError, DaemonUnavailable
 from tierd.core.planning.eviction import evictable
 from tierd.ipc.client import Link
-from tierd.ipc.messages import Remove, Report
+from tierd.ipc.messages import Preempted, Remove, Report
 from tierd.spool.spool import Spool
 
 
@@ -52,6 +52,10 @@ def test_daemon_of_earlier_launch_leaves_launch_without_tiers_alone(spool, tmp_p
     assert not ended(spool)
     save(spool, range(2, 9), [])
     away.rename(tier)
+    with Link(spool) as link:
+        link.ask(
+            Preempted(part=spool.parts()[0], why="the tier is back"), 60
+        )  # the tier is tried at once, and not after its backoff
     wait_until(lambda: steps_of(tier) and ended(spool))  # it ends once the tier has what it wants
     assert steps_of(tier) == [1], "the earlier launch's own checkpoint arrives"
     assert steps_in(spool) == list(range(1, 9))

@@ -103,22 +103,6 @@ class Daemon:
         assert self.process.wait(60) == 0
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_tierd_run_without_a_policy_obeys_the_runs_own(
-    trained: Spool, tmp_path: Path, place: Path, elsewhere: bool
-) -> None:
-    spool = Spool(tmp_path / "other") if elsewhere else trained
-    launch, origin = (2, part(8).checkpoint) if elsewhere else (1, None)
-    for step in range(9, 13):
-        commit(spool, part(step, launch), origin=origin)
-    with Daemon(spool, place):
-        wait_until(lambda: steps(place) == list(range(3, 13)))
-        wait_until(lambda: is_idle(spool))
-        found = status(spool)
-        assert found and [one["given"] for one in found["policies"]] == ["configuration"]
-    assert steps(place) == list(range(3, 13))
-
-
 def test_a_trainers_policy_without_any_file(tmp_path: Path, place: Path) -> None:
     spool = tmp_path / "spool"
     keep = tierd.Retention(keep_last=1, keep_best=tierd.Best(metric="loss"))

@@ -27,7 +27,6 @@ from tierd.core.planning.scrub_schedule import ScrubbedCopy, agenda
 from tierd.daemon.status import status
 from tierd.daemon.tiers.verify import verify
 from tierd.spool.spool import Spool
-from tierd.stores.file import FileStore
 from tierd.stores.memory import MemoryStore
 
 HARMS = ("flip", "truncate", "missing", "lengthen", "swap")
@@ -90,13 +89,9 @@ def chunk_keys(objects, which=None) -> list[str]:
     return sorted(key for key in objects if is_chunk(key) and key.startswith(prefix))
 
 
-@pytest.fixture(params=["memory", "file"])
-def tiers(request, tmp_path):
-    if request.param == "memory":
-        return {"first": MemoryStore(), "second": MemoryStore()}
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-    return {name: FileStore(tmp_path / name) for name in ("first", "second")}
+@pytest.fixture
+def tiers():
+    return {"first": MemoryStore(), "second": MemoryStore()}
 
 
 @pytest.mark.parametrize("source", ["second", SPOOL])
