@@ -19,6 +19,7 @@ from support.world import commit, part
 
 import tierd
 from tierd.client.ranks.other_launches import Beside
+from tierd.core.errors import ConfigError
 from tierd.core.planning.place import Trainer
 from tierd.ipc.client import Link
 from tierd.ipc.messages import Status
@@ -230,6 +231,27 @@ def test_a_forked_child_does_not_keep_its_trainers_lock(tmp_path) -> None:
         os.kill(child, signal.SIGKILL)
         trainer.kill()
         trainer.stdout.close()
+
+
+def test_second_process_of_the_same_rank_and_attempt_is_refused(tmp_path) -> None:
+    spool = Spool(tmp_path / "spool")
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from tierd.spool import leases\n"
+        "from tierd.core.ids import CheckpointId, PartId\n"
+        f"one = CheckpointId('run', {part(1).checkpoint.attempt!r}, 1)\n"
+        f"leases.hold(Path({str(spool.control)!r}), PartId(one, 0, 1))\n"
+        "print('held', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=f"process {other.pid} saves rank 0 of attempt"):
+            leases.hold(spool.control, part(1))
+        other.kill()
 
 
 def test_link_in_the_place_of_the_locks_is_refused_and_saving_continues(tmp_path, caplog) -> None:

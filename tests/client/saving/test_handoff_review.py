@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 
 import pytest
 import torch
@@ -51,6 +52,21 @@ def test_error_after_a_save_costs_no_slot(spool, monkeypatch):
             ckpt.save(2, tensors(2)).wait(timeout=60)
         ckpt.save(3, tensors(3)).wait(timeout=60)
     assert len(spool.parts()) == 3
+
+
+def test_a_daemon_that_only_listens_gets_nothing_and_blocks_nobody(spool):
+    """Stopped as a whole: the system still accepts for it, until the backlog is full."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hung:
+        hung.bind(os.fspath(spool.handoff_socket))
+        hung.listen(1)
+        begun = time.monotonic()
+        for step in range(8):
+            with tierd.Checkpointer(spool.root, "run") as ckpt:
+                ckpt.save(step, tensors(step)).wait(timeout=60)
+                ckpt.save(step + 100, tensors(step)).wait(timeout=60)
+                assert ckpt.stats.handed_over == 0 and ckpt.stats.failed == 0
+        assert time.monotonic() - begun < 60, "one greeting is waited for by each, and no more"
+    assert len(spool.parts()) == 16
 
 
 def test_memory_that_a_device_writes_to_keeps_its_pages(spool, fake):

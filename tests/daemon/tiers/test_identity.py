@@ -22,6 +22,7 @@ from tierd.cli import run as command
 from tierd.cli.acting import prune
 from tierd.core.config import Config, TierConfig, from_urls
 from tierd.core.errors import ConfigError, StoreRefused, StoreUnavailable
+from tierd.core.ids import IDENTITY_KEY
 from tierd.core.retention.policy import RetentionPolicy
 from tierd.core.urls import parse_url
 from tierd.daemon.opening import open_tiers
@@ -136,6 +137,32 @@ async def test_prune_continues_once_the_tiers_are_two_places_again(tmp_path, spo
         await until(lambda: "under another name" in str(daemon.workers["poor"].last_error))
         point(link, tmp_path / "disk")
         await until(lambda: steps_below(tmp_path / "poor") == [3, 4])
+
+
+def test_tier_is_not_pruned_while_a_tier_that_may_be_its_place_does_not_show_its_record(spool, caplog):
+    caplog.set_level("INFO", "tierd.daemon")
+    place, rich = MemoryStore(), Double()
+
+    def mute(operation: str, key: str) -> None:
+        if key == IDENTITY_KEY:
+            raise StoreUnavailable("silent")
+
+    async def work() -> None:
+        daemon = Reconciler(named(spool, {"poor": 1, "rich": 3}), spool, {"poor": place, "rich": rich})
+        async with running(daemon):
+            for step in range(1, 4):
+                commit(spool, part(step))
+                await settle(daemon)
+            caplog.clear()
+            rich.inner, rich.before = place, mute
+            for step in range(4, 7):
+                commit(spool, part(step))
+            daemon.wake()
+            await until(lambda: {4, 5, 6} <= set(steps_on(place.objects)))
+            await until(lambda: "poor: not pruned yet" in caplog.text)
+
+    asyncio.run(work())
+    assert {4, 5, 6} <= set(steps_on(place.objects))
 
 
 def test_the_command_prune_compares_again_before_each_deletion(tmp_path, spool, monkeypatch):
